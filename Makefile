@@ -1,0 +1,72 @@
+# Two commands do everything from an empty machine with Python >= 3.10:
+#   make demo    runs the main job            make test    runs what CI runs: lint, types, tests
+# For the hand: make quick (at most 60 s). Big counts and slow faults: make test-long. Timings: make bench.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready-test
+
+.PHONY: help demo test quick test-long bench lint types format clean
+
+help:
+	@sed -n '2,4s/^# *//p' Makefile
+
+$(VENV)/bin/python:
+	@echo "== making a virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed, this is " + sys.version.split()[0] + ": set PYTHON=python3.x") if sys.version_info < (3, 10) else None'
+	@$(PYTHON) -m venv $(VENV) || { \
+	  rm -rf $(VENV); \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "== installing python3-venv"; apt-get update -qq && apt-get install -qq -y python3-venv && $(PYTHON) -m venv $(VENV); \
+	  else \
+	    echo "python3 -m venv does not work here: install python3-venv"; exit 1; \
+	  fi; }
+
+# PYTHONDONTWRITEBYTECODE would leave every start to compile again: imports take twice as long.
+$(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "== installing gptctl"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q $(VENV)/lib gptctl trainer || true
+	@touch $@
+
+$(READY): $(VENV)/.ready
+	@echo "== installing what the tests need"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q $(VENV)/lib || true
+	@touch $@
+
+demo: $(VENV)/.ready
+	@echo "== gptctl validate templates/configs/char-gpt.yaml --nodes 2"
+	@$(BIN)/gptctl validate templates/configs/char-gpt.yaml --nodes 2
+
+test: $(READY) lint types
+	@echo "== all tests"
+	@$(BIN)/python -m pytest -m 'not long'
+
+quick: $(READY) lint types
+	@echo "== unit tests"
+	@$(BIN)/python -m pytest tests/unit
+
+test-long: $(READY)
+	@echo "== big counts and slow faults"
+	@$(BIN)/python -m pytest -m long -s
+
+bench: $(READY)
+	@$(BIN)/python tests/bench/startup.py
+
+lint: $(READY)
+	@echo "== ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(READY)
+	@echo "== mypy"
+	@$(BIN)/mypy
+
+format: $(READY)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

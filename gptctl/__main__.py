@@ -1,0 +1,5 @@
+"""`python -m gptctl`"""
+
+from gptctl.cli import main
+
+main()

@@ -1,0 +1,221 @@
+"""The verbs: parse, call, print. Everything a verb needs is imported by the verb, so that `--help` stays fast."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from gptctl import __version__
+from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
+
+if TYPE_CHECKING:
+    from gptctl.check import Checked
+
+BUG = 70
+INTERRUPTED = 130
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def examples(*lines: str) -> str:
+    """The end of a help page."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog=examples("gptctl init dp8", "gptctl validate config"),
+)
+@click.version_option(__version__, prog_name="gptctl")
+def cli() -> None:
+    """Turn one run config and a cluster profile into a distributed training job that starts right the first time."""
+
+
+def config_options(verb: F) -> F:
+    """CONFIG and the options that say where and how it runs."""
+    for option in (
+        click.option("-o", "--override", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key; repeatable."),
+        click.option("--cluster", metavar="NAME", help="Cluster profile, a name or a path."),
+        click.option("--gpus-per-node", metavar="G", help="Ranks per node."),
+        click.option("--nodes", metavar="N", help="Number of nodes, or MIN:MAX."),
+        click.argument("config", required=False),
+    ):
+        verb = option(verb)
+    return verb
+
+
+def check_arguments(
+    config: str | None, nodes: str | None, gpus_per_node: str | None, cluster: str | None, overrides: tuple[str, ...]
+) -> Checked:
+    from gptctl.check import check_config, find_config
+    from trainer.config import Override
+
+    flags = {"nodes": nodes, "gpus_per_node": gpus_per_node, "cluster": cluster}
+    flagged = [
+        Override(f"Launch.{key}", value, f"--{key.replace('_', '-')} {value}") for key, value in flags.items() if value is not None
+    ]
+    return check_config(find_config(config), [*map(Override.parse, overrides), *flagged])
+
+
+@cli.command(epilog=examples("gptctl validate config", "gptctl validate run.yaml --nodes 2 --gpus-per-node 8 -o Distributed.mp_degree=2"))
+@config_options
+@click.option("--strict", is_flag=True, help="Treat warnings as errors.")
+@click.option("--resolved", is_flag=True, help="Print the complete config, with where every value came from.")
+@click.option("--json", "as_json", is_flag=True, help="Print a report for programs.")
+def validate(strict: bool, resolved: bool, as_json: bool, **arguments: Any) -> None:
+    """Check a run config and its layout, and report every mistake at once.
+
+    CONFIG is a path or a bare name: `config` finds config.yaml, config.yml, configs.yaml or configs/config.yaml.
+    Exit code 0: valid; 1: invalid; 2: wrong usage or an unreadable file.
+    """
+    from gptctl import report, ui
+
+    checked = check_arguments(**arguments)
+    valid = checked.is_valid and not (strict and any(finding.level == "warning" for finding in checked.findings))
+    if as_json:
+        ui.print_json({**report.as_json(checked, with_config=resolved), "valid": valid})
+    else:
+        show_yaml = resolved and checked.is_valid
+        ui.print_findings(checked.findings, to_stderr=show_yaml)
+        if show_yaml:
+            ui.print_text(report.resolved_yaml(checked))
+        elif checked.is_valid:
+            ui.print_pairs(f"{checked.path}: {report.verdict(checked)}", report.summary(checked))
+            ui.say(report.assumptions())
+        else:
+            ui.print_text(f"{checked.path}: {report.verdict(checked)}")
+    sys.exit(0 if valid else ANSWER_IS_NO)
+
+
+@cli.command(epilog=examples("gptctl topo config", "gptctl topo run.yaml --nodes 2 --gpus-per-node 8 --rank 3"))
+@config_options
+@click.option("--rank", type=click.IntRange(min=0), help="Only this rank.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list for programs.")
+def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
+    """Show where every rank runs: node, local rank, its coordinates and the members of its groups."""
+    from gptctl import report, ui
+    from trainer.layout import AXES
+
+    checked = check_arguments(**arguments)
+    if not checked.is_valid or checked.resolved is None:
+        raise UserError(f"{checked.path} has no valid layout", findings=[f for f in checked.findings if f.level == "error"])
+    layout, machines = checked.resolved.layout, checked.machines
+    if rank is not None and rank >= layout.world:
+        raise UserError(f"there is no rank {rank}", f"use 0 to {layout.world - 1}", WRONG_USAGE)
+    rows = report.topo_rows(layout, machines, [rank] if rank is not None else list(range(layout.world)))
+    if as_json:
+        ui.print_json(rows)
+        return
+    columns = ["node", "rank", "local", *AXES, *(f"{axis} group" for axis in reversed(AXES))]
+    cells = [
+        [row["node"], row["rank"], row["local_rank"], *(row[axis] for axis in AXES)]
+        + [report.group_text(row["groups"][axis]) for axis in reversed(AXES)]
+        for row in rows
+    ]
+    title = f"{layout} = {layout.world} ranks, {machines.nodes} × {machines.per_node}"
+    ui.print_table(title, columns, cells)
+
+
+@cli.command(epilog=examples("gptctl init", "gptctl init dp2-mp2-pp2 --output run.yaml"))
+@click.argument("name", required=False)
+@click.option("--output", metavar="FILE", default="config.yaml", show_default=True, help="File to write.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+@click.option("--list", "list_them", is_flag=True, help="List the configs instead.")
+@click.option("--json", "as_json", is_flag=True, help="With --list: for programs.")
+def init(name: str | None, output: str, force: bool, list_them: bool, as_json: bool) -> None:
+    """Write a commented run config to start from. Without NAME: char-gpt, which trains on any machine."""
+    from gptctl import ui
+    from gptctl.resources import named_files
+    from trainer.errors import closest
+
+    configs = named_files("templates/configs")
+    if list_them:
+        about = {each: file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for each, file in configs.items()}
+        ui.print_json(about) if as_json else ui.print_pairs("gptctl init NAME", list(about.items()))
+        return
+    name = name or "char-gpt"
+    if name not in configs:
+        near = closest(name, configs)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"no config is called {name}", f"{hint}known: {', '.join(configs)}", WRONG_USAGE)
+    try:
+        with open(output, "w" if force else "x", encoding="utf-8") as file:
+            file.write(configs[name].read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise UserError(f"{output} exists", "use --output FILE, or --force to overwrite it", WRONG_USAGE) from None
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}", "", WRONG_USAGE) from None
+    ui.print_text(output)
+    ui.say(f"wrote {name}; next: gptctl validate {output}")
+
+
+@cli.command(epilog=examples("gptctl schema > gptctl.schema.json", "echo '# yaml-language-server: $schema=gptctl.schema.json' >> run.yaml"))
+def schema() -> None:
+    """Print the JSON Schema of run configs, for completion in editors."""
+    from gptctl import ui
+    from gptctl.launch import Launch
+    from trainer.config.schema import run_schema
+
+    ui.print_json(run_schema({"Launch": Launch}))
+
+
+@cli.command(epilog=examples("gptctl rules", "gptctl rules L001"))
+@click.argument("code", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print a list for programs.")
+def rules(code: str | None, as_json: bool) -> None:
+    """List the rules behind the codes of findings."""
+    from gptctl import ui
+    from gptctl.rules import all_rules
+
+    chosen = [rule for rule in all_rules() if code is None or rule.code == code.upper()]
+    if not chosen:
+        raise UserError(f"there is no rule {code}", "`gptctl rules` lists them", WRONG_USAGE)
+    if as_json:
+        ui.print_json([{"code": rule.code, "level": rule.level, "rule": rule.text} for rule in chosen])
+    else:
+        ui.print_table("rules", ["code", "level", "rule"], [[rule.code, rule.level, rule.text] for rule in chosen])
+
+
+@cli.command(epilog=examples('eval "$(gptctl completion bash)"', "gptctl completion fish > ~/.config/fish/completions/gptctl.fish"))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell."""
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(cli, {}, "gptctl", "_GPTCTL_COMPLETE").source())
+
+
+def main() -> None:
+    """The entry point: the one place where exceptions become words and exit codes."""
+    try:
+        cli(prog_name="gptctl", standalone_mode=False)
+    except UserError as error:
+        from gptctl.ui import print_error
+
+        print_error(error)
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(WRONG_USAGE)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # the reader (head, less) has gone: nobody is left to tell
+        sys.stderr.close()
+        sys.exit(0)
+    except Exception as error:
+        _report_bug(error)
+
+
+def _report_bug(error: Exception) -> None:
+    import os
+
+    if os.environ.get("GPTCTL_DEBUG"):
+        raise error
+    print(f"bug: {type(error).__name__}: {error}", file=sys.stderr)
+    print("hint: please report it; GPTCTL_DEBUG=1 shows the traceback", file=sys.stderr)
+    sys.exit(BUG)

@@ -1,0 +1,158 @@
+"""The `Launch` section: what the seeds put on command lines. The trainer accepts it unread."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.kinds import (
+    NOT_A_NAME,
+    OUT_OF_RANGE,
+    WRONG_TYPE,
+    BadValue,
+    Names,
+    Text,
+    Words,
+    choice,
+    integer,
+    key,
+    list_items,
+    path,
+    read_integer,
+    scalar_text,
+    section,
+    shown,
+    text,
+)
+from trainer.config.tree import Map, Node, is_null
+
+STYLES = ("standalone", "c10d", "static", "srun-script", "sbatch", "loop", "launch")
+MAX_NODES = 1 << 16
+MAX_PER_NODE = 1 << 10
+JOB_NAME = r"[A-Za-z0-9._-]{1,64}"
+SLURM_WORD = r"[A-Za-z0-9._,+@:/-]{1,256}"
+
+_TIME = re.compile(r"(?:(?P<days>[0-9]{1,5})-)?(?P<clock>[0-9]{1,6}(?::[0-9]{1,2}){0,2})")
+
+
+@dataclass(frozen=True)
+class NodeCount:
+    """`2`, or `2:4` for an elastic job."""
+
+    def read(self, node: Node) -> int | str:
+        text = scalar_text(node, "a number of nodes")
+        bounds = [read_integer(part) for part in text.split(":", 1)]
+        if not 1 <= bounds[0] <= bounds[-1] <= MAX_NODES:
+            raise BadValue(OUT_OF_RANGE, f"{shown(text)} is not a number of nodes", "write 1 or more, or MIN:MAX such as 2:4")
+        return bounds[0] if bounds[0] == bounds[-1] else f"{bounds[0]}:{bounds[1]}"
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": ["integer", "string", "null"], "minimum": 1, "pattern": "^[0-9]+(:[0-9]+)?$"}
+
+
+@dataclass(frozen=True)
+class Devices:
+    """`"0,1,2,3"`: the cards to use, each once."""
+
+    def read(self, node: Node) -> tuple[str, ...]:
+        devices = tuple(scalar_text(item, "a device") for item in list_items(node))
+        for device in devices:
+            if not re.fullmatch(r"[0-9]{1,4}|(GPU|MIG)-[A-Za-z0-9/-]{1,80}", device):
+                raise BadValue(NOT_A_NAME, f"{shown(device)} is not a device", 'write numbers, such as "0,1,2,3"')
+        if len(set(devices)) < len(devices):
+            raise BadValue(OUT_OF_RANGE, "a device is listed twice", "list each device once")
+        return devices
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": ["string", "array", "integer", "null"]}
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Slurm's spellings of a time: `90` (minutes), `90:00`, `12:00:00`, `1-12`, `1-12:30`, `1-12:30:00`."""
+
+    def read(self, node: Node) -> str:
+        text = scalar_text(node, "a time")
+        match = _TIME.fullmatch(text)
+        if not match:
+            raise BadValue(WRONG_TYPE, f"{shown(text)} is not a time", "write 12:00:00, or 1-12:00:00 for a day and a half")
+        seconds = _seconds(match["days"], [int(part) for part in match["clock"].split(":")])
+        if not 0 < seconds < 10 * 366 * 86400:
+            raise BadValue(OUT_OF_RANGE, f"{shown(text)} is no time for a job", "use more than nothing, less than ten years")
+        days, rest = divmod(seconds, 86400)
+        clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+        return f"{days}-{clock}" if days else clock
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": ["string", "integer", "null"]}
+
+
+def _seconds(days: str | None, clock: list[int]) -> int:
+    if days is not None:  # D-HH[:MM[:SS]]
+        hours, minutes, seconds = (*clock, 0, 0)[:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if len(clock) == 3:
+        return (clock[0] * 60 + clock[1]) * 60 + clock[2]
+    minutes, seconds = (*clock, 0)[:2]
+    return minutes * 60 + seconds
+
+
+@dataclass(frozen=True)
+class SecretSource:
+    """`{file: path}` or `{env: NAME}`: where a secret is read on the node, never the secret itself."""
+
+    def read(self, node: Node) -> dict[str, str]:
+        if isinstance(node, Map) and len(node.items) == 1 and next(iter(node.items)) in ("file", "env"):
+            (kind, value) = next(iter(node.items.items()))
+            if not is_null(value):
+                pattern = r"[A-Za-z_][A-Za-z0-9_]*" if kind == "env" else ""
+                return {kind: Text(pattern, "a variable name").read(value)}
+        raise BadValue(WRONG_TYPE, "a secret is given by reference", "write {file: path} or {env: NAME}")
+
+    def schema(self) -> dict[str, Any]:
+        reference = {"type": "string"}
+        return {"type": "object", "properties": {"file": reference, "env": reference}, "maxProperties": 1}
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    backend: str | None = choice(None, ["static", "c10d"], "empty: static for a fixed number of nodes, c10d for MIN:MAX")
+    id: str | None = text(None, "empty: the job id", JOB_NAME, "a name of letters, digits and ._-")
+    endpoint: str | None = text(None, "empty: the first host of the allocation", r"[A-Za-z0-9.:_\[\]-]{1,255}", "HOST or HOST:PORT")
+    port: int | None = integer(None, "empty: probed on the head node", low=1, high=65535)
+
+
+@dataclass(frozen=True)
+class Slurm:
+    partition: str | None = text(None, "", SLURM_WORD, "a partition name")
+    account: str | None = text(None, "", SLURM_WORD, "an account name")
+    time: str | None = key(Duration(), None, "time limit, such as 12:00:00")
+    cpus_per_task: int | None = integer(None, "empty: the profile's", low=1, high=1 << 16)
+    extra: Mapping[str, str] = key(Names(pattern=r"[a-z][a-z0-9-]*", form="an sbatch option"), {}, "further sbatch options")
+
+
+@dataclass(frozen=True)
+class Launch:
+    cluster: str = text("local", "name of a profile in clusters/, or a path")
+    nodes: int | str = key(NodeCount(), 1, "a number, or MIN:MAX for an elastic job")
+    gpus_per_node: int | None = integer(None, "ranks per node; empty: the profile's", low=1, high=MAX_PER_NODE)
+    devices: tuple[str, ...] | None = key(Devices(), None, '"0,1,2,3": also sets gpus_per_node')
+    style: str | None = choice(None, STYLES, "empty: by backend")
+    rdzv: Rendezvous = section(Rendezvous)
+    max_restarts: int = integer(0, "how often a failed job is started again", low=0, high=1000)
+    job_name: str = text("gpt", "", JOB_NAME, "a name of 1 to 64 letters, digits and ._-")
+    log_dir: str | None = path(None, "empty: <run_dir>/logs, else <log_dir>/<job id>")
+    entrypoint: str = text("trainer", "trainer, or a script; its arguments in args")
+    files: tuple[str, ...] = key(Words(), (), "further files and folders to ship with a script")
+    args: tuple[str, ...] = key(Words(), (), "arguments of the script")
+    env: Mapping[str, str] = key(Names(), {}, "environment of every rank")
+    secrets: Mapping[str, Mapping[str, str]] = key(Names(SecretSource()), {}, "NAME: {file: path} or {env: NAME}")
+    slurm: Slurm = section(Slurm)
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """Fewest and most nodes; equal unless the job is elastic."""
+        fewest, _, most = str(self.nodes).partition(":")
+        return int(fewest), int(most or fewest)

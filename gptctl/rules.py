@@ -1,0 +1,27 @@
+"""All rules of both programs, gathered from the modules that check them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from trainer.errors import Rule
+
+MODULES = (
+    "trainer.config.tree",
+    "trainer.config.kinds",
+    "trainer.config.layers",
+    "trainer.config.read",
+    "trainer.config.dialects",
+    "trainer.config.derive",
+    "trainer.config.rules",
+    "trainer.config.resolve",
+    "trainer.layout",
+    "gptctl.cluster",
+    "gptctl.check",
+    "gptctl.environ",
+)
+
+
+def all_rules() -> list[Rule]:
+    rules = {rule for name in MODULES for rule in vars(import_module(name)).values() if isinstance(rule, Rule)}
+    return sorted(rules, key=lambda rule: rule.code)

@@ -1,0 +1,103 @@
+"""The only printer: rich on a terminal, plain text when piped, JSON when asked. Data goes to stdout, talk to stderr."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from trainer.errors import Finding, UserError
+
+# Escape sequences and control characters of foreign text (file names, values) must not reach a terminal.
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_COLOURS = {"error": "bold red", "warning": "yellow", "notice": "cyan", "hint": "green"}
+
+
+def clean(text: str) -> str:
+    return _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_text(text: str) -> None:
+    print(clean(text))
+
+
+def say(text: str) -> None:
+    """Talk: on stderr, so that stdout stays data."""
+    print(clean(text), file=sys.stderr)
+
+
+def print_findings(findings: Iterable[Finding], to_stderr: bool = False) -> None:
+    stream = sys.stderr if to_stderr else sys.stdout
+    for finding in findings:
+        _print_marked(str(finding), stream)
+        if finding.hint:
+            _print_marked(f"hint: {finding.hint}", stream)
+
+
+def print_error(error: UserError) -> None:
+    print_findings(error.findings, to_stderr=True)
+    _print_marked(f"error: {error.message}", sys.stderr)
+    if error.hint:
+        _print_marked(f"hint: {error.hint}", sys.stderr)
+
+
+def _print_marked(line: str, stream: Any) -> None:
+    """One line whose first word (error:, hint:, …) is coloured on a terminal."""
+    line = clean(line)
+    if not stream.isatty():
+        print(line, file=stream)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    word, _, rest = line.partition(":")
+    marked = Text.assemble((f"{word}:", _COLOURS.get(word, "")), rest)
+    Console(file=stream, highlight=False).print(marked, soft_wrap=True)
+
+
+def print_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
+    """A short report: one name and one text a line."""
+    width = max((len(name) for name, _ in pairs), default=0)
+    if not sys.stdout.isatty():
+        print(clean(title))
+        for name, text in pairs:
+            print(f"  {name:<{width}}  {clean(text)}")
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(clean(title), style="bold"), title_justify="left", show_header=False, box=box.SIMPLE)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for name, text in pairs:
+        table.add_row(name, Text(clean(text)))
+    Console().print(table)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    cells = [[clean(str(cell)) for cell in row] for row in rows]
+    if not sys.stdout.isatty():
+        widths = [max([len(name), *(len(row[index]) for row in cells)]) for index, name in enumerate(columns)]
+        print(clean(title))
+        for row in [list(columns), *cells]:
+            print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip())
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(clean(title), style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name, no_wrap=len(name) < 12)
+    for row in cells:
+        table.add_row(*[Text(cell) for cell in row])
+    Console().print(table)

@@ -1,0 +1,26 @@
+"""The run-config language: YAML, JSON, flags and `-o` in; a complete, checked `RunConfig` out. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from trainer.config.layers import Override, load_tree
+from trainer.config.resolve import Resolved, read_run, resolve
+from trainer.config.sections import RunConfig
+from trainer.errors import Finding, UserError, errors_in
+from trainer.layout import Machines
+
+__all__ = ["Override", "Resolved", "RunConfig", "load", "load_tree", "read_run", "resolve"]
+
+
+def load(path: str | os.PathLike[str] | None, overrides: Iterable[Override] = (), machines: Machines | None = None) -> Resolved:
+    """The run config of a file, as the trainer wants it: any mistake is a UserError with all findings; `Launch` stays unread."""
+    found: list[Finding] = []
+    tree = load_tree(path, overrides, found)
+    if tree is None:
+        raise UserError(f"{path} cannot be used", findings=found)
+    resolved = resolve(read_run(tree, found, unread=("Launch",)), machines)
+    if errors_in(resolved.findings):
+        raise UserError(f"{path} cannot be used", findings=resolved.findings)
+    return resolved

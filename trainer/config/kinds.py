@@ -1,0 +1,333 @@
+"""The kinds of values a key can have: each reads a node of the tree as meant, and describes itself as JSON Schema.
+
+A section is a frozen dataclass whose fields are made by the functions at the end (`integer`, `choice`, …). This module
+knows no key by name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
+from typing import Any, Protocol
+
+from trainer.config.tree import List, Map, Node, Scalar, is_null
+from trainer.errors import Place, Rule, closest, one_of
+
+WRONG_TYPE = Rule("C011", "a value has the type its key asks for")
+OUT_OF_RANGE = Rule("C012", "a number is within the range of its key")
+NOT_A_CHOICE = Rule("C013", "a value is one of the words its key allows")
+NOT_A_NAME = Rule("C014", "a text has the form its key asks for")
+
+INT_LIMIT = 2**53  # beyond it a float no longer holds every integer, and no count here is that large
+
+_INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+_FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_TRUE = frozenset(("true", "yes", "y", "t", "on", "1"))
+_FALSE = frozenset(("false", "no", "n", "f", "off", "0"))
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_BLANKS = re.compile(r"[\n\r\t\v]")
+
+
+class BadValue(Exception):
+    """A node that does not fit its key: the rule, what is wrong, the fix, and the place if not the key's own."""
+
+    def __init__(self, rule: Rule, message: str, hint: str = "", place: Place | None = None, key: str = "") -> None:
+        super().__init__(message)
+        self.rule, self.message, self.hint, self.place, self.key = rule, message, hint, place, key
+
+
+class Kind(Protocol):
+    def read(self, node: Node) -> Any: ...
+
+    def schema(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a section knows of one of its keys."""
+
+    kind: Kind
+    default: Any
+    doc: str
+
+
+def shown(value: Any) -> str:
+    """A value inside a message: quoted when that helps, never long."""
+    text = value if isinstance(value, str) and value.strip() == value and value else repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def scalar_text(node: Node, wanted: str) -> str:
+    if isinstance(node, Scalar):
+        return node.text
+    found = "a mapping" if isinstance(node, Map) else "a list"
+    raise BadValue(WRONG_TYPE, f"{wanted} is needed, not {found}", f"write {wanted} after the colon")
+
+
+def read_integer(text: str) -> int:
+    if _INTEGER.fullmatch(text) and len(text) < 40:
+        digits = text.lstrip("+-")
+        if len(digits) > 1 and digits[0] == "0":
+            raise BadValue(WRONG_TYPE, f"{text} could be meant as octal", f"write {digits.lstrip('0') or '0'}")
+        return int(text)
+    if _FLOAT.fullmatch(text) and "e" in text.lower():  # max_steps: 5e5
+        number = float(text)
+        if abs(number) < INT_LIMIT and number == int(number):
+            return int(number)
+    raise BadValue(WRONG_TYPE, f"{shown(text)} is not a whole number", "write digits only, such as 8")
+
+
+def read_number(text: str) -> float:
+    if not _FLOAT.fullmatch(text):
+        raise BadValue(WRONG_TYPE, f"{shown(text)} is not a number", "write a number such as 0.01 or 1e-5")
+    number = float(text.replace("_", ""))
+    if not math.isfinite(number):
+        raise BadValue(OUT_OF_RANGE, f"{shown(text)} is too large", "write a finite number")
+    return number
+
+
+def check_range(number: float, low: float | None, high: float | None, above: float | None = None) -> None:
+    if above is not None and number <= above:
+        raise BadValue(OUT_OF_RANGE, f"{number:g} is not above {above:g}", f"use a value above {above:g}")
+    if low is not None and number < low:
+        raise BadValue(OUT_OF_RANGE, f"{number} is below {low}", f"use {low} or more")
+    if high is not None and number > high:
+        raise BadValue(OUT_OF_RANGE, f"{number} is above {high}", f"use {high} or less")
+
+
+@dataclass(frozen=True)
+class Integer:
+    low: int | None = None
+    high: int = INT_LIMIT
+
+    def read(self, node: Node) -> int:
+        number = read_integer(scalar_text(node, "a whole number"))
+        check_range(number, self.low, self.high)
+        return number
+
+    def schema(self) -> dict[str, Any]:
+        bounds = {"minimum": self.low} if self.low is not None else {}
+        return {"type": ["integer", "null"], **bounds}
+
+
+@dataclass(frozen=True)
+class Number:
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+
+    def read(self, node: Node) -> float:
+        number = read_number(scalar_text(node, "a number"))
+        check_range(number, self.low, self.high, self.above)
+        return number
+
+    def schema(self) -> dict[str, Any]:
+        bounds = {"minimum": self.low, "maximum": self.high, "exclusiveMinimum": self.above}
+        return {"type": ["number", "null"], **{name: bound for name, bound in bounds.items() if bound is not None}}
+
+
+@dataclass(frozen=True)
+class Boolean:
+    def read(self, node: Node) -> bool:
+        word = scalar_text(node, "true or false").lower()
+        if word in _TRUE:
+            return True
+        if word in _FALSE:
+            return False
+        raise BadValue(WRONG_TYPE, f"{shown(word)} is neither true nor false", "write True or False")
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": ["boolean", "null"]}
+
+
+@dataclass(frozen=True)
+class Choice:
+    options: tuple[str, ...]
+    synonyms: Mapping[str, str] = field(default_factory=dict)  # other spellings, in lower case
+
+    def read(self, node: Node) -> str:
+        word = scalar_text(node, "a word")
+        known = {option.lower(): option for option in self.options} | dict(self.synonyms)
+        if word.lower() not in known:
+            near = closest(word, self.options) if len(self.options) > 4 else []
+            hint = f"did you mean {near[0]}?" if near else f"use {one_of(self.options)}"
+            raise BadValue(NOT_A_CHOICE, f"{shown(word)} is not known", hint)
+        return known[word.lower()]
+
+    def schema(self) -> dict[str, Any]:
+        return {"enum": [*self.options, None]}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A line of text; `pattern` and `form` restrict it."""
+
+    pattern: str = ""
+    form: str = ""
+
+    def read(self, node: Node) -> str:
+        text = scalar_text(node, "a text")
+        if _BLANKS.search(text):
+            raise BadValue(NOT_A_NAME, "line ends and tabs are not allowed here", "write it on one line")
+        if len(text) > 4096:
+            raise BadValue(NOT_A_NAME, f"{len(text):,} characters are too many", "use at most 4,096")
+        if self.pattern and not re.fullmatch(self.pattern, text):
+            raise BadValue(NOT_A_NAME, f"{shown(text)} is not {self.form}", f"write {self.form}")
+        return text
+
+    def schema(self) -> dict[str, Any]:
+        pattern = {"pattern": f"^({self.pattern})$"} if self.pattern else {}
+        return {"type": ["string", "null"], **pattern}
+
+
+@dataclass(frozen=True)
+class FilePath:
+    """A path on a file system: what lies behind `s3://` or `https://` has to be fetched first."""
+
+    def read(self, node: Node) -> str:
+        text = Text().read(node)
+        if scheme := _SCHEME.match(text):
+            raise BadValue(NOT_A_NAME, f"{scheme[0]} is not supported", "download it first and write a local path")
+        return text
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": ["string", "null"]}
+
+
+@dataclass(frozen=True)
+class Integers:
+    """`[949, 50, 1]`, `'949,50,1'` or one number."""
+
+    low: int = 0
+    longest: int | None = None
+
+    def read(self, node: Node) -> tuple[int, ...]:
+        numbers = []
+        for item in list_items(node):
+            try:
+                numbers.append(Integer(self.low).read(item))
+            except BadValue as bad:
+                raise BadValue(bad.rule, bad.message, bad.hint, item.place) from None
+        if self.longest and len(numbers) > self.longest:
+            raise BadValue(OUT_OF_RANGE, f"{len(numbers)} numbers are too many", f"write at most {self.longest}")
+        return tuple(numbers)
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": ["array", "string", "null"], "items": {"type": "integer", "minimum": self.low}}
+
+
+@dataclass(frozen=True)
+class Words:
+    """A list of texts; one text alone is a list of one."""
+
+    item: Kind = field(default_factory=Text)
+
+    def read(self, node: Node) -> tuple[Any, ...]:
+        return tuple(self.item.read(item) for item in (node.items if isinstance(node, List) else (node,)))
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": ["array", "string", "null"], "items": self.item.schema()}
+
+
+@dataclass(frozen=True)
+class Names:
+    """A mapping from names to values of one kind, such as environment variables."""
+
+    item: Kind = field(default_factory=Text)
+    pattern: str = r"[A-Za-z_][A-Za-z0-9_]*"
+    form: str = "a name of letters, digits and _"
+
+    def read(self, node: Node) -> dict[str, Any]:
+        if not isinstance(node, Map):
+            raise BadValue(WRONG_TYPE, "a mapping is needed", "write it as {NAME: value}")
+        values = {}
+        for name, item in node.items.items():
+            if not re.fullmatch(self.pattern, name):
+                raise BadValue(NOT_A_NAME, f"{shown(name)} is not {self.form}", f"use {self.form}", item.place)
+            try:
+                values[name] = "" if is_null(item) and isinstance(self.item, Text) else self.item.read(item)
+            except BadValue as bad:
+                raise BadValue(bad.rule, bad.message, bad.hint, bad.place or item.place, name) from None
+        return values
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": ["object", "null"], "additionalProperties": {} if isinstance(self.item, Text) else self.item.schema()}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A nested section; `shorthand` is the key that a bare value stands for (`grad_clip: 1.0`)."""
+
+    cls: type
+    shorthand: str = ""
+
+    def read(self, node: Node) -> Any:
+        raise AssertionError("sections are read key by key")
+
+    def schema(self) -> dict[str, Any]:
+        nested = section_schema(self.cls)
+        if self.shorthand:
+            return {"anyOf": [nested, keys_of(self.cls)[self.shorthand].kind.schema()]}
+        return nested
+
+
+def list_items(node: Node) -> Sequence[Node]:
+    if isinstance(node, List):
+        return node.items
+    text = scalar_text(node, "a list")
+    return [Scalar(part.strip(), node.place, True) for part in text.split(",")]
+
+
+@lru_cache(maxsize=None)
+def keys_of(cls: type) -> dict[str, Key]:
+    return {item.name: item.metadata["key"] for item in fields(cls)}
+
+
+def section_schema(cls: type) -> dict[str, Any]:
+    properties = {}
+    for name, key in keys_of(cls).items():
+        default = {} if isinstance(key.kind, Section) or key.default is None else {"default": key.default}
+        properties[name] = {"description": key.doc, **key.kind.schema(), **default} if key.doc else key.kind.schema()
+    properties["_inherited_"] = {"type": "boolean", "description": "False: replace the section of the _base_ file"}
+    return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
+
+
+def key(kind: Kind, default: Any, doc: str) -> Any:
+    made: Callable[[], Any] | Any = MISSING
+    if isinstance(kind, Section):
+        made = kind.cls
+    elif isinstance(default, dict):
+        made = dict
+    metadata = {"key": Key(kind, default, doc)}
+    return field(metadata=metadata, default_factory=made) if made is not MISSING else field(metadata=metadata, default=default)
+
+
+def integer(default: int | None, doc: str, low: int | None = None, high: int = INT_LIMIT) -> Any:
+    return key(Integer(low, high), default, doc)
+
+
+def number(default: float | None, doc: str, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
+    return key(Number(low, high, above), default, doc)
+
+
+def boolean(default: bool, doc: str) -> Any:
+    return key(Boolean(), default, doc)
+
+
+def choice(default: str | None, options: Sequence[str], doc: str, **synonyms: str) -> Any:
+    return key(Choice(tuple(options), synonyms), default, doc)
+
+
+def text(default: str | None, doc: str, pattern: str = "", form: str = "") -> Any:
+    return key(Text(pattern, form), default, doc)
+
+
+def path(default: str | None, doc: str) -> Any:
+    return key(FilePath(), default, doc)
+
+
+def section(cls: type, doc: str = "", shorthand: str = "") -> Any:
+    return key(Section(cls, shorthand), None, doc)

@@ -1,0 +1,127 @@
+"""One tree from many layers: a file over its `_base_` chain, then every `-o key=value`, then flags.
+
+Later layers win. Every node keeps its own place, so that a finding or a question can name where a value came from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from trainer.config.dialects import Translated, copied, translate
+from trainer.config.tree import List, Map, Node, Scalar, is_null, parse_value, read_file
+from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
+
+BASE = Rule("C015", "_base_ names a readable file, and no file is its own base")
+INDEX = Rule("C018", "an index points at an item that the list has")
+
+
+@dataclass(frozen=True)
+class Override:
+    """`key=value` from the command line; `source` is what the user typed."""
+
+    key: str
+    value: str
+    source: str
+
+    @staticmethod
+    def parse(text: str, flag: str = "-o") -> Override:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key or not all(key.split(".")):
+            hint = "write it as Section.key=value, such as Distributed.mp_degree=2"
+            raise UserError(f"{flag} {text}: not an override", hint, WRONG_USAGE)
+        return Override(key, value.strip(), f"{flag} {text}")
+
+
+def load_tree(path: str | os.PathLike[str] | None, overrides: Iterable[Override], found: list[Finding]) -> Map | None:
+    """The merged tree of a file (or of nothing) and its overrides; None when the file has no readable tree."""
+    layers: list[Translated] = []
+    if path is not None:
+        tree = read_file(path, found)
+        if tree is None:
+            return None
+        layers = _with_bases(tree, os.fspath(path), [], found)
+    layers += [translate(_override_tree(override, found), found) for override in overrides]
+    merged: Node = Map({}, Place(os.fspath(path) if path is not None else "command line"))
+    for layer in [layer.implied for layer in layers] + [layer.written for layer in layers]:
+        merged = merge(merged, layer, found)
+    assert isinstance(merged, Map)
+    return merged
+
+
+def _with_bases(tree: Map, path: str, children: Sequence[str], found: list[Finding]) -> list[Translated]:
+    """The file's layer, below it those of its bases."""
+    base = tree.items.get("_base_")
+    own = Map({key: node for key, node in tree.items.items() if key != "_base_"}, tree.place)
+    layer = translate(own, found)
+    if base is None or is_null(base):
+        return [layer]
+    if not isinstance(base, Scalar):
+        found.append(BASE.found("_base_", None, "one path is needed", "write _base_: base.yaml", base.place))
+        return [layer]
+    base_path = os.path.join(os.path.dirname(path), base.text)
+    chain = [*children, os.path.realpath(path)]
+    if os.path.realpath(base_path) in chain:
+        found.append(BASE.found("_base_", base.text, f"{base.text} leads back to itself", "break the cycle", base.place))
+        return [layer]
+    try:
+        base_tree = read_file(base_path, found)
+    except UserError as error:
+        hint = "the path is relative to the file that names it"
+        found.append(BASE.found("_base_", base.text, error.message, hint, base.place))
+        return [layer]
+    return [*(_with_bases(base_tree, base_path, chain, found) if base_tree else []), layer]
+
+
+def _override_tree(override: Override, found: list[Finding]) -> Map:
+    place = Place(override.source)
+    node: Node = Scalar(override.value, place)
+    if override.value[:1] in ("[", "{", "'", '"'):
+        parsed = parse_value(override.value, override.source, found, first_line=0)
+        node = parsed if parsed is not None else node
+    for name in reversed(override.key.split(".")):
+        node = Map({name: node}, place)
+    assert isinstance(node, Map)
+    return node
+
+
+def merge(under: Node, over: Node, found: list[Finding]) -> Node:
+    """Mappings merge key by key; a list takes single items by index; anything else is replaced."""
+    if isinstance(over, Map) and is_items(over) and (base := _as_items(under)) is not None:
+        return replace_items(base, over, found)
+    if isinstance(under, Map) and under.items and is_null(over):
+        return under
+    if not isinstance(over, Map):
+        return over
+    marker = over.items.get("_inherited_")
+    inherits = not (isinstance(marker, Scalar) and marker.text.lower() in ("false", "no", "0"))
+    items = dict(under.items) if isinstance(under, Map) and inherits else {}
+    for key, node in over.items.items():
+        if key != "_inherited_":
+            items[key] = merge(items[key], node, found) if key in items else merge(Map({}, node.place), node, found)
+    return Map(items, over.place)
+
+
+def is_items(node: Map) -> bool:
+    return bool(node.items) and all(key.isascii() and key.isdigit() for key in node.items)
+
+
+def _as_items(node: Node) -> Sequence[Node] | None:
+    if isinstance(node, List):
+        return node.items
+    if isinstance(node, Scalar) and "," in node.text:  # split: '949,50,1'
+        return [Scalar(part.strip(), node.place, node.quoted) for part in node.text.split(",")]
+    return None
+
+
+def replace_items(base: Sequence[Node], over: Map, found: list[Finding]) -> List:
+    items = list(base)
+    for key, node in over.items.items():
+        if int(key[:9]) >= len(items):
+            message = f"index {key[:9]} of a list of {len(items)}"
+            found.append(INDEX.found("", None, message, f"use 0 to {len(items) - 1}", node.place))
+        else:
+            items[int(key)] = copied(node)
+    return List(tuple(items), over.place)

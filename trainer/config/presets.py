@@ -1,0 +1,42 @@
+"""Model sizes by name: those of PaddleNLP, FleetX and minGPT. Pure data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+DEFAULT_VOCAB = 50304
+DEFAULT_POSITIONS = 1024
+
+
+class Preset(NamedTuple):
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int = DEFAULT_VOCAB
+    max_position_embeddings: int = DEFAULT_POSITIONS
+
+
+PRESETS: dict[str, Preset] = {
+    "gpt2-small-en": Preset(4, 1024, 4),
+    "gpt2-en": Preset(12, 768, 12, 50257),
+    "gpt2-medium-en": Preset(24, 1024, 16),
+    "345M": Preset(24, 1024, 16),
+    "gpt2-large-en": Preset(36, 1280, 20, 50257),
+    "gpt2-xl-en": Preset(48, 1600, 25, 50257),
+    "1.3B": Preset(24, 2048, 16),
+    "6.7B": Preset(32, 4096, 32),
+    "13B": Preset(40, 5120, 40),
+    "175B": Preset(96, 12288, 96, 51200),
+    "gpt-cpm-large-cn": Preset(32, 2560, 32, 30000),
+    "gpt-cpm-small-cn-distill": Preset(12, 768, 12, 30000),
+    # minGPT's names; its vocabulary usually comes from the data
+    "openai-gpt": Preset(12, 768, 12, 50257),
+    "gpt2": Preset(12, 768, 12, 50257),
+    "gpt2-medium": Preset(24, 1024, 16, 50257),
+    "gpt2-large": Preset(36, 1280, 20, 50257),
+    "gpt2-xl": Preset(48, 1600, 25, 50257),
+    "gopher-44m": Preset(8, 512, 16, 50257),
+    "gpt-mini": Preset(6, 192, 6, 50257),
+    "gpt-micro": Preset(4, 128, 4, 50257),
+    "gpt-nano": Preset(3, 48, 3, 50257),
+}

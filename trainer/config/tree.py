@@ -1,0 +1,292 @@
+"""YAML (or JSON) text as a tree that remembers where everything stands.
+
+Scalars stay text: what `1e-5`, `no` or `12:00:00` means is decided by the key they are written for, never by YAML 1.1.
+This module knows no key; it is the only one that imports yaml.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Union
+
+from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
+MAX_NODES = 20_000
+
+SYNTAX = Rule("C001", "a config is YAML or JSON with a mapping at its root")
+TWICE = Rule("C002", "a key is written once")
+TAG = Rule("C003", "a config has no YAML tags, merge keys or keys that are not plain words")
+TOO_DEEP = Rule("C004", f"a config is nested at most {MAX_DEPTH} levels deep")
+TOO_MUCH = Rule("C005", f"a config has at most {MAX_BYTES >> 20} MiB and {MAX_NODES:,} values, aliases expanded")
+ENCODING = Rule("C006", "a config is UTF-8 text without control characters")
+EMPTY = Rule("C007", "a config sets at least one key")
+
+# C0 (but tab and line ends), DEL, C1, line and paragraph separators, direction overrides, BOM, surrogates: none has a use
+# in a config, and each can deceive a reader or a shell.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Scalar:
+    text: str
+    place: Place
+    quoted: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing written: the value is derived or the default."""
+        return not self.quoted and self.text in ("", "~", "null", "Null", "NULL", "None")
+
+
+@dataclass(frozen=True)
+class List:
+    items: tuple[Node, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class Map:
+    items: dict[str, Node]
+    place: Place
+
+
+Node = Union[Scalar, List, Map]
+
+
+def is_null(node: Node) -> bool:
+    return isinstance(node, Scalar) and node.is_empty
+
+
+def plain(node: Node) -> Any:
+    """The tree as Python's own types, for messages."""
+    if isinstance(node, Map):
+        return {key: plain(item) for key, item in node.items.items()}
+    if isinstance(node, List):
+        return [plain(item) for item in node.items]
+    return None if node.is_empty else node.text
+
+
+def read_file(path: str | Path, found: list[Finding]) -> Map | None:
+    """The tree of a file. A file that cannot be read at all is a UserError, a file with faults leaves findings."""
+    text = _decode(_read_bytes(path), str(path), found)
+    return None if text is None else parse(text, str(path), found)
+
+
+def _read_bytes(path: str | Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder", "name a YAML file inside it", WRONG_USAGE) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"cannot read {path}: {reason}", "check the path and its permissions", WRONG_USAGE) from None
+
+
+def _decode(data: bytes, file: str, found: list[Finding]) -> str | None:
+    if len(data) > MAX_BYTES:
+        found.append(TOO_MUCH.found("", None, f"the file is larger than {MAX_BYTES >> 20} MiB", "is it a run config?", Place(file)))
+        return None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        place = Place(file, data.count(b"\n", 0, error.start) + 1)
+        found.append(
+            ENCODING.found("", None, f"byte 0x{data[error.start]:02x} is not UTF-8", "save the file as UTF-8", place)
+        )
+        return None
+    if bad := _CONTROL.search(text):
+        place = Place(file, text.count("\n", 0, bad.start()) + 1)
+        found.append(ENCODING.found("", None, f"control character {_code_point(bad[0])}", "delete it", place))
+        return None
+    return text
+
+
+def _code_point(character: str) -> str:
+    return f"U+{ord(character):04X}"
+
+
+def parse(text: str, file: str, found: list[Finding], first_line: int = 1) -> Map | None:
+    """The root mapping of a document, or None when there is none; every fault is added to `found`.
+
+    `first_line` 0 means that the text came from a flag: no line is reported.
+    """
+    faults = len(found)
+    node = parse_value(text, file, found, first_line)
+    if node is None and len(found) > faults:
+        return None
+    if node is None or is_null(node) or (isinstance(node, Map) and not node.items):
+        found.append(EMPTY.found("", None, "the file sets nothing", "`gptctl init` writes a config to start from", Place(file)))
+        return None
+    if not isinstance(node, Map):
+        kind = "a list" if isinstance(node, List) else "a single value"
+        hint = "start with a section such as `Distributed:`"
+        found.append(SYNTAX.found("", None, f"the root is {kind}, not a mapping", hint, node.place))
+        return None
+    return node
+
+
+def parse_value(text: str, file: str, found: list[Finding], first_line: int = 1) -> Node | None:
+    import yaml
+
+    loader = getattr(yaml, "CLoader", yaml.Loader)  # only its parser runs: no constructor, no resolver
+    builder = _Builder(file, found, first_line)
+    try:
+        return builder.document(yaml.parse(text, Loader=loader))
+    except _Stop:
+        return None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + first_line if mark and first_line else 0
+        problem = " ".join(str(part) for part in (error.context, error.problem) if part)
+        found.append(SYNTAX.found("", None, problem, _syntax_hint(text, mark.line if mark else 0), Place(file, line)))
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # yaml's pure-Python scanner leaks ValueError
+        found.append(SYNTAX.found("", None, " ".join(str(error).split()), "check the text near there", Place(file)))
+    return None
+
+
+def _syntax_hint(text: str, line: int) -> str:
+    lines = text.splitlines()
+    near = lines[max(0, line - 1) : line + 1]
+    if any("\t" in row[: len(row) - len(row.lstrip())] for row in near):
+        return "indent with spaces, not with tabs"
+    return "check indentation, colons and quotes near there"
+
+
+class _Stop(Exception):
+    """The rest of the document is not worth reading."""
+
+
+class _Builder:
+    """Builds the tree from parser events with a stack of its own, so that no nesting can exhaust Python's."""
+
+    def __init__(self, file: str, found: list[Finding], first_line: int) -> None:
+        self.file, self.found, self.first_line = file, found, first_line
+        self.anchors: dict[str, _Size] = {}
+        self.count = 0
+
+    def document(self, events: Iterator[Any]) -> Node | None:
+        root: Node | None = None
+        stack: list[_Open] = []
+        documents = 0
+        for event in events:
+            kind = type(event).__name__
+            if kind == "DocumentStartEvent":
+                documents += 1
+                if documents > 1:
+                    self.stop(SYNTAX, event, "a second YAML document begins here", "keep one document per file")
+            elif kind in ("MappingStartEvent", "SequenceStartEvent"):
+                self.check_tag(event)
+                stack.append(_Open(event, self.place(event), self.count, kind == "MappingStartEvent"))
+                if len(stack) > MAX_DEPTH:
+                    self.stop(TOO_DEEP, event, f"nested more than {MAX_DEPTH} levels deep", "flatten it")
+            elif kind in ("MappingEndEvent", "SequenceEndEvent"):
+                closed = stack.pop()
+                size = _Size(closed.node(), self.count - closed.count + 1, closed.height)
+                root = self.add(stack, size, closed.event)
+            elif kind == "ScalarEvent":
+                root = self.add(stack, _Size(self.scalar(event), 1, 0), event)
+            elif kind == "AliasEvent":
+                root = self.alias(stack, event)
+        return root
+
+    def add(self, stack: list[_Open], size: _Size, event: Any) -> Node:
+        self.count += 1
+        if self.count > MAX_NODES:
+            self.stop(TOO_MUCH, event, f"more than {MAX_NODES:,} values, aliases expanded", "split it with _base_")
+        if event.anchor:
+            self.anchors[event.anchor] = size
+        if stack:
+            parent = stack[-1]
+            parent.height = max(parent.height, size.height + 1)
+            if parent.is_map and parent.key is None:
+                self.open_key(parent, size.node, event)
+            else:
+                parent.put(size.node)
+        return size.node
+
+    def open_key(self, parent: _Open, node: Node, event: Any) -> None:
+        if not isinstance(node, Scalar) or node.text == "<<":
+            message = "merge keys (`<<`) are not supported" if isinstance(node, Scalar) else "a key must be a plain word"
+            self.found.append(TAG.found("", None, message, "share values through _base_", self.place(event)))
+            parent.key, parent.ignored = "", True
+            return
+        parent.key, parent.key_place, parent.ignored = node.text, node.place, False
+        if node.text in parent.items:
+            first = parent.items[node.text].place
+            message = f"written twice, first in line {first.line}" if first.line else "written twice"
+            self.found.append(TWICE.found(node.text, None, message, "delete one of the two", node.place))
+            parent.ignored = True
+
+    def scalar(self, event: Any) -> Scalar:
+        self.check_tag(event)
+        if bad := _CONTROL.search(event.value):
+            message = f"control character {_code_point(bad[0])} in a value"
+            self.found.append(ENCODING.found("", None, message, "delete it", self.place(event)))
+            return Scalar(_CONTROL.sub("?", event.value), self.place(event), True)
+        return Scalar(event.value, self.place(event), bool(event.style))
+
+    def alias(self, stack: list[_Open], event: Any) -> Node:
+        size = self.anchors.get(event.anchor)
+        if size is None:
+            self.stop(SYNTAX, event, f"alias *{event.anchor} has no anchor before it", f"write &{event.anchor} first")
+        if len(stack) + size.height > MAX_DEPTH:
+            self.stop(TOO_DEEP, event, f"nested more than {MAX_DEPTH} levels deep, aliases expanded", "flatten it")
+        self.count += size.count
+        return self.add(stack, size, event)
+
+    def check_tag(self, event: Any) -> None:
+        if event.tag is not None:
+            self.found.append(TAG.found("", None, f"tag {event.tag}", "delete the tag", self.place(event)))
+
+    def place(self, event: Any) -> Place:
+        return Place(self.file, event.start_mark.line + self.first_line if self.first_line else 0)
+
+    def stop(self, rule: Rule, event: Any, message: str, hint: str) -> NoReturn:
+        self.found.append(rule.found("", None, message, hint, self.place(event)))
+        raise _Stop
+
+
+class _Size(NamedTuple):
+    """A finished node with how much it holds, so that aliases cannot make a small file large or deep."""
+
+    node: Node
+    count: int
+    height: int
+
+
+class _Open:
+    """A mapping or list whose end has not been reached."""
+
+    def __init__(self, event: Any, place: Place, count: int, is_map: bool) -> None:
+        self.event, self.place, self.count, self.is_map = event, place, count, is_map
+        self.items: dict[str, Node] = {}
+        self.sequence: list[Node] = []
+        self.height = 0
+        self.key: str | None = None
+        self.key_place = place
+        self.ignored = False
+
+    def put(self, node: Node) -> None:
+        if not self.is_map:
+            self.sequence.append(node)
+            return
+        if not self.ignored:
+            assert self.key is not None
+            self.items[self.key] = moved(node, self.key_place)
+        self.key = None
+
+    def node(self) -> Node:
+        return Map(self.items, self.place) if self.is_map else List(tuple(self.sequence), self.place)
+
+
+def moved(node: Node, place: Place) -> Node:
+    """The node at another place: a value is reported where its key stands."""
+    if isinstance(node, Scalar):
+        return Scalar(node.text, place, node.quoted)
+    return Map(node.items, place) if isinstance(node, Map) else List(node.items, place)

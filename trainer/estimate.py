@@ -1,0 +1,220 @@
+"""What a run will cost: parameters (exact), FLOPs per token, and bytes per rank, before anything is started.
+
+Memory is a first estimate; `ASSUMPTIONS` says what it rests on. Sizes: s tokens, b samples per micro-batch, h hidden,
+a heads, f feed-forward, V padded vocabulary. Numbers in, numbers out; no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from trainer.config.sections import Model, RunConfig
+from trainer.layout import Layout, padded_vocab, segments
+
+GIB = 1 << 30
+GPU_CONTEXT = 1.5 * GIB  # CUDA context and communication buffers
+FRAGMENTATION = 0.1  # of all other bytes: what the allocator holds but cannot use
+UNKNOWN_VOCAB = 256  # a character vocabulary is counted in the data; this is a generous guess
+
+ASSUMPTIONS = (
+    "AdamW; O1 keeps fp32 states and half copies of the weights, O2 half parameters and gradients with fp32 master weights",
+    "activations after Korthikanti et al. 2022, attention scores kept unless use_flash_attn or recomputed",
+    "1F1B keeps up to pp_degree micro-batches alive; the heaviest pipeline stage counts",
+    "on a GPU 1.5 GiB for context and communication buffers, and 10 % for fragmentation",
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    parameters: int
+    flops_per_token: int
+    memory: Memory
+    stage: int  # the pipeline stage that needs most
+
+
+def estimate(run: RunConfig, layout: Layout) -> Estimate:
+    stages = [_stage_memory(run, layout, stage) for stage in _distinct_stages(layout.pp)]
+    memory = max(stages, key=lambda memory: memory.total)
+    stage = _distinct_stages(layout.pp)[stages.index(memory)]
+    return Estimate(count_parameters(run.Model), flops_per_token(run), memory, stage)
+
+
+def _distinct_stages(pp: int) -> list[int]:
+    """First, second and last: inner stages need less and less."""
+    return sorted({0, min(1, pp - 1), pp - 1})
+
+
+def count_parameters(model: Model) -> int:
+    """Exact, with the tied embedding counted once and without padding."""
+    h = model.hidden_size
+    vocab = model.vocab_size or UNKNOWN_VOCAB
+    return (vocab + model.max_position_embeddings) * h + model.num_layers * _layer_parameters(model, 1) + 2 * h
+
+
+def _layer_parameters(model: Model, mp: int) -> int:
+    """One block on one rank: the products are split over mp, their output biases and the norms are not."""
+    h, f = model.hidden_size, model.ffn_hidden_size
+    split = 4 * h * h + 3 * h + 2 * h * f + f
+    return split // mp + 2 * h + 4 * h
+
+
+def flops_per_token(run: RunConfig) -> int:
+    """Forward and backward: 6 per weight of a matrix product, and the attention scores; recomputation not counted."""
+    model, seq_len = run.Model, run.Data.Train.dataset.max_seq_len
+    weights = count_parameters(model) - model.max_position_embeddings * model.hidden_size
+    return 6 * weights + 12 * model.num_layers * model.hidden_size * seq_len
+
+
+def _stage_memory(run: RunConfig, layout: Layout, stage: int) -> Memory:
+    held = _stage_parameters(run, layout, stage)
+    parameters, gradients, optimizer = _state_bytes(run, layout, held)
+    activations = _activation_bytes(run, layout, stage)
+    overhead = 0.0
+    if run.Global.device == "gpu":
+        overhead = GPU_CONTEXT + FRAGMENTATION * (parameters + gradients + optimizer + activations)
+    return Memory(parameters, gradients, optimizer, activations, overhead)
+
+
+def _stage_layers(run: RunConfig, layout: Layout, stage: int) -> list[int]:
+    chunks = segments(run.Model.num_layers, layout.pp * run.Model.virtual_pp_degree)
+    return [layer for chunk in chunks[stage :: layout.pp] for layer in chunk]
+
+
+def _vocab(model: Model) -> int:
+    return padded_vocab(model.vocab_size or UNKNOWN_VOCAB, model.vocab_size_divisible_unit)
+
+
+def _stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
+    model, h = run.Model, run.Model.hidden_size
+    held = len(_stage_layers(run, layout, stage)) * _layer_parameters(model, layout.mp)
+    embedding = _vocab(model) * h // layout.mp
+    if stage == 0:
+        held += embedding + model.max_position_embeddings * h
+    if stage == layout.pp - 1:
+        held += 2 * h + (embedding if layout.pp > 1 else 0)  # the last stage has its own copy of the tied embedding
+    return held
+
+
+def _state_bytes(run: RunConfig, layout: Layout, held: int) -> tuple[float, float, float]:
+    amp, sharding = run.Engine.mix_precision, run.Distributed.sharding
+    per_parameter, per_gradient, per_moment = (4.0, 4.0, 8.0)
+    if amp.enable:
+        per_parameter, per_gradient, per_moment = (2.0, 2.0, 12.0) if amp.level == "O2" else (6.0, 4.0, 8.0)
+    stage, degree = (sharding.sharding_stage, layout.sharding) if layout.sharding > 1 else (0, 1)
+    parameters, gradients, optimizer = (held * per_parameter, held * per_gradient, held * per_moment)
+    if stage >= 1:
+        optimizer = 0.0 if sharding.sharding_offload else optimizer / degree
+    if stage >= 2 and layout.pp == 1:  # with pp the whole gradient of a stage lives through the accumulation
+        gradients /= degree
+    if stage == 3:
+        gathered = 2 * _layer_parameters(run.Model, layout.mp) * per_parameter  # this layer and the next
+        parameters = gathered + (0.0 if sharding.sharding_offload else parameters / degree)
+    return parameters, gradients, optimizer
+
+
+def _activation_bytes(run: RunConfig, layout: Layout, stage: int) -> float:
+    layers = _stage_layers(run, layout, stage)
+    sizes = _layer_activations(run, layout)
+    kept = sum(_kept(run.Model, sizes, layer) for layer in layers)
+    if run.Model.use_recompute and run.Model.recompute_granularity == "full" and layout.pp > 1:
+        kept /= run.Distributed.pp_recompute_interval
+    alive = _chunks_alive(layout, run.Model.virtual_pp_degree, stage, run.Engine.accumulate_steps)
+    share = alive / run.Model.virtual_pp_degree  # `kept` covers all chunks of the stage
+    return kept * share + _working_set(run, layout, sizes) + _end_activations(run, layout, stage)
+
+
+def _chunks_alive(layout: Layout, virtual_pp: int, stage: int, accumulate: int) -> int:
+    """How many chunk activations a stage holds at most before their backward passes."""
+    if layout.pp == 1:
+        return virtual_pp
+    ahead = layout.pp - stage
+    if virtual_pp > 1:
+        ahead = 2 * (layout.pp - stage - 1) + (virtual_pp - 1) * layout.pp + 1
+    return min(ahead, accumulate * virtual_pp)
+
+
+@dataclass(frozen=True)
+class _LayerActivations:
+    """Bytes that one layer keeps of one micro-batch, by what recomputation can drop."""
+
+    layer_input: float
+    attention: float  # projections of queries, keys, values, and what the output projection reads
+    scores: float
+    rest: float
+
+    @property
+    def total(self) -> float:
+        return self.layer_input + self.attention + self.scores + self.rest
+
+
+def _layer_activations(run: RunConfig, layout: Layout) -> _LayerActivations:
+    model = run.Model
+    s, b = run.Data.Train.dataset.max_seq_len, run.Global.micro_batch_size
+    h, mp = model.hidden_size, layout.mp
+    size = 2 if run.Engine.mix_precision.enable else 4
+    whole = mp if model.sequence_parallel else 1  # what tensor parallelism alone does not split
+    masks = 2 if model.hidden_dropout_prob else 0
+    rest = s * b * h * (3 * size + masks) / whole + s * b * 2 * model.ffn_hidden_size * size / mp
+    scores = 0.0
+    if not model.use_flash_attn:
+        per_score = 2 * size + 1 if model.attention_probs_dropout_prob else size
+        scores = model.num_attention_heads * s * s * b * per_score / mp
+    return _LayerActivations(s * b * h * size / whole, 4 * s * b * h * size / mp, scores, rest)
+
+
+def _kept(model: Model, sizes: _LayerActivations, layer: int) -> float:
+    if not model.use_recompute or layer in model.no_recompute_layers:
+        return sizes.total
+    if model.recompute_granularity == "full":
+        return sizes.layer_input
+    if model.recompute_granularity == "full_attn":
+        return sizes.layer_input + sizes.rest
+    return sizes.total - sizes.scores
+
+
+def _working_set(run: RunConfig, layout: Layout, sizes: _LayerActivations) -> float:
+    """What a recomputed layer needs again while its backward pass runs."""
+    if not run.Model.use_recompute:
+        return 0.0
+    dropped = {"full": sizes.total, "full_attn": sizes.attention + sizes.scores, "core_attn": sizes.scores}
+    together = run.Distributed.pp_recompute_interval if layout.pp > 1 else 1
+    return dropped[run.Model.recompute_granularity] * together
+
+
+def _end_activations(run: RunConfig, layout: Layout, stage: int) -> float:
+    """Logits with their gradient on the last stage."""
+    if stage != layout.pp - 1:
+        return 0.0
+    per_logit = 10 if run.Engine.mix_precision.enable else 8  # half logits, fp32 copy, fp32 gradient
+    tokens = run.Data.Train.dataset.max_seq_len * run.Global.micro_batch_size
+    return tokens * _vocab(run.Model) * per_logit / layout.mp
+
+
+def savings(run: RunConfig, layout: Layout, limit: float) -> list[str]:
+    """Single changes of the config that would bring the estimate under a limit."""
+    model, sharding = run.Model, run.Distributed.sharding
+    changes: list[tuple[str, RunConfig]] = []
+    if not model.use_recompute:
+        changes.append(("Model.use_recompute: True", replace(run, Model=replace(model, use_recompute=True))))
+    half = run.Global.micro_batch_size // 2
+    if half:
+        changes.append((f"Global.micro_batch_size: {half}", replace(run, Global=replace(run.Global, micro_batch_size=half))))
+    if layout.sharding > 1 and sharding.sharding_stage < 3:
+        stage3 = replace(run.Distributed, sharding=replace(sharding, sharding_stage=3))
+        changes.append(("Distributed.sharding.sharding_stage: 3", replace(run, Distributed=stage3)))
+    return [text for text, changed in changes if estimate(changed, layout).memory.total <= limit]

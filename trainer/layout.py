@@ -1,0 +1,304 @@
+"""The layout of a job: degrees, coordinates, groups, pipeline segments, and the rules they obey.
+
+Axes from outer to inner: dp, pp, sharding, mp; mp is the fastest. Plain integers in, frozen data out; this module knows
+neither YAML nor torch, and both programs take their rules from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trainer.errors import Finding, Rule, one_of
+
+AXES = ("dp", "pp", "sharding", "mp")
+DEGREE_KEYS = {
+    "dp": "Distributed.dp_degree",
+    "pp": "Distributed.pp_degree",
+    "sharding": "Distributed.sharding.sharding_degree",
+    "mp": "Distributed.mp_degree",
+}
+
+_DEGREES = tuple(DEGREE_KEYS.values())
+_BATCH = ("Global", *_DEGREES)
+_MODEL_MP = ("Model", "Distributed.mp_degree")
+
+WORLD = Rule("L001", "mp_degree × sharding_degree × pp_degree × dp_degree = number of GPUs", uses=(*_DEGREES, "Launch"))
+HEADS = Rule("L002", "num_attention_heads is divisible by mp_degree", uses=_MODEL_MP)
+HIDDEN = Rule("L003", "hidden_size is divisible by num_attention_heads", uses=("Model",))
+VOCAB = Rule("L004", "the padded vocabulary is divisible by mp_degree", uses=_MODEL_MP)
+FFN = Rule("L005", "ffn_hidden_size is divisible by mp_degree", uses=_MODEL_MP)
+LAYERS = Rule("L006", "every pipeline stage has at least one layer per chunk", uses=("Model", "Distributed.pp_degree"))
+INTERLEAVED = Rule(
+    "L007", "virtual_pp_degree > 1: pp · virtual_pp divides num_layers, pp divides accumulate_steps", uses=("Model", *_BATCH)
+)
+MICRO_BATCHES = Rule("L008", "an update has at least pp_degree micro-batches", uses=_BATCH)
+SEQUENCE = Rule("L009", "sequence_parallel: max_seq_len is divisible by mp_degree", uses=("Data", *_MODEL_MP))
+MP_IN_NODE = Rule("L010", "an mp group stays inside one node", "warning", uses=(*_DEGREES, "Launch"))
+UNEVEN = Rule("L011", "pipeline stages have the same number of layers", "warning", uses=("Model", "Distributed.pp_degree"))
+
+GLOBAL_BATCH = Rule("B001", "global_batch_size = local_batch_size × dp_degree × sharding_degree", uses=_BATCH)
+MICRO = Rule("B002", "local_batch_size is divisible by micro_batch_size", uses=_BATCH)
+
+
+class Coordinates(NamedTuple):
+    dp: int
+    pp: int
+    sharding: int
+    mp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    dp: int = 1
+    pp: int = 1
+    sharding: int = 1
+    mp: int = 1
+
+    @property
+    def degrees(self) -> tuple[int, int, int, int]:
+        """In axis order: dp, pp, sharding, mp."""
+        return (self.dp, self.pp, self.sharding, self.mp)
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.degrees)
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks that read different data."""
+        return self.dp * self.sharding
+
+    def coordinates(self, rank: int) -> Coordinates:
+        places = []
+        for degree in reversed(self.degrees):
+            rank, place = divmod(rank, degree)
+            places.append(place)
+        return Coordinates(*reversed(places))
+
+    def rank(self, at: Coordinates) -> int:
+        rank = 0
+        for degree, place in zip(self.degrees, at):
+            rank = rank * degree + place
+        return rank
+
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from this one along one axis only, in order."""
+        at, degree = self.coordinates(rank), self.degrees[AXES.index(axis)]
+        return tuple(self.rank(at._replace(**{axis: place})) for place in range(degree))
+
+    def data_rank(self, rank: int) -> int:
+        at = self.coordinates(rank)
+        return at.dp * self.sharding + at.sharding
+
+    def __str__(self) -> str:
+        return f"mp {self.mp} × sharding {self.sharding} × pp {self.pp} × dp {self.dp}"
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where a job is to run; the world is nodes × ranks per node."""
+
+    nodes: int
+    per_node: int
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples per update: of the whole job, of one replica, of one forward pass."""
+
+    global_size: int
+    local: int
+    micro: int
+
+    @property
+    def accumulate(self) -> int:
+        return self.local // self.micro
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that a layout has to divide. No vocabulary: it is counted in the data later."""
+
+    hidden: int
+    layers: int
+    heads: int
+    ffn: int
+    vocab: int | None
+    vocab_unit: int
+    seq_len: int
+    sequence_parallel: bool = False
+    virtual_pp: int = 1
+
+
+def segments(num_layers: int, parts: int) -> tuple[range, ...]:
+    """The layers of each pipeline part; where they do not divide, later parts have one more."""
+    bounds = [part * num_layers // parts for part in range(parts + 1)]
+    return tuple(range(first, last) for first, last in zip(bounds, bounds[1:]))
+
+
+def padded_vocab(vocab: int, unit: int) -> int:
+    """Rounded up whatever mp is, so that weights and checkpoints do not depend on the layout."""
+    return -(-vocab // unit) * unit
+
+
+def solve_layout(dp: int | None, pp: int, sharding: int, mp: int, world: int | None) -> Layout:
+    """Fills in dp from the world; the result need not fit, see `check_world`."""
+    if dp is None:
+        dp = max(1, (world or 1) // (pp * sharding * mp))
+    return Layout(dp, pp, sharding, mp)
+
+
+def check_world(layout: Layout, machines: Machines | None, dp_written: bool, unit: str = "GPUs") -> Iterator[Finding]:
+    if machines is None or layout.world == machines.world:
+        return
+    there = f"{machines.nodes} {'node' if machines.nodes == 1 else 'nodes'} × {machines.per_node} = {machines.world} {unit}"
+    factors = f"mp_degree {layout.mp} × sharding_degree {layout.sharding} × pp_degree {layout.pp}"
+    if dp_written:
+        message = f"{factors} × dp_degree {layout.dp} = {layout.world}, but {there}"
+    else:
+        rest = layout.mp * layout.sharding * layout.pp
+        message = f"{factors} = {rest} does not divide {there}, so no dp_degree fits"
+    yield WORLD.found(DEGREE_KEYS["dp"] if dp_written else "Distributed", layout.world, message)
+
+
+def check_mp_in_node(layout: Layout, machines: Machines | None) -> Iterator[Finding]:
+    if machines and machines.nodes > 1 and machines.per_node % layout.mp:
+        fitting = one_of(divisors(machines.per_node))
+        message = f"groups of {layout.mp} ranks do not fit into nodes of {machines.per_node}: mp will talk between nodes"
+        yield MP_IN_NODE.found(DEGREE_KEYS["mp"], layout.mp, message, f"use {fitting}, and pp between nodes")
+
+
+def solve_batch(global_size: int | None, local: int | None, micro: int, replicas: int) -> tuple[Batch, list[Finding]]:
+    """The three batch sizes from those that are given; a violated rule is a finding, with the nearest size that fits."""
+    given = local
+    if local is None:
+        local = micro if global_size is None else max(1, global_size // replicas)
+    if global_size is None:
+        global_size = local * replicas
+    found = []
+    if global_size != local * replicas:
+        found.append(_global_mismatch(global_size, given, micro, replicas))
+    elif local % micro:
+        found.append(_micro_mismatch(given, local, micro, replicas))
+    return Batch(global_size, local, micro), found
+
+
+def _global_mismatch(global_size: int, local: int | None, micro: int, replicas: int) -> Finding:
+    if local is None:
+        step = micro * replicas
+        below, above = global_size // step * step, -(-global_size // step) * step
+        message = f"{global_size} samples cannot be shared by dp_degree × sharding_degree = {replicas} replicas"
+        hint = f"use {one_of([size for size in dict.fromkeys((below, above)) if size])}"
+    else:
+        product = local * replicas
+        message = f"{global_size} is not local_batch_size {local} × {replicas} replicas (dp_degree × sharding_degree) = {product}"
+        hint = f"use {product}, or leave one of the two empty"
+    return GLOBAL_BATCH.found("Global.global_batch_size", global_size, message, hint)
+
+
+def _micro_mismatch(given: int | None, local: int, micro: int, replicas: int) -> Finding:
+    near = nearest_divisors(local, micro)
+    if given is None:
+        message = f"{local} samples per replica (global_batch_size / {replicas}) are not a multiple of micro_batch_size {micro}"
+        step = micro * replicas
+        sizes = [size for size in dict.fromkeys((local * replicas // step * step, -(-local * replicas // step) * step)) if size]
+        hint = f"use micro_batch_size {one_of(near)}, or global_batch_size {one_of(sizes)}"
+        return MICRO.found("Global.micro_batch_size", micro, message, hint)
+    message = f"{local} samples per replica are not a multiple of micro_batch_size {micro}"
+    return MICRO.found("Global.local_batch_size", local, message, f"use micro_batch_size {one_of(near)}")
+
+
+def check_model(shape: Shape, layout: Layout, batch: Batch) -> Iterator[Finding]:
+    """Whether the model can be cut this way."""
+    yield from _check_tensor_split(shape, layout.mp)
+    yield from _check_pipeline(shape, layout.pp, batch.accumulate)
+    if shape.hidden % shape.heads:
+        message = f"hidden_size {shape.hidden} is not a multiple of {shape.heads} attention heads"
+        near = one_of(nearest_divisors(shape.hidden, shape.heads))
+        yield HIDDEN.found("Model.num_attention_heads", shape.heads, message, f"use {near} heads")
+
+
+def _check_tensor_split(shape: Shape, mp: int) -> Iterator[Finding]:
+    key = DEGREE_KEYS["mp"]
+    if shape.heads % mp:
+        message = f"{shape.heads} attention heads cannot be split over mp_degree {mp}"
+        yield HEADS.found(key, mp, message, f"use {one_of(divisors(shape.heads))}")
+    if shape.ffn % mp:
+        message = f"ffn_hidden_size {shape.ffn} cannot be split over mp_degree {mp}"
+        yield FFN.found(key, mp, message, f"use a divisor of {shape.ffn}")
+    # Unknown until the data is read: then only a unit that mp divides is sure to work.
+    vocab = padded_vocab(shape.vocab, shape.vocab_unit) if shape.vocab else shape.vocab_unit
+    if vocab % mp:
+        what = f"the vocabulary of {shape.vocab}, padded to {vocab}," if shape.vocab else f"vocab_size_divisible_unit {vocab}"
+        hint = f"set Model.vocab_size_divisible_unit to a multiple of {mp}, such as {math.lcm(shape.vocab_unit, mp)}"
+        yield VOCAB.found(key, mp, f"{what} cannot be split over mp_degree {mp}", hint)
+    if shape.sequence_parallel and mp > 1 and shape.seq_len % mp:
+        message = f"sequences of {shape.seq_len} tokens cannot be split over mp_degree {mp}"
+        yield SEQUENCE.found(key, mp, message, f"use a divisor of {shape.seq_len}, or sequence_parallel: False")
+
+
+def _check_pipeline(shape: Shape, pp: int, accumulate: int) -> Iterator[Finding]:
+    if pp == 1:
+        return
+    key, chunks = DEGREE_KEYS["pp"], pp * shape.virtual_pp
+    if shape.layers < chunks:
+        message = f"{shape.layers} layers cannot fill {chunks} pipeline chunks"
+        yield LAYERS.found(key, pp, message, f"use pp_degree {max(1, shape.layers // shape.virtual_pp)} or less")
+    elif shape.virtual_pp > 1 and (shape.layers % chunks or accumulate % pp):
+        message = (
+            f"virtual_pp_degree {shape.virtual_pp}: {shape.layers} layers over {chunks} chunks, "
+            f"{accumulate} micro-batches over {pp} stages"
+        )
+        hint = "make both divide, or use virtual_pp_degree 1"
+        yield INTERLEAVED.found("Model.virtual_pp_degree", shape.virtual_pp, message, hint)
+    elif shape.layers % pp:
+        sizes = sorted({len(part) for part in segments(shape.layers, pp)})
+        message = f"{shape.layers} layers over {pp} stages: {one_of(sizes)} per stage, the longest sets the pace"
+        yield UNEVEN.found(key, pp, message, f"use {one_of(divisors(shape.layers))}")
+    if accumulate < pp:
+        message = f"{accumulate} micro-batches per update cannot fill {pp} pipeline stages"
+        hint = f"raise local_batch_size to {pp} × micro_batch_size or more"
+        yield MICRO_BATCHES.found(key, pp, message, hint)
+
+
+def propose(wish: Layout, world: int, dp_written: bool, fits: Callable[[Layout], bool], count: int = 3) -> list[Layout]:
+    """The layouts of a world nearest to the wish that fit. A change of dp costs least, of mp most."""
+    prices = {"dp": 1.0 if dp_written else 0.0, "sharding": 1.2, "pp": 2.0, "mp": 2.5}
+
+    def distance(layout: Layout) -> float:
+        return sum(
+            prices[axis] * abs(math.log2(degree / wanted))
+            for axis, degree, wanted in zip(AXES, layout.degrees, wish.degrees)
+        )
+
+    chosen: list[Layout] = []
+    for layout in sorted(factorings(world), key=distance):
+        if fits(layout):
+            chosen.append(layout)
+            if len(chosen) == count:
+                break
+    return chosen
+
+
+def factorings(world: int) -> Iterator[Layout]:
+    for mp in divisors(world):
+        for pp in divisors(world // mp):
+            for sharding in divisors(world // mp // pp):
+                yield Layout(world // mp // pp // sharding, pp, sharding, mp)
+
+
+def divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+
+
+def nearest_divisors(number: int, wish: int, count: int = 3) -> list[int]:
+    """The divisors nearest to a wish, ascending."""
+    return sorted(sorted(divisors(number), key=lambda divisor: abs(divisor - wish))[:count])
