@@ -1,3 +1,3 @@
-"""The launcher: one run config and one cluster profile become a job that starts right the first time. Never imports torch."""
+"""The launcher: a run config and a cluster profile become a job that starts right the first time. No torch."""
 
 __version__ = "0.1.0"

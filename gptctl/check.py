@@ -24,12 +24,21 @@ CLUSTER = Rule("A001", "Launch.cluster names a profile that can be used")
 DEVICES = Rule("A002", "gpus_per_node is the number of devices", uses=("Launch",))
 PER_NODE = Rule("A003", "a node has at least gpus_per_node GPUs", uses=("Launch",))
 HOST_COUNT = Rule("A004", "an ssh cluster has at least as many hosts as the job has nodes", uses=("Launch",))
-ELASTIC = Rule("A005", "an elastic job (MIN:MAX nodes) leaves dp_degree empty and meets over c10d", uses=("Launch", "Distributed"))
+ELASTIC = Rule(
+    "A005", "an elastic job (MIN:MAX nodes) leaves dp_degree empty and meets over c10d", uses=("Launch", "Distributed")
+)
 STYLE = Rule("A006", "the launch style suits the cluster and the number of nodes", uses=("Launch",))
 SECRET = Rule("A007", "a variable is either in env or in secrets", uses=("Launch",))
-PORT = Rule("A008", "the rendezvous port is free for users and outside the ephemeral range", "warning", uses=("Launch",))
+PORT = Rule(
+    "A008", "the rendezvous port is free for users and outside the ephemeral range", "warning", uses=("Launch",)
+)
 LOOPBACK = Rule("A009", "the rendezvous endpoint of several machines is not their own loopback", uses=("Launch",))
-MEMORY = Rule("M001", "the estimated memory of a rank is at most gpu_memory_gb", "warning", uses=("Model", "Global", "Distributed"))
+MEMORY = Rule(
+    "M001",
+    "the estimated memory of a rank is at most gpu_memory_gb",
+    "warning",
+    uses=("Model", "Global", "Distributed"),
+)
 
 SLURM_STYLES = ("sbatch", "srun-script", "loop")
 CONFIG_NAMES = ("{}.yaml", "{}.yml", "{}s.yaml", "configs/{}.yaml")
@@ -111,7 +120,12 @@ def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> Machines:
 
 
 def _ranks_asked(reading: Reading) -> int:
-    keys = ("Distributed.dp_degree", "Distributed.pp_degree", "Distributed.sharding.sharding_degree", "Distributed.mp_degree")
+    keys = (
+        "Distributed.dp_degree",
+        "Distributed.pp_degree",
+        "Distributed.sharding.sharding_degree",
+        "Distributed.mp_degree",
+    )
     return math.prod(reading.values.get(key, 1) for key in keys)
 
 
@@ -137,7 +151,9 @@ def _check_rendezvous(launch: Launch, cluster: Cluster, machines: Machines) -> I
     host, port_text = (host, port_text) if host and port_text.isdigit() else (launch.rdzv.endpoint or "", "")
     if machines.nodes > 1 and cluster.kind != "local" and (host == "localhost" or host.startswith("127.")):
         message = f"{host} is a different machine on every node"
-        yield LOOPBACK.found("Launch.rdzv.endpoint", launch.rdzv.endpoint, message, "leave it empty: the first host is taken")
+        yield LOOPBACK.found(
+            "Launch.rdzv.endpoint", launch.rdzv.endpoint, message, "leave it empty: the first host is taken"
+        )
     port = launch.rdzv.port or (int(port_text) if port_text else None)
     if port is not None and (port < 1024 or 32768 <= port <= 60999):
         what = "is reserved for root" if port < 1024 else "may be taken by any outgoing connection (32768-60999)"
@@ -168,7 +184,9 @@ def _check_elastic(launch: Launch, machines: Machines, reading: Reading) -> Iter
     if unfit:
         ranks = unfit[0] * machines.per_node
         message = f"on {unfit[0]} nodes mp × sharding × pp = {rest} does not divide {ranks} GPUs"
-        yield WORLD.found("Launch.nodes", launch.nodes, message, f"use multiples of {rest} GPUs for every number of nodes")
+        yield WORLD.found(
+            "Launch.nodes", launch.nodes, message, f"use multiples of {rest} GPUs for every number of nodes"
+        )
 
 
 def _check_memory(resolved: Resolved, known: Estimate, cluster: Cluster) -> Iterator[Finding]:
@@ -177,11 +195,15 @@ def _check_memory(resolved: Resolved, known: Estimate, cluster: Cluster) -> Iter
     need = known.memory.total / GIB
     message = f"about {need:.1f} GiB per GPU, {cluster.name} has {cluster.gpu_memory_gb:g}"
     helpful = savings(resolved.run, resolved.layout, cluster.gpu_memory_gb * GIB)
-    hint = f"one of these would do: {'; '.join(helpful)}" if helpful else "raise sharding_degree, mp_degree or pp_degree"
+    hint = (
+        f"one of these would do: {'; '.join(helpful)}" if helpful else "raise sharding_degree, mp_degree or pp_degree"
+    )
     yield MEMORY.found("Distributed", round(need, 1), message, hint)
 
 
-def _lint(launch: Launch, profile: Profile | None, machines: Machines, resolved: Resolved, reading: Reading) -> list[Finding]:
+def _lint(
+    launch: Launch, profile: Profile | None, machines: Machines, resolved: Resolved, reading: Reading
+) -> list[Finding]:
     """The environment lint, each finding at the line that sets the variable; a run config wins over its profile."""
     environment = {**(profile.cluster.env if profile else {}), **launch.env}
     cpus = launch.slurm.cpus_per_task or (profile.cluster.cpus_per_task if profile else None)

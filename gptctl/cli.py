@@ -37,7 +37,9 @@ def cli() -> None:
 def config_options(verb: F) -> F:
     """CONFIG and the options that say where and how it runs."""
     for option in (
-        click.option("-o", "--override", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key; repeatable."),
+        click.option(
+            "-o", "--override", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key; repeatable."
+        ),
         click.option("--cluster", metavar="NAME", help="Cluster profile, a name or a path."),
         click.option("--gpus-per-node", metavar="G", help="Ranks per node."),
         click.option("--nodes", metavar="N", help="Number of nodes, or MIN:MAX."),
@@ -55,12 +57,18 @@ def check_arguments(
 
     flags = {"nodes": nodes, "gpus_per_node": gpus_per_node, "cluster": cluster}
     flagged = [
-        Override(f"Launch.{key}", value, f"--{key.replace('_', '-')} {value}") for key, value in flags.items() if value is not None
+        Override(f"Launch.{key}", value, f"--{key.replace('_', '-')} {value}")
+        for key, value in flags.items()
+        if value is not None
     ]
     return check_config(find_config(config), [*map(Override.parse, overrides), *flagged])
 
 
-@cli.command(epilog=examples("gptctl validate config", "gptctl validate run.yaml --nodes 2 --gpus-per-node 8 -o Distributed.mp_degree=2"))
+@cli.command(
+    epilog=examples(
+        "gptctl validate config", "gptctl validate run.yaml --nodes 2 --gpus-per-node 8 -o Distributed.mp_degree=2"
+    )
+)
 @config_options
 @click.option("--strict", is_flag=True, help="Treat warnings as errors.")
 @click.option("--resolved", is_flag=True, help="Print the complete config, with where every value came from.")
@@ -101,7 +109,9 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
 
     checked = check_arguments(**arguments)
     if not checked.is_valid or checked.resolved is None:
-        raise UserError(f"{checked.path} has no valid layout", findings=[f for f in checked.findings if f.level == "error"])
+        raise UserError(
+            f"{checked.path} has no valid layout", findings=[f for f in checked.findings if f.level == "error"]
+        )
     layout, machines = checked.resolved.layout, checked.machines
     if rank is not None and rank >= layout.world:
         raise UserError(f"there is no rank {rank}", f"use 0 to {layout.world - 1}", WRONG_USAGE)
@@ -152,7 +162,11 @@ def init(name: str | None, output: str, force: bool, list_them: bool, as_json: b
     ui.say(f"wrote {name}; next: gptctl validate {output}")
 
 
-@cli.command(epilog=examples("gptctl schema > gptctl.schema.json", "echo '# yaml-language-server: $schema=gptctl.schema.json' >> run.yaml"))
+@cli.command(
+    epilog=examples(
+        "gptctl schema > gptctl.schema.json", "echo '# yaml-language-server: $schema=gptctl.schema.json' >> run.yaml"
+    )
+)
 def schema() -> None:
     """Print the JSON Schema of run configs, for completion in editors."""
     from gptctl import ui
@@ -179,7 +193,11 @@ def rules(code: str | None, as_json: bool) -> None:
         ui.print_table("rules", ["code", "level", "rule"], [[rule.code, rule.level, rule.text] for rule in chosen])
 
 
-@cli.command(epilog=examples('eval "$(gptctl completion bash)"', "gptctl completion fish > ~/.config/fish/completions/gptctl.fish"))
+@cli.command(
+    epilog=examples(
+        'eval "$(gptctl completion bash)"', "gptctl completion fish > ~/.config/fish/completions/gptctl.fish"
+    )
+)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print the completion script of a shell."""

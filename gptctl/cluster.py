@@ -44,7 +44,9 @@ class Host:
     port: int | None = integer(None, "empty: the ssh config's, or 22", low=1, high=65535)
     proxy_jump: str | None = text(None, "a bastion on the way", r"[A-Za-z0-9._@:-]{1,255}", "a host name")
     address: str | None = text(None, "its address on the training network", r"[A-Za-z0-9._:-]{1,255}", "an address")
-    interface: str | None = text(None, "its interface on the training network", r"[A-Za-z0-9._@-]{1,32}", "an interface name")
+    interface: str | None = text(
+        None, "its interface on the training network", r"[A-Za-z0-9._@-]{1,32}", "an interface name"
+    )
 
 
 @dataclass(frozen=True)
@@ -79,16 +81,22 @@ class Container:
 class Cluster:
     name: str = text(None, "empty: the file's name", r"[A-Za-z0-9._-]{1,64}", "a name of letters, digits and ._-")
     kind: str = choice("local", ["local", "slurm", "ssh"], "local | slurm | ssh")
-    gpus_per_node: int | None = integer(None, "local, empty: visible GPUs, or as many ranks as asked for", low=1, high=MAX_PER_NODE)
+    gpus_per_node: int | None = integer(
+        None, "local, empty: visible GPUs, or as many ranks as asked for", low=1, high=MAX_PER_NODE
+    )
     gpu_memory_gb: float | None = number(None, "memory of one GPU; validate compares its estimate with it", above=0)
     partition: str | None = text(None, "slurm: default partition", SLURM_WORD, "a partition name")
     account: str | None = text(None, "slurm: default account", SLURM_WORD, "an account name")
-    gpu_request: str = choice("gres", ["gres", "gpus-per-node", "none"], "slurm: gres (--gres=gpu:N) | gpus-per-node | none (cpu)")
+    gpu_request: str = choice(
+        "gres", ["gres", "gpus-per-node", "none"], "slurm: gres (--gres=gpu:N) | gpus-per-node | none (cpu)"
+    )
     cpus_per_task: int | None = integer(None, "slurm: cores of one node's task", low=1, high=1 << 16)
     run_root: str = path("./runs", "one folder per job; on several machines visible under this path on each")
     setup: tuple[str, ...] = key(Words(), (), "shell lines before the launch, in order")
     container: Container = section(Container)
-    master_interface: str | None = text(None, "the head node's address is taken from it", r"[A-Za-z0-9._@-]{1,32}", "an interface")
+    master_interface: str | None = text(
+        None, "the head node's address is taken from it", r"[A-Za-z0-9._@-]{1,32}", "an interface"
+    )
     hosts: tuple[Host, ...] = key(Words(HostEntry()), (), "ssh: machines in node order")
     identity_file: str | None = path(None, "ssh: private key")
     known_hosts: str | None = path(None, "ssh: pinned host keys")

@@ -1,4 +1,4 @@
-"""The `Launch` section: what the seeds put on command lines. The trainer accepts it unread."""
+"""The `Launch` section: what other launchers take on command lines. The trainer accepts it unread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class NodeCount:
         text = scalar_text(node, "a number of nodes")
         bounds = [read_integer(part) for part in text.split(":", 1)]
         if not 1 <= bounds[0] <= bounds[-1] <= MAX_NODES:
-            raise BadValue(OUT_OF_RANGE, f"{shown(text)} is not a number of nodes", "write 1 or more, or MIN:MAX such as 2:4")
+            raise BadValue(
+                OUT_OF_RANGE, f"{shown(text)} is not a number of nodes", "write 1 or more, or MIN:MAX such as 2:4"
+            )
         return bounds[0] if bounds[0] == bounds[-1] else f"{bounds[0]}:{bounds[1]}"
 
     def schema(self) -> dict[str, Any]:
@@ -77,10 +79,14 @@ class Duration:
         text = scalar_text(node, "a time")
         match = _TIME.fullmatch(text)
         if not match:
-            raise BadValue(WRONG_TYPE, f"{shown(text)} is not a time", "write 12:00:00, or 1-12:00:00 for a day and a half")
+            raise BadValue(
+                WRONG_TYPE, f"{shown(text)} is not a time", "write 12:00:00, or 1-12:00:00 for a day and a half"
+            )
         seconds = _seconds(match["days"], [int(part) for part in match["clock"].split(":")])
         if not 0 < seconds < 10 * 366 * 86400:
-            raise BadValue(OUT_OF_RANGE, f"{shown(text)} is no time for a job", "use more than nothing, less than ten years")
+            raise BadValue(
+                OUT_OF_RANGE, f"{shown(text)} is no time for a job", "use more than nothing, less than ten years"
+            )
         days, rest = divmod(seconds, 86400)
         clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
         return f"{days}-{clock}" if days else clock
@@ -118,9 +124,13 @@ class SecretSource:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    backend: str | None = choice(None, ["static", "c10d"], "empty: static for a fixed number of nodes, c10d for MIN:MAX")
+    backend: str | None = choice(
+        None, ["static", "c10d"], "empty: static for a fixed number of nodes, c10d for MIN:MAX"
+    )
     id: str | None = text(None, "empty: the job id", JOB_NAME, "a name of letters, digits and ._-")
-    endpoint: str | None = text(None, "empty: the first host of the allocation", r"[A-Za-z0-9.:_\[\]-]{1,255}", "HOST or HOST:PORT")
+    endpoint: str | None = text(
+        None, "empty: the first host of the allocation", r"[A-Za-z0-9.:_\[\]-]{1,255}", "HOST or HOST:PORT"
+    )
     port: int | None = integer(None, "empty: probed on the head node", low=1, high=65535)
 
 
@@ -130,7 +140,9 @@ class Slurm:
     account: str | None = text(None, "", SLURM_WORD, "an account name")
     time: str | None = key(Duration(), None, "time limit, such as 12:00:00")
     cpus_per_task: int | None = integer(None, "empty: the profile's", low=1, high=1 << 16)
-    extra: Mapping[str, str] = key(Names(pattern=r"[a-z][a-z0-9-]*", form="an sbatch option"), {}, "further sbatch options")
+    extra: Mapping[str, str] = key(
+        Names(pattern=r"[a-z][a-z0-9-]*", form="an sbatch option"), {}, "further sbatch options"
+    )
 
 
 @dataclass(frozen=True)

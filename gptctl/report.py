@@ -29,8 +29,8 @@ def summary(checked: Checked) -> list[tuple[str, str]]:
     if resolved is None or known is None:
         return []
     run, batch, machines = resolved.run, resolved.batch, checked.machines
-    unit = "GPUs" if run.Global.device == "gpu" else "ranks"
-    world = f"{machines.world} {unit}, {_count(machines.nodes, 'node')} × {machines.per_node} on cluster {checked.cluster.name}"
+    unit = "GPU" if run.Global.device == "gpu" else "rank"
+    nodes = f"{_count(machines.nodes, 'node')} × {machines.per_node}"
     replicas = resolved.layout.data_ranks
     tokens = batch.global_size * run.Data.Train.dataset.max_seq_len
     length = f"{tokens * run.Engine.max_steps:,} in {run.Engine.max_steps:,} updates"
@@ -38,14 +38,14 @@ def summary(checked: Checked) -> list[tuple[str, str]]:
         length = _count(run.Engine.num_train_epochs, "epoch")
     return [
         ("layout", f"{resolved.layout}{_stage(resolved)}"),
-        ("world", world),
+        ("world", f"{_count(machines.world, unit)}, {nodes} on cluster {checked.cluster.name}"),
         ("batch", f"global {batch.global_size} = local {batch.local} × {_count(replicas, 'replica')}"),
         ("accumulation", f"{_count(batch.accumulate, 'micro-batch', 'micro-batches')} of {batch.micro} per update"),
         ("tokens", f"{tokens:,} per update; {length}"),
         ("model", _model(resolved)),
         ("parameters", f"{known.parameters:,} ({_millions(known.parameters)})"),
         ("FLOPs", f"{known.flops_per_token:,} per token"),
-        (f"memory per {unit[:-1]}", _memory(known, checked)),
+        (f"memory per {unit}", _memory(known, checked)),
     ]
 
 
@@ -54,15 +54,21 @@ def _count(number: int, one: str, many: str = "") -> str:
 
 
 def _stage(resolved: Resolved) -> str:
-    return f", sharding stage {resolved.run.Distributed.sharding.sharding_stage}" if resolved.layout.sharding > 1 else ""
+    return (
+        f", sharding stage {resolved.run.Distributed.sharding.sharding_stage}" if resolved.layout.sharding > 1 else ""
+    )
 
 
 def _model(resolved: Resolved) -> str:
     model = resolved.run.Model
     vocab = "vocabulary from the data"
     if model.vocab_size:
-        vocab = f"vocabulary {model.vocab_size} (padded {padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)})"
-    sizes = f"{_count(model.num_layers, 'layer')}, hidden {model.hidden_size}, {_count(model.num_attention_heads, 'head')}"
+        vocab = (
+            f"vocabulary {model.vocab_size} (padded {padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)})"
+        )
+    sizes = (
+        f"{_count(model.num_layers, 'layer')}, hidden {model.hidden_size}, {_count(model.num_attention_heads, 'head')}"
+    )
     return f"{model.name}: {sizes}, {vocab}, {model.max_position_embeddings} positions"
 
 
@@ -72,12 +78,15 @@ def _millions(parameters: int) -> str:
 
 def _memory(known: Estimate, checked: Checked) -> str:
     limit = f" of {checked.cluster.gpu_memory_gb:g}" if checked.cluster.gpu_memory_gb else ""
-    parts = ", ".join(f"{part.name} {getattr(known.memory, part.name) / GIB:.2f}" for part in fields(known.memory))
-    return f"about {known.memory.total / GIB:.2f} GiB{limit}: {parts}"
+    size, unit = (GIB, "GiB") if known.memory.total >= GIB else (GIB >> 10, "MiB")
+    parts = ", ".join(f"{part.name} {getattr(known.memory, part.name) / size:.2f}" for part in fields(known.memory))
+    return f"about {known.memory.total / size:.2f} {unit}{limit}: {parts}"
 
 
 def assumptions() -> str:
-    return "\n".join(f"  · {text}" for text in ("memory is an estimate:", *ASSUMPTIONS)).replace("  · memory", "memory", 1)
+    return "\n".join(f"  · {text}" for text in ("memory is an estimate:", *ASSUMPTIONS)).replace(
+        "  · memory", "memory", 1
+    )
 
 
 def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:
@@ -141,7 +150,11 @@ def _yaml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, str):
         plain = value.replace("_", "a").replace("-", "a").replace("/", "a").replace(".", "a")
-        return value if plain.isalnum() and plain.isascii() and value.lower() not in _WORDS else json.dumps(value, ensure_ascii=False)
+        return (
+            value
+            if plain.isalnum() and plain.isascii() and value.lower() not in _WORDS
+            else json.dumps(value, ensure_ascii=False)
+        )
     return str(value)
 
 

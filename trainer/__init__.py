@@ -1,1 +1,1 @@
-"""The training program. `errors`, `layout`, `config` and `estimate` are torch-free; gptctl imports those and nothing else of it."""
+"""The training program. Its torch-free half (`errors`, `layout`, `config`, `estimate`) is all that gptctl imports."""

@@ -49,7 +49,11 @@ class Finding:
     def __str__(self) -> str:
         where = f" ({self.place})" if self.place else ""
         subject = f"{self.key}{where}".strip()
-        return f"{self.level}: {self.code} {subject}: {self.message}" if subject else f"{self.level}: {self.code} {self.message}"
+        return (
+            f"{self.level}: {self.code} {subject}: {self.message}"
+            if subject
+            else f"{self.level}: {self.code} {self.message}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -84,7 +88,9 @@ class Rule:
 class UserError(Exception):
     """A mistake of the user's: a message, a hint and an exit code; never shown with a traceback."""
 
-    def __init__(self, message: str, hint: str = "", exit_code: int = ANSWER_IS_NO, findings: Iterable[Finding] = ()) -> None:
+    def __init__(
+        self, message: str, hint: str = "", exit_code: int = ANSWER_IS_NO, findings: Iterable[Finding] = ()
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint

@@ -6,7 +6,7 @@ a heads, f feed-forward, V padded vocabulary. Numbers in, numbers out; no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from trainer.config.sections import Model, RunConfig
 from trainer.layout import Layout, padded_vocab, segments
@@ -17,7 +17,7 @@ FRAGMENTATION = 0.1  # of all other bytes: what the allocator holds but cannot u
 UNKNOWN_VOCAB = 256  # a character vocabulary is counted in the data; this is a generous guess
 
 ASSUMPTIONS = (
-    "AdamW; O1 keeps fp32 states and half copies of the weights, O2 half parameters and gradients with fp32 master weights",
+    "AdamW; O1: fp32 states and half copies of the weights; O2: half parameters and gradients, fp32 master weights",
     "activations after Korthikanti et al. 2022, attention scores kept unless use_flash_attn or recomputed",
     "1F1B keeps up to pp_degree micro-batches alive; the heaviest pipeline stage counts",
     "on a GPU 1.5 GiB for context and communication buffers, and 10 % for fragmentation",
@@ -36,7 +36,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, part.name) for part in fields(self))
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.overhead
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,9 @@ def savings(run: RunConfig, layout: Layout, limit: float) -> list[str]:
         changes.append(("Model.use_recompute: True", replace(run, Model=replace(model, use_recompute=True))))
     half = run.Global.micro_batch_size // 2
     if half:
-        changes.append((f"Global.micro_batch_size: {half}", replace(run, Global=replace(run.Global, micro_batch_size=half))))
+        changes.append(
+            (f"Global.micro_batch_size: {half}", replace(run, Global=replace(run.Global, micro_batch_size=half)))
+        )
     if layout.sharding > 1 and sharding.sharding_stage < 3:
         stage3 = replace(run.Distributed, sharding=replace(sharding, sharding_stage=3))
         changes.append(("Distributed.sharding.sharding_stage: 3", replace(run, Distributed=stage3)))

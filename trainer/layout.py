@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from trainer.errors import Finding, Rule, one_of
@@ -32,12 +33,16 @@ VOCAB = Rule("L004", "the padded vocabulary is divisible by mp_degree", uses=_MO
 FFN = Rule("L005", "ffn_hidden_size is divisible by mp_degree", uses=_MODEL_MP)
 LAYERS = Rule("L006", "every pipeline stage has at least one layer per chunk", uses=("Model", "Distributed.pp_degree"))
 INTERLEAVED = Rule(
-    "L007", "virtual_pp_degree > 1: pp · virtual_pp divides num_layers, pp divides accumulate_steps", uses=("Model", *_BATCH)
+    "L007",
+    "virtual_pp_degree > 1: pp · virtual_pp divides num_layers, pp divides accumulate_steps",
+    uses=("Model", *_BATCH),
 )
 MICRO_BATCHES = Rule("L008", "an update has at least pp_degree micro-batches", uses=_BATCH)
 SEQUENCE = Rule("L009", "sequence_parallel: max_seq_len is divisible by mp_degree", uses=("Data", *_MODEL_MP))
 MP_IN_NODE = Rule("L010", "an mp group stays inside one node", "warning", uses=(*_DEGREES, "Launch"))
-UNEVEN = Rule("L011", "pipeline stages have the same number of layers", "warning", uses=("Model", "Distributed.pp_degree"))
+UNEVEN = Rule(
+    "L011", "pipeline stages have the same number of layers", "warning", uses=("Model", "Distributed.pp_degree")
+)
 
 GLOBAL_BATCH = Rule("B001", "global_batch_size = local_batch_size × dp_degree × sharding_degree", uses=_BATCH)
 MICRO = Rule("B002", "local_batch_size is divisible by micro_batch_size", uses=_BATCH)
@@ -140,7 +145,7 @@ class Shape:
 def segments(num_layers: int, parts: int) -> tuple[range, ...]:
     """The layers of each pipeline part; where they do not divide, later parts have one more."""
     bounds = [part * num_layers // parts for part in range(parts + 1)]
-    return tuple(range(first, last) for first, last in zip(bounds, bounds[1:]))
+    return tuple(range(first, last) for first, last in pairwise(bounds))
 
 
 def padded_vocab(vocab: int, unit: int) -> int:
@@ -158,7 +163,9 @@ def solve_layout(dp: int | None, pp: int, sharding: int, mp: int, world: int | N
 def check_world(layout: Layout, machines: Machines | None, dp_written: bool, unit: str = "GPUs") -> Iterator[Finding]:
     if machines is None or layout.world == machines.world:
         return
-    there = f"{machines.nodes} {'node' if machines.nodes == 1 else 'nodes'} × {machines.per_node} = {machines.world} {unit}"
+    there = (
+        f"{machines.nodes} {'node' if machines.nodes == 1 else 'nodes'} × {machines.per_node} = {machines.world} {unit}"
+    )
     factors = f"mp_degree {layout.mp} × sharding_degree {layout.sharding} × pp_degree {layout.pp}"
     if dp_written:
         message = f"{factors} × dp_degree {layout.dp} = {layout.world}, but {there}"
@@ -171,12 +178,14 @@ def check_world(layout: Layout, machines: Machines | None, dp_written: bool, uni
 def check_mp_in_node(layout: Layout, machines: Machines | None) -> Iterator[Finding]:
     if machines and machines.nodes > 1 and machines.per_node % layout.mp:
         fitting = one_of(divisors(machines.per_node))
-        message = f"groups of {layout.mp} ranks do not fit into nodes of {machines.per_node}: mp will talk between nodes"
+        message = (
+            f"groups of {layout.mp} ranks do not fit into nodes of {machines.per_node}: mp will talk between nodes"
+        )
         yield MP_IN_NODE.found(DEGREE_KEYS["mp"], layout.mp, message, f"use {fitting}, and pp between nodes")
 
 
 def solve_batch(global_size: int | None, local: int | None, micro: int, replicas: int) -> tuple[Batch, list[Finding]]:
-    """The three batch sizes from those that are given; a violated rule is a finding, with the nearest size that fits."""
+    """The three batch sizes from those that are given; a violated rule is a finding with sizes that would fit."""
     given = local
     if local is None:
         local = micro if global_size is None else max(1, global_size // replicas)
@@ -198,7 +207,7 @@ def _global_mismatch(global_size: int, local: int | None, micro: int, replicas: 
         hint = f"use {one_of([size for size in dict.fromkeys((below, above)) if size])}"
     else:
         product = local * replicas
-        message = f"{global_size} is not local_batch_size {local} × {replicas} replicas (dp_degree × sharding_degree) = {product}"
+        message = f"{global_size} is not local_batch_size {local} × dp_degree × sharding_degree {replicas} = {product}"
         hint = f"use {product}, or leave one of the two empty"
     return GLOBAL_BATCH.found("Global.global_batch_size", global_size, message, hint)
 
@@ -206,9 +215,13 @@ def _global_mismatch(global_size: int, local: int | None, micro: int, replicas: 
 def _micro_mismatch(given: int | None, local: int, micro: int, replicas: int) -> Finding:
     near = nearest_divisors(local, micro)
     if given is None:
-        message = f"{local} samples per replica (global_batch_size / {replicas}) are not a multiple of micro_batch_size {micro}"
+        message = f"global_batch_size / {replicas} = {local} is not a multiple of micro_batch_size {micro}"
         step = micro * replicas
-        sizes = [size for size in dict.fromkeys((local * replicas // step * step, -(-local * replicas // step) * step)) if size]
+        sizes = [
+            size
+            for size in dict.fromkeys((local * replicas // step * step, -(-local * replicas // step) * step))
+            if size
+        ]
         hint = f"use micro_batch_size {one_of(near)}, or global_batch_size {one_of(sizes)}"
         return MICRO.found("Global.micro_batch_size", micro, message, hint)
     message = f"{local} samples per replica are not a multiple of micro_batch_size {micro}"
@@ -236,7 +249,11 @@ def _check_tensor_split(shape: Shape, mp: int) -> Iterator[Finding]:
     # Unknown until the data is read: then only a unit that mp divides is sure to work.
     vocab = padded_vocab(shape.vocab, shape.vocab_unit) if shape.vocab else shape.vocab_unit
     if vocab % mp:
-        what = f"the vocabulary of {shape.vocab}, padded to {vocab}," if shape.vocab else f"vocab_size_divisible_unit {vocab}"
+        what = (
+            f"the vocabulary of {shape.vocab}, padded to {vocab},"
+            if shape.vocab
+            else f"vocab_size_divisible_unit {vocab}"
+        )
         hint = f"set Model.vocab_size_divisible_unit to a multiple of {mp}, such as {math.lcm(shape.vocab_unit, mp)}"
         yield VOCAB.found(key, mp, f"{what} cannot be split over mp_degree {mp}", hint)
     if shape.sequence_parallel and mp > 1 and shape.seq_len % mp:

@@ -14,8 +14,10 @@ from trainer.layout import Machines
 __all__ = ["Override", "Resolved", "RunConfig", "load", "load_tree", "read_run", "resolve"]
 
 
-def load(path: str | os.PathLike[str] | None, overrides: Iterable[Override] = (), machines: Machines | None = None) -> Resolved:
-    """The run config of a file, as the trainer wants it: any mistake is a UserError with all findings; `Launch` stays unread."""
+def load(
+    path: str | os.PathLike[str] | None, overrides: Iterable[Override] = (), machines: Machines | None = None
+) -> Resolved:
+    """The run config of a file, as the trainer wants it: mistakes are one UserError, `Launch` stays unread."""
     found: list[Finding] = []
     tree = load_tree(path, overrides, found)
     if tree is None:

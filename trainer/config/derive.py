@@ -5,7 +5,7 @@ A function from flat values to flat values; nothing is judged here except what c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +60,9 @@ class _Filling:
         parent, _, name = path.rpartition(".")
         return keys_of(_DEFAULTS[parent])[name].default
 
-    def fill(self, path: str, value: Callable[[], Any], origin: str) -> None:
+    def fill(self, path: str, value: Any, origin: str) -> None:
         if path not in self.values:
-            self.values[path] = value()
+            self.values[path] = value
             self.origins[path] = origin
 
 
@@ -75,23 +75,23 @@ def _fill_model(filling: _Filling) -> None:
             hint = f"write {path}, or a preset as Model.name ({', '.join(list(PRESETS)[:3])}, …)"
             filling.found.append(MISSING_SIZE.found(path, None, f"model {name} has no sizes of its own", hint))
         sizes = preset or PRESETS["gpt2-en"]
-        filling.fill(path, lambda key=key, sizes=sizes: getattr(sizes, key), f"preset {name}")
-    filling.fill("Model.ffn_hidden_size", lambda: 4 * filling.values["Model.hidden_size"], "4 · hidden_size")
+        filling.fill(path, getattr(sizes, key), f"preset {name}")
+    filling.fill("Model.ffn_hidden_size", 4 * filling.values["Model.hidden_size"], "4 · hidden_size")
     if filling.get("Data.Train.dataset.name") == "CharDataset":
         seq_len = filling.get("Data.Train.dataset.max_seq_len")
-        filling.fill("Model.max_position_embeddings", lambda: seq_len, "max_seq_len")
+        filling.fill("Model.max_position_embeddings", seq_len, "max_seq_len")
     else:
         positions = preset.max_position_embeddings if preset else DEFAULT_POSITIONS
-        filling.fill("Model.vocab_size", lambda: preset.vocab_size if preset else DEFAULT_VOCAB, f"preset {name}")
-        filling.fill("Model.max_position_embeddings", lambda: positions, f"preset {name}")
+        filling.fill("Model.vocab_size", preset.vocab_size if preset else DEFAULT_VOCAB, f"preset {name}")
+        filling.fill("Model.max_position_embeddings", positions, f"preset {name}")
 
 
 def _fill_engine(filling: _Filling, decay_to_the_end: bool) -> None:
-    filling.fill("Engine.test_iters", lambda: 10 * filling.get("Engine.eval_iters"), "10 · eval_iters")
+    filling.fill("Engine.test_iters", 10 * filling.get("Engine.eval_iters"), "10 · eval_iters")
     if decay_to_the_end:
-        filling.fill("Optimizer.lr.decay_steps", lambda: filling.get("Engine.max_steps"), "max_steps")
+        filling.fill("Optimizer.lr.decay_steps", filling.get("Engine.max_steps"), "max_steps")
     backend = "nccl" if filling.get("Global.device") == "gpu" else "gloo"
-    filling.fill("Distributed.backend", lambda: backend, "device")
+    filling.fill("Distributed.backend", backend, "device")
 
 
 def _fill_layout(filling: _Filling, machines: Machines | None) -> Layout:
@@ -102,7 +102,7 @@ def _fill_layout(filling: _Filling, machines: Machines | None) -> Layout:
         mp=filling.get("Distributed.mp_degree"),
         world=machines.world if machines else None,
     )
-    filling.fill("Distributed.dp_degree", lambda: layout.dp, "GPUs / (mp · pp · sharding)")
+    filling.fill("Distributed.dp_degree", layout.dp, "GPUs / (mp · pp · sharding)")
     return layout
 
 
@@ -114,8 +114,8 @@ def _fill_batch(filling: _Filling, layout: Layout) -> Batch:
         layout.data_ranks,
     )
     filling.found += found
-    filling.fill("Global.global_batch_size", lambda: batch.global_size, "local · dp · sharding")
-    filling.fill("Global.local_batch_size", lambda: batch.local, "global / (dp · sharding), or micro")
+    filling.fill("Global.global_batch_size", batch.global_size, "local · dp · sharding")
+    filling.fill("Global.local_batch_size", batch.local, "global / (dp · sharding), or micro")
     # A written value is overwritten, as FleetX does; `rules.py` warns when the two differ.
     filling.values["Engine.accumulate_steps"] = batch.accumulate
     filling.origins["Engine.accumulate_steps"] = "local / micro"
@@ -128,4 +128,4 @@ def _fill_data(filling: _Filling) -> None:
         if path in filling.values:
             for part in ("Eval", "Test"):
                 other = path.replace("Train", part, 1)
-                filling.fill(other, lambda path=path: filling.values[path], "as Train")
+                filling.fill(other, filling.values[path], "as Train")

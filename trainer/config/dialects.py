@@ -1,7 +1,7 @@
 """Other spellings of the same config: FleetX of both eras, the flags of PaddleNLP's GPT, minGPT's YAML.
 
-Each layer (a file, a `_base_`, an `-o`) is translated by itself, so that `-o trainer_config.max_epochs=2` works on a minGPT
-file. The tables say which key becomes which; lines stay those of the text the user wrote.
+Each layer (a file, a `_base_`, an `-o`) is translated by itself, so that `-o trainer_config.max_epochs=2` works on a
+minGPT file. The tables say which key becomes which; lines stay those of the text the user wrote.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEGREES = ("dp_degree", "mp_degree", "pp_degree")
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 RENAMED: dict[str, tuple[str, ...]] = {
-    # flat names: the flags of seed 002, and the keys below FleetX's old root `PreTraining`
+    # flat names: the flags of PaddleNLP's GPT, and the keys below FleetX's old root `PreTraining`
     **{name: (f"Engine.{name}",) for name in _ENGINE_KEYS},
     **{name: (f"Global.{name}",) for name in ("device", "seed", *_BATCH_KEYS)},
     **{name: (f"Distributed.{name}",) for name in _DEGREES},
@@ -46,7 +46,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "grad_clip": ("Optimizer.grad_clip",),
     "lr_decay_style": ("Optimizer.lr.name",),
     "use_sharding": ("Distributed.use_sharding",),
-    # launcher flags of the seeds
+    # flags of paddle.distributed.launch and torchrun
     "gpus": ("Launch.devices",),
     "devices": ("Launch.devices",),
     "log_dir": ("Launch.log_dir",),

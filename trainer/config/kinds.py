@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from functools import lru_cache
+from functools import cache
 from typing import Any, Protocol
 
 from trainer.config.tree import List, Map, Node, Scalar, is_null
@@ -254,7 +254,10 @@ class Names:
         return values
 
     def schema(self) -> dict[str, Any]:
-        return {"type": ["object", "null"], "additionalProperties": {} if isinstance(self.item, Text) else self.item.schema()}
+        return {
+            "type": ["object", "null"],
+            "additionalProperties": {} if isinstance(self.item, Text) else self.item.schema(),
+        }
 
 
 @dataclass(frozen=True)
@@ -281,7 +284,7 @@ def list_items(node: Node) -> Sequence[Node]:
     return [Scalar(part.strip(), node.place, True) for part in text.split(",")]
 
 
-@lru_cache(maxsize=None)
+@cache
 def keys_of(cls: type) -> dict[str, Key]:
     return {item.name: item.metadata["key"] for item in fields(cls)}
 
@@ -302,14 +305,20 @@ def key(kind: Kind, default: Any, doc: str) -> Any:
     elif isinstance(default, dict):
         made = dict
     metadata = {"key": Key(kind, default, doc)}
-    return field(metadata=metadata, default_factory=made) if made is not MISSING else field(metadata=metadata, default=default)
+    return (
+        field(metadata=metadata, default_factory=made)
+        if made is not MISSING
+        else field(metadata=metadata, default=default)
+    )
 
 
 def integer(default: int | None, doc: str, low: int | None = None, high: int = INT_LIMIT) -> Any:
     return key(Integer(low, high), default, doc)
 
 
-def number(default: float | None, doc: str, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
+def number(
+    default: float | None, doc: str, low: float | None = None, high: float | None = None, above: float | None = None
+) -> Any:
     return key(Number(low, high, above), default, doc)
 
 

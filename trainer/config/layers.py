@@ -64,7 +64,9 @@ def _with_bases(tree: Map, path: str, children: Sequence[str], found: list[Findi
     base_path = os.path.join(os.path.dirname(path), base.text)
     chain = [*children, os.path.realpath(path)]
     if os.path.realpath(base_path) in chain:
-        found.append(BASE.found("_base_", base.text, f"{base.text} leads back to itself", "break the cycle", base.place))
+        found.append(
+            BASE.found("_base_", base.text, f"{base.text} leads back to itself", "break the cycle", base.place)
+        )
         return [layer]
     try:
         base_tree = read_file(base_path, found)

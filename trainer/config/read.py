@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from trainer.config.dialects import RENAMED, is_paddle_only
 from trainer.config.kinds import WRONG_TYPE, BadValue, Choice, Integers, Key, Kind, Names, Section, Words, keys_of
@@ -145,7 +145,7 @@ def paths_of(cls: type, path: str = "") -> Iterator[str]:
 def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """The section object of complete values; what is missing has its default."""
     arguments: dict[str, Any] = {}
-    for name, key in keys_of(cls).items():
+    for name, key in keys_of(cast("type", cls)).items():
         full = f"{path}.{name}" if path else name
         if isinstance(key.kind, Section):
             arguments[name] = build(key.kind.cls, values, full)

@@ -18,7 +18,9 @@ from trainer.layout import Batch, Layout, Machines, Shape, check_model, check_mp
 
 IGNORED = Rule("N001", "a key has a meaning under torch", "notice")
 NOT_BUILT = Rule("N002", "what a section asks for is built", "notice")
-ACCUMULATE = Rule("T024", "accumulate_steps = local_batch_size / micro_batch_size", "warning", uses=("Global", "Distributed"))
+ACCUMULATE = Rule(
+    "T024", "accumulate_steps = local_batch_size / micro_batch_size", "warning", uses=("Global", "Distributed")
+)
 
 SECTIONS: dict[str, type] = {name: type(getattr(RunConfig(), name)) for name in RunConfig.__dataclass_fields__}
 NOT_BUILT_YET = ("Profiler", "Generation", "Offline_Eval")
@@ -40,7 +42,9 @@ class Resolved:
         return json.dumps(asdict(self.run), indent=2, ensure_ascii=False) + "\n"
 
 
-def read_run(tree: Map, found: list[Finding], others: Mapping[str, type] | None = None, unread: tuple[str, ...] = ()) -> Reading:
+def read_run(
+    tree: Map, found: list[Finding], others: Mapping[str, type] | None = None, unread: tuple[str, ...] = ()
+) -> Reading:
     """Reads the sections of a run config, and with them those of another program (`others`)."""
     reading = Reading(found)
     _apply_use_sharding(tree, reading)
@@ -101,7 +105,9 @@ def _check(run: RunConfig, derived: Derived, reading: Reading, machines: Machine
     written = reading.values.get("Engine.accumulate_steps")
     if written not in (None, derived.batch.accumulate):
         message = f"{written} is replaced by local_batch_size / micro_batch_size = {derived.batch.accumulate}"
-        found.append(ACCUMULATE.found("Engine.accumulate_steps", written, message, "delete it, or change the batch sizes"))
+        found.append(
+            ACCUMULATE.found("Engine.accumulate_steps", written, message, "delete it, or change the batch sizes")
+        )
     return found
 
 

@@ -10,7 +10,9 @@ from trainer.layout import segments
 
 POSITIONS = Rule("T001", "max_seq_len is at most max_position_embeddings", uses=("Data", "Model"))
 NO_RECOMPUTE = Rule("T002", "no_recompute_layers are numbers of layers", uses=("Model",))
-INTERVAL = Rule("T003", "pp_recompute_interval is at most the layers of a pipeline chunk", uses=("Model", "Distributed"))
+INTERVAL = Rule(
+    "T003", "pp_recompute_interval is at most the layers of a pipeline chunk", uses=("Model", "Distributed")
+)
 STAGE = Rule("T004", "sharding_degree > 1 needs sharding_stage 1, 2 or 3", uses=("Distributed.sharding",))
 BACKEND = Rule("T005", "nccl needs GPUs", uses=("Global.device", "Distributed.backend"))
 CHAR_PATH = Rule("T006", "a CharDataset names its text", uses=("Data",))
@@ -43,7 +45,9 @@ def _check_data(run: RunConfig) -> Iterator[Finding]:
             hint = f"set Model.max_position_embeddings to {dataset.max_seq_len}, or shorten the samples"
             yield POSITIONS.found(f"{path}.max_seq_len", dataset.max_seq_len, message, hint)
         if part == "Train" and dataset.name == "CharDataset" and not dataset.path:
-            yield CHAR_PATH.found(f"{path}.path", None, "no text is named", "write a path, or builtin for the demo corpus")
+            yield CHAR_PATH.found(
+                f"{path}.path", None, "no text is named", "write a path, or builtin for the demo corpus"
+            )
         if part == "Train" and not (dataset.split and dataset.split[0]):
             message = f"{list(dataset.split)} leaves nothing to train on"
             yield SPLIT.found(f"{path}.split", list(dataset.split), message, "write shares such as [949, 50, 1]")
@@ -99,7 +103,11 @@ def _without_effect(run: RunConfig) -> Iterator[Finding]:
     overlap_needs = "it needs sharding_degree > 1, stage 2 and no offload"
     idle = [
         ("Model.sequence_parallel", model.sequence_parallel and distributed.mp_degree == 1, "it needs mp_degree > 1"),
-        ("Model.virtual_pp_degree", model.virtual_pp_degree > 1 and distributed.pp_degree == 1, "it needs pp_degree > 1"),
+        (
+            "Model.virtual_pp_degree",
+            model.virtual_pp_degree > 1 and distributed.pp_degree == 1,
+            "it needs pp_degree > 1",
+        ),
         ("Distributed.sharding.reduce_overlap", sharding.reduce_overlap and not overlap_works, overlap_needs),
         ("Distributed.sharding.broadcast_overlap", sharding.broadcast_overlap and not overlap_works, overlap_needs),
         (

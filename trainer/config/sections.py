@@ -19,14 +19,18 @@ class Global:
     device: str = choice("gpu", ["gpu", "cpu"], "gpu | cpu")
     seed: int = integer(1024, "base seed of weights, data order and dropout", low=0)
     global_batch_size: int = integer(None, "samples per update of the whole job; derived: local · dp · sharding", low=1)
-    local_batch_size: int = integer(None, "samples per replica and update; derived: global / (dp · sharding), or micro", low=1)
+    local_batch_size: int = integer(
+        None, "samples per replica and update; derived: global / (dp · sharding), or micro", low=1
+    )
     micro_batch_size: int = integer(1, "samples per forward pass", low=1)
 
 
 @dataclass(frozen=True)
 class MixPrecision:
-    enable: bool = boolean(False, "mixed precision (seed 002: use_amp)")
-    dtype: str = choice("float16", ["float16", "bfloat16"], "float16 | bfloat16", fp16="float16", bf16="bfloat16", half="float16")
+    enable: bool = boolean(False, "mixed precision (PaddleNLP: use_amp)")
+    dtype: str = choice(
+        "float16", ["float16", "bfloat16"], "float16 | bfloat16", fp16="float16", bf16="bfloat16", half="float16"
+    )
     level: str = choice("O1", ["O1", "O2"], "O1 autocast | O2 half parameters + fp32 master weights")
     scale_loss: float = number(32768.0, "initial dynamic loss scale of float16", above=0)
 
@@ -46,21 +50,27 @@ class Engine:
     run_mode: str = choice("step", ["step", "epoch"], "step | epoch")
     max_steps: int = integer(500000, "stop after this many updates", low=1)
     num_train_epochs: int = integer(1, "epochs (run_mode epoch)", low=1)
-    accumulate_steps: int = integer(None, "micro-batches per update; derived: local_batch_size / micro_batch_size", low=1)
+    accumulate_steps: int = integer(
+        None, "micro-batches per update; derived: local_batch_size / micro_batch_size", low=1
+    )
     logging_freq: int = integer(1, "log every n updates", low=1)
     eval_freq: int = integer(500, "evaluate every n updates; <= 0: never")
     eval_iters: int = integer(10, "batches per evaluation", low=1)
     test_iters: int = integer(None, "batches of the final test run; derived: 10 · eval_iters", low=1)
     check_accuracy: bool = boolean(False, "compare layouts: dropouts 0, no evaluation, no save")
-    log_style: str = choice("fleetx", ["fleetx", "mingpt", "json"], "fleetx (seeds 000, 001) | mingpt (seed 004) | json")
+    log_style: str = choice("fleetx", ["fleetx", "mingpt", "json"], "fleetx | mingpt | json: the form of the log lines")
     mix_precision: MixPrecision = section(MixPrecision)
     save_load: SaveLoad = section(SaveLoad)
 
 
 @dataclass(frozen=True)
 class Model:
-    name: str = choice("gpt2-en", [*PRESETS, "GPT", "GPT-cn"], "a preset, or GPT with the sizes below; written sizes win")
-    vocab_size: int | None = integer(None, "derived: the preset's, else 50304; CharDataset: counted in the data", low=1, high=1 << 24)
+    name: str = choice(
+        "gpt2-en", [*PRESETS, "GPT", "GPT-cn"], "a preset, or GPT with the sizes below; written sizes win"
+    )
+    vocab_size: int | None = integer(
+        None, "derived: the preset's, else 50304; CharDataset: counted in the data", low=1, high=1 << 24
+    )
     vocab_size_divisible_unit: int = integer(128, "the vocabulary is padded to a multiple of this", low=1, high=1 << 20)
     hidden_size: int = integer(None, "derived: the preset's", low=1, high=1 << 20)
     num_layers: int = integer(None, "derived: the preset's", low=1, high=1 << 16)
@@ -72,7 +82,9 @@ class Model:
     initializer_range: float = number(0.02, "standard deviation of initial weights", above=0)
     use_recompute: bool = boolean(False, "recompute activations in the backward pass")
     recompute_granularity: str = choice(
-        "full", ["full", "full_attn", "core_attn"], "full (whole layer) | full_attn (attention) | core_attn (softmax(QK)V)"
+        "full",
+        ["full", "full_attn", "core_attn"],
+        "full (whole layer) | full_attn (attention) | core_attn (softmax(QK)V)",
     )
     no_recompute_layers: tuple[int, ...] = key(Integers(), (), "layers that keep their activations")
     fuse_attn_qkv: bool = boolean(True, "one projection for query, key and value")
@@ -167,7 +179,7 @@ class Distributed:
     pp_degree: int = integer(1, "pipeline parallel", low=1, high=MAX_DEGREE)
     sharding: Sharding = section(Sharding)
     pp_recompute_interval: int = integer(1, "layers recomputed together (full recompute with pp)", low=1)
-    bucket_cap_mb: float = number(25, "size of a DDP bucket (seed 003)", above=0)
+    bucket_cap_mb: float = number(25, "size of a DDP bucket", above=0)
     backend: str = choice(None, ["nccl", "gloo"], "derived: nccl on gpu, gloo on cpu")
     timeout_minutes: float = number(30, "a collective that takes longer ends the job", above=0, high=1_000_000)
 

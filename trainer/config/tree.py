@@ -6,11 +6,11 @@ This module knows no key; it is the only one that imports yaml.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Union
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
 
@@ -26,8 +26,8 @@ TOO_MUCH = Rule("C005", f"a config has at most {MAX_BYTES >> 20} MiB and {MAX_NO
 ENCODING = Rule("C006", "a config is UTF-8 text without control characters")
 EMPTY = Rule("C007", "a config sets at least one key")
 
-# C0 (but tab and line ends), DEL, C1, line and paragraph separators, direction overrides, BOM, surrogates: none has a use
-# in a config, and each can deceive a reader or a shell.
+# C0 (but tab and line ends), DEL, C1, line and paragraph separators, direction overrides, BOM, surrogates: none has a
+# use in a config, and each can deceive a reader or a shell.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
@@ -55,7 +55,7 @@ class Map:
     place: Place
 
 
-Node = Union[Scalar, List, Map]
+Node: TypeAlias = "Scalar | List | Map"
 
 
 def is_null(node: Node) -> bool:
@@ -71,13 +71,13 @@ def plain(node: Node) -> Any:
     return None if node.is_empty else node.text
 
 
-def read_file(path: str | Path, found: list[Finding]) -> Map | None:
+def read_file(path: str | os.PathLike[str], found: list[Finding]) -> Map | None:
     """The tree of a file. A file that cannot be read at all is a UserError, a file with faults leaves findings."""
     text = _decode(_read_bytes(path), str(path), found)
     return None if text is None else parse(text, str(path), found)
 
 
-def _read_bytes(path: str | Path) -> bytes:
+def _read_bytes(path: str | os.PathLike[str]) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read(MAX_BYTES + 1)
@@ -90,7 +90,11 @@ def _read_bytes(path: str | Path) -> bytes:
 
 def _decode(data: bytes, file: str, found: list[Finding]) -> str | None:
     if len(data) > MAX_BYTES:
-        found.append(TOO_MUCH.found("", None, f"the file is larger than {MAX_BYTES >> 20} MiB", "is it a run config?", Place(file)))
+        found.append(
+            TOO_MUCH.found(
+                "", None, f"the file is larger than {MAX_BYTES >> 20} MiB", "is it a run config?", Place(file)
+            )
+        )
         return None
     try:
         text = data.decode("utf-8-sig")
@@ -121,7 +125,9 @@ def parse(text: str, file: str, found: list[Finding], first_line: int = 1) -> Ma
     if node is None and len(found) > faults:
         return None
     if node is None or is_null(node) or (isinstance(node, Map) and not node.items):
-        found.append(EMPTY.found("", None, "the file sets nothing", "`gptctl init` writes a config to start from", Place(file)))
+        found.append(
+            EMPTY.found("", None, "the file sets nothing", "`gptctl init` writes a config to start from", Place(file))
+        )
         return None
     if not isinstance(node, Map):
         kind = "a list" if isinstance(node, List) else "a single value"
@@ -212,7 +218,9 @@ class _Builder:
 
     def open_key(self, parent: _Open, node: Node, event: Any) -> None:
         if not isinstance(node, Scalar) or node.text == "<<":
-            message = "merge keys (`<<`) are not supported" if isinstance(node, Scalar) else "a key must be a plain word"
+            message = (
+                "merge keys (`<<`) are not supported" if isinstance(node, Scalar) else "a key must be a plain word"
+            )
             self.found.append(TAG.found("", None, message, "share values through _base_", self.place(event)))
             parent.key, parent.ignored = "", True
             return
@@ -237,7 +245,7 @@ class _Builder:
             self.stop(SYNTAX, event, f"alias *{event.anchor} has no anchor before it", f"write &{event.anchor} first")
         if len(stack) + size.height > MAX_DEPTH:
             self.stop(TOO_DEEP, event, f"nested more than {MAX_DEPTH} levels deep, aliases expanded", "flatten it")
-        self.count += size.count
+        self.count += size.values
         return self.add(stack, size, event)
 
     def check_tag(self, event: Any) -> None:
@@ -256,7 +264,7 @@ class _Size(NamedTuple):
     """A finished node with how much it holds, so that aliases cannot make a small file large or deep."""
 
     node: Node
-    count: int
+    values: int
     height: int
 
 
