@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from gptctl.cluster import Cluster, Profile, load_profile, visible_gpus
 from gptctl.environ import Job, lint
@@ -44,8 +45,7 @@ SLURM_STYLES = ("sbatch", "srun-script", "loop")
 CONFIG_NAMES = ("{}.yaml", "{}.yml", "{}s.yaml", "configs/{}.yaml")
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """What is known of a config after checking it; `resolved` is None when its text could not be read."""
 
     path: Path | None
@@ -55,7 +55,7 @@ class Checked:
     machines: Machines
     resolved: Resolved | None = None
     estimate: Estimate | None = None
-    launch_origins: Mapping[str, str] = field(default_factory=dict)
+    launch_origins: Mapping[str, str] = MappingProxyType({})
 
     @property
     def is_valid(self) -> bool:

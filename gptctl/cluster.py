@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptctl.launch import MAX_PER_NODE, SLURM_WORD
 from gptctl.resources import named_files
@@ -26,6 +25,7 @@ from trainer.config.kinds import (
     text,
 )
 from trainer.config.read import Reading, build, read_section
+from trainer.config.record import record
 from trainer.config.tree import Map, Node, read_file
 from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, closest, in_order
 
@@ -37,7 +37,7 @@ _ONLY_SLURM = ("partition", "account", "gpu_request", "cpus_per_task")
 _ONLY_SSH = ("hosts", "identity_file", "known_hosts", "shared_fs")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Host:
     host: str = text(None, "name or address to connect to", r"[A-Za-z0-9._:-]{1,255}", "a host name or address")
     user: str | None = text(None, "empty: the ssh config's", r"[A-Za-z0-9._@-]{1,64}", "a user name")
@@ -49,7 +49,6 @@ class Host:
     )
 
 
-@dataclass(frozen=True)
 class HostEntry:
     """A host: `{host: 10.0.0.46, user: me}`, or its bare name."""
 
@@ -68,7 +67,7 @@ class HostEntry:
         return {"anyOf": [{"type": "string"}, section_schema(Host)]}
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Container:
     runtime: str | None = choice(None, ["singularity", "apptainer"], "singularity | apptainer")
     image: str | None = path(None, "image file")
@@ -77,7 +76,7 @@ class Container:
     nv: bool = boolean(True, "pass the GPUs in")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Cluster:
     name: str = text(None, "empty: the file's name", r"[A-Za-z0-9._-]{1,64}", "a name of letters, digits and ._-")
     kind: str = choice("local", ["local", "slurm", "ssh"], "local | slurm | ssh")
@@ -105,8 +104,7 @@ class Cluster:
     env: Mapping[str, str] = key(Names(), {}, "environment of every rank; a run config's Launch.env wins")
 
 
-@dataclass(frozen=True)
-class Profile:
+class Profile(NamedTuple):
     """A cluster with where it was read and what was found in it."""
 
     cluster: Cluster

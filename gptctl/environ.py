@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gptctl.environ_names import (
     BESIDE_NCCL,
@@ -71,8 +71,7 @@ LOCAL_DUMP = Rule("E030", "dumps of several nodes are best kept on a shared file
 NO_GPU = Rule("E031", "variables for GPUs do nothing on CPUs", "notice")
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """The job's shape; `mp` and `sharding` are degrees, `device` is "gpu" or "cpu"."""
 
     nodes: int
@@ -84,8 +83,7 @@ class Job:
     gpus_per_node: int
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One variable, among the others and for a job."""
 
     name: str
@@ -234,8 +232,7 @@ def _filter(s: Setting) -> Iterator[Finding]:
         yield s.found(BAD_FILTER, message, f"use one of {', '.join(options)}")
 
 
-@dataclass(frozen=True)
-class Interfaces:
+class Interfaces(NamedTuple):
     """NCCL's way to name interfaces: `^` excludes, `=` compares whole names; else a name is a prefix."""
 
     excluded: bool

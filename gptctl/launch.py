@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.kinds import (
@@ -26,6 +25,7 @@ from trainer.config.kinds import (
     shown,
     text,
 )
+from trainer.config.record import record
 from trainer.config.tree import Map, Node, is_null
 
 STYLES = ("standalone", "c10d", "static", "srun-script", "sbatch", "loop", "launch")
@@ -37,7 +37,6 @@ SLURM_WORD = r"[A-Za-z0-9._,+@:/-]{1,256}"
 _TIME = re.compile(r"(?:(?P<days>[0-9]{1,5})-)?(?P<clock>[0-9]{1,6}(?::[0-9]{1,2}){0,2})")
 
 
-@dataclass(frozen=True)
 class NodeCount:
     """`2`, or `2:4` for an elastic job."""
 
@@ -54,7 +53,6 @@ class NodeCount:
         return {"type": ["integer", "string", "null"], "minimum": 1, "pattern": "^[0-9]+(:[0-9]+)?$"}
 
 
-@dataclass(frozen=True)
 class Devices:
     """`"0,1,2,3"`: the cards to use, each once."""
 
@@ -71,7 +69,6 @@ class Devices:
         return {"type": ["string", "array", "integer", "null"]}
 
 
-@dataclass(frozen=True)
 class Duration:
     """Slurm's spellings of a time: `90` (minutes), `90:00`, `12:00:00`, `1-12`, `1-12:30`, `1-12:30:00`."""
 
@@ -105,7 +102,6 @@ def _seconds(days: str | None, clock: list[int]) -> int:
     return minutes * 60 + seconds
 
 
-@dataclass(frozen=True)
 class SecretSource:
     """`{file: path}` or `{env: NAME}`: where a secret is read on the node, never the secret itself."""
 
@@ -122,7 +118,7 @@ class SecretSource:
         return {"type": "object", "properties": {"file": reference, "env": reference}, "maxProperties": 1}
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Rendezvous:
     backend: str | None = choice(
         None, ["static", "c10d"], "empty: static for a fixed number of nodes, c10d for MIN:MAX"
@@ -134,7 +130,7 @@ class Rendezvous:
     port: int | None = integer(None, "empty: probed on the head node", low=1, high=65535)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Slurm:
     partition: str | None = text(None, "", SLURM_WORD, "a partition name")
     account: str | None = text(None, "", SLURM_WORD, "an account name")
@@ -145,7 +141,7 @@ class Slurm:
     )
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Launch:
     cluster: str = text("local", "name of a profile in clusters/, or a path")
     nodes: int | str = key(NodeCount(), 1, "a number, or MIN:MAX for an elastic job")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from gptctl.check import Checked
@@ -79,7 +79,7 @@ def _millions(parameters: int) -> str:
 def _memory(known: Estimate, checked: Checked) -> str:
     limit = f" of {checked.cluster.gpu_memory_gb:g}" if checked.cluster.gpu_memory_gb else ""
     size, unit = (GIB, "GiB") if known.memory.total >= GIB else (GIB >> 10, "MiB")
-    parts = ", ".join(f"{part.name} {getattr(known.memory, part.name) / size:.2f}" for part in fields(known.memory))
+    parts = ", ".join(f"{part} {getattr(known.memory, part) / size:.2f}" for part in known.memory._fields)
     return f"about {known.memory.total / size:.2f} {unit}{limit}: {parts}"
 
 
@@ -101,7 +101,7 @@ def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:
     machines, batch = checked.machines, resolved.batch
     report |= {
         "cluster": checked.cluster.name,
-        "layout": dict(zip(AXES, resolved.layout.degrees)),
+        "layout": dict(zip(AXES, resolved.layout)),
         "world": {"nodes": machines.nodes, "gpus_per_node": machines.per_node, "world_size": machines.world},
         "batch": {
             "global_batch_size": batch.global_size,
@@ -111,7 +111,7 @@ def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:
         },
         "parameters": known.parameters,
         "flops_per_token": known.flops_per_token,
-        "bytes_per_rank": {part.name: round(getattr(known.memory, part.name)) for part in fields(known.memory)}
+        "bytes_per_rank": {part: round(getattr(known.memory, part)) for part in known.memory._fields}
         | {"total": round(known.memory.total)},
         "assumptions": list(ASSUMPTIONS),
     }

@@ -7,8 +7,7 @@ caught once. This module knows neither YAML nor terminals.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Level = Literal["error", "warning", "notice"]
 
@@ -17,8 +16,7 @@ WRONG_USAGE = 2
 BACKEND_REFUSED = 3
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a value was written: a file and line, or a flag (line 0)."""
 
     file: str
@@ -28,8 +26,7 @@ class Place:
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One mistake or doubt: which rule, where, what value, what is wrong, and the smallest change that mends it."""
 
     code: str
@@ -44,7 +41,7 @@ class Finding:
 
     def at(self, place: Place | None) -> Finding:
         """The same finding with a place, unless it has one already."""
-        return self if self.place or not place else replace(self, place=place)
+        return self if self.place or not place else self._replace(place=place)
 
     def __str__(self) -> str:
         where = f" ({self.place})" if self.place else ""
@@ -69,8 +66,7 @@ class Finding:
         }
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A rule with a code that never changes its meaning.
 
     `uses` names the keys and sections it looks at: where one of them could not be read, the rule keeps silent.

@@ -6,7 +6,8 @@ a heads, f feed-forward, V padded vocabulary. Numbers in, numbers out; no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from trainer.config.sections import Model, RunConfig
 from trainer.layout import Layout, padded_vocab, segments
@@ -24,8 +25,7 @@ ASSUMPTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes on one rank."""
 
     parameters: float
@@ -39,8 +39,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.overhead
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     parameters: int
     flops_per_token: int
     memory: Memory
@@ -148,8 +147,7 @@ def _chunks_alive(layout: Layout, virtual_pp: int, stage: int, accumulate: int) 
     return min(ahead, accumulate * virtual_pp)
 
 
-@dataclass(frozen=True)
-class _LayerActivations:
+class _LayerActivations(NamedTuple):
     """Bytes that one layer keeps of one micro-batch, by what recomputation can drop."""
 
     layer_input: float

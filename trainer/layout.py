@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -55,21 +54,17 @@ class Coordinates(NamedTuple):
     mp: int
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
+    """The degrees, in the order of `AXES`."""
+
     dp: int = 1
     pp: int = 1
     sharding: int = 1
     mp: int = 1
 
     @property
-    def degrees(self) -> tuple[int, int, int, int]:
-        """In axis order: dp, pp, sharding, mp."""
-        return (self.dp, self.pp, self.sharding, self.mp)
-
-    @property
     def world(self) -> int:
-        return math.prod(self.degrees)
+        return math.prod(self)
 
     @property
     def data_ranks(self) -> int:
@@ -78,20 +73,20 @@ class Layout:
 
     def coordinates(self, rank: int) -> Coordinates:
         places = []
-        for degree in reversed(self.degrees):
+        for degree in reversed(self):
             rank, place = divmod(rank, degree)
             places.append(place)
         return Coordinates(*reversed(places))
 
     def rank(self, at: Coordinates) -> int:
         rank = 0
-        for degree, place in zip(self.degrees, at):
+        for degree, place in zip(self, at):
             rank = rank * degree + place
         return rank
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """The ranks that differ from this one along one axis only, in order."""
-        at, degree = self.coordinates(rank), self.degrees[AXES.index(axis)]
+        at, degree = self.coordinates(rank), self[AXES.index(axis)]
         return tuple(self.rank(at._replace(**{axis: place})) for place in range(degree))
 
     def data_rank(self, rank: int) -> int:
@@ -102,8 +97,7 @@ class Layout:
         return f"mp {self.mp} × sharding {self.sharding} × pp {self.pp} × dp {self.dp}"
 
 
-@dataclass(frozen=True)
-class Machines:
+class Machines(NamedTuple):
     """Where a job is to run; the world is nodes × ranks per node."""
 
     nodes: int
@@ -114,8 +108,7 @@ class Machines:
         return self.nodes * self.per_node
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Samples per update: of the whole job, of one replica, of one forward pass."""
 
     global_size: int
@@ -127,8 +120,7 @@ class Batch:
         return self.local // self.micro
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """The sizes that a layout has to divide. No vocabulary: it is counted in the data later."""
 
     hidden: int
@@ -290,10 +282,7 @@ def propose(wish: Layout, world: int, dp_written: bool, fits: Callable[[Layout],
     prices = {"dp": 1.0 if dp_written else 0.0, "sharding": 1.2, "pp": 2.0, "mp": 2.5}
 
     def distance(layout: Layout) -> float:
-        return sum(
-            prices[axis] * abs(math.log2(degree / wanted))
-            for axis, degree, wanted in zip(AXES, layout.degrees, wish.degrees)
-        )
+        return sum(prices[axis] * abs(math.log2(degree / wanted)) for axis, degree, wanted in zip(AXES, layout, wish))
 
     chosen: list[Layout] = []
     for layout in sorted(factorings(world), key=distance):

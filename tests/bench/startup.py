@@ -1,6 +1,6 @@
 """CPU seconds of the commands that a login node runs most: `python tests/bench/startup.py`
 
-Median of 5 runs of each command, taken in turns, user + system time of the child. Exit code 1 when a budget is exceeded.
+Median of 5 runs of each command, taken in turns: user + system time of the child. Exit code 1 over a budget.
 """
 
 from __future__ import annotations

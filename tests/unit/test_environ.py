@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -175,7 +174,7 @@ def test_ordinary_settings_are_silent(env: dict[str, str]) -> None:
 @pytest.mark.parametrize(("env", "special", "codes"), MISTAKES, ids=lambda part: str(part)[:60])
 def test_mistakes_are_found(env: dict[str, str], special: dict[str, Any], codes: str) -> None:
     """Oracle: the rule that each mistake was written for, from the sources of NCCL and torch."""
-    findings = lint(env, replace(JOB, **special))
+    findings = lint(env, JOB._replace(**special))
     assert [finding.code for finding in findings] == codes.split()
 
 
@@ -189,7 +188,7 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize(("env", "special", "codes"), MISTAKES, ids=lambda part: str(part)[:60])
 def test_findings_name_the_variable(env: dict[str, str], special: dict[str, Any], codes: str) -> None:
     """Oracle: a finding's key and value are those of the environment, in its order; all but notices have a hint."""
-    findings = lint(env, replace(JOB, **special))
+    findings = lint(env, JOB._replace(**special))
     order = list(env)
     assert all(finding.value == env[finding.key] and finding.place is None for finding in findings)
     assert [order.index(finding.key) for finding in findings] == sorted(order.index(f.key) for f in findings)

@@ -6,8 +6,7 @@ A function from flat values to flat values; nothing is judged here except what c
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config.kinds import keys_of
 from trainer.config.presets import DEFAULT_POSITIONS, DEFAULT_VOCAB, PRESETS
@@ -28,8 +27,7 @@ _DEFAULTS = {
 }
 
 
-@dataclass(frozen=True)
-class Derived:
+class Derived(NamedTuple):
     values: dict[str, Any]
     origins: dict[str, str]  # of what was filled in
     layout: Layout

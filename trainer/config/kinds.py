@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, field, fields
 from functools import cache
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from trainer.config.tree import List, Map, Node, Scalar, is_null
 from trainer.errors import Place, Rule, closest, one_of
@@ -45,8 +46,7 @@ class Kind(Protocol):
     def schema(self) -> dict[str, Any]: ...
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """What a section knows of one of its keys."""
 
     kind: Kind
@@ -98,8 +98,7 @@ def check_range(number: float, low: float | None, high: float | None, above: flo
         raise BadValue(OUT_OF_RANGE, f"{number} is above {high}", f"use {high} or less")
 
 
-@dataclass(frozen=True)
-class Integer:
+class Integer(NamedTuple):
     low: int | None = None
     high: int = INT_LIMIT
 
@@ -113,8 +112,7 @@ class Integer:
         return {"type": ["integer", "null"], **bounds}
 
 
-@dataclass(frozen=True)
-class Number:
+class Number(NamedTuple):
     low: float | None = None
     high: float | None = None
     above: float | None = None
@@ -129,7 +127,6 @@ class Number:
         return {"type": ["number", "null"], **{name: bound for name, bound in bounds.items() if bound is not None}}
 
 
-@dataclass(frozen=True)
 class Boolean:
     def read(self, node: Node) -> bool:
         word = scalar_text(node, "true or false").lower()
@@ -143,10 +140,9 @@ class Boolean:
         return {"type": ["boolean", "null"]}
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     options: tuple[str, ...]
-    synonyms: Mapping[str, str] = field(default_factory=dict)  # other spellings, in lower case
+    synonyms: Mapping[str, str] = MappingProxyType({})  # other spellings, in lower case
 
     def read(self, node: Node) -> str:
         word = scalar_text(node, "a word")
@@ -161,8 +157,7 @@ class Choice:
         return {"enum": [*self.options, None]}
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """A line of text; `pattern` and `form` restrict it."""
 
     pattern: str = ""
@@ -183,7 +178,6 @@ class Text:
         return {"type": ["string", "null"], **pattern}
 
 
-@dataclass(frozen=True)
 class FilePath:
     """A path on a file system: what lies behind `s3://` or `https://` has to be fetched first."""
 
@@ -197,8 +191,7 @@ class FilePath:
         return {"type": ["string", "null"]}
 
 
-@dataclass(frozen=True)
-class Integers:
+class Integers(NamedTuple):
     """`[949, 50, 1]`, `'949,50,1'` or one number."""
 
     low: int = 0
@@ -219,11 +212,10 @@ class Integers:
         return {"type": ["array", "string", "null"], "items": {"type": "integer", "minimum": self.low}}
 
 
-@dataclass(frozen=True)
-class Words:
+class Words(NamedTuple):
     """A list of texts; one text alone is a list of one."""
 
-    item: Kind = field(default_factory=Text)
+    item: Kind = Text()
 
     def read(self, node: Node) -> tuple[Any, ...]:
         return tuple(self.item.read(item) for item in (node.items if isinstance(node, List) else (node,)))
@@ -232,11 +224,10 @@ class Words:
         return {"type": ["array", "string", "null"], "items": self.item.schema()}
 
 
-@dataclass(frozen=True)
-class Names:
+class Names(NamedTuple):
     """A mapping from names to values of one kind, such as environment variables."""
 
-    item: Kind = field(default_factory=Text)
+    item: Kind = Text()
     pattern: str = r"[A-Za-z_][A-Za-z0-9_]*"
     form: str = "a name of letters, digits and _"
 
@@ -260,8 +251,7 @@ class Names:
         }
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A nested section; `shorthand` is the key that a bare value stands for (`grad_clip: 1.0`)."""
 
     cls: type

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.config.dialects import Translated, copied, translate
 from trainer.config.tree import List, Map, Node, Scalar, is_null, parse_value, read_file
@@ -17,8 +17,7 @@ BASE = Rule("C015", "_base_ names a readable file, and no file is its own base")
 INDEX = Rule("C018", "an index points at an item that the list has")
 
 
-@dataclass(frozen=True)
-class Override:
+class Override(NamedTuple):
     """`key=value` from the command line; `source` is what the user typed."""
 
     key: str

@@ -6,7 +6,6 @@ Values are flat, by key path (`Model.hidden_size`); a section object is built wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from trainer.config.dialects import RENAMED, is_paddle_only
@@ -20,16 +19,16 @@ UNKNOWN = Rule("C010", "every key is known")
 T = TypeVar("T")
 
 
-@dataclass
 class Reading:
     """What was read so far: values by key path, where they were written, and what was wrong."""
 
-    found: list[Finding]
-    values: dict[str, Any] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
-    emptied: set[str] = field(default_factory=set)  # written, but with nothing behind the colon
-    bad: set[str] = field(default_factory=set)
-    ignored: dict[str, Place] = field(default_factory=dict)  # Paddle's own keys
+    def __init__(self, found: list[Finding]) -> None:
+        self.found = found
+        self.values: dict[str, Any] = {}
+        self.places: dict[str, Place] = {}
+        self.emptied: set[str] = set()  # written, but with nothing behind the colon
+        self.bad: set[str] = set()
+        self.ignored: dict[str, Place] = {}  # Paddle's own keys
 
     def place_of(self, *paths: str) -> Place | None:
         """Where the first of these keys that is written at all was written."""

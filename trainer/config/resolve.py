@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from trainer.config.derive import Derived, derive
 from trainer.config.kinds import BadValue, Boolean
@@ -27,8 +27,7 @@ NOT_BUILT_YET = ("Profiler", "Generation", "Offline_Eval")
 MAX_PROPOSED_WORLD = 1 << 20
 
 
-@dataclass(frozen=True)
-class Resolved:
+class Resolved(NamedTuple):
     """A complete run config with its layout; worth running only when `findings` holds no error."""
 
     run: RunConfig
@@ -98,7 +97,7 @@ def _check(run: RunConfig, derived: Derived, reading: Reading, machines: Machine
     for finding in check_world(derived.layout, machines, dp_written, unit):
         assert machines is not None
         hint = _proposal(derived.layout, reading, machines.world, dp_written)
-        found.append(Finding(**{**finding.__dict__, "hint": hint}))
+        found.append(finding._replace(hint=hint))
     found += check_model(shape_of(run), derived.layout, derived.batch)
     found += check_mp_in_node(derived.layout, machines)
     found += check_run(run)

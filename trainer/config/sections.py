@@ -6,15 +6,14 @@ The names are those of FleetX and PaddleNLP's GPT. A default of None with `deriv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from trainer.config.kinds import Integers, boolean, choice, integer, key, number, path, section
 from trainer.config.presets import PRESETS
+from trainer.config.record import record
 
 MAX_DEGREE = 1 << 20  # a million GPUs; larger worlds are typing mistakes
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Global:
     device: str = choice("gpu", ["gpu", "cpu"], "gpu | cpu")
     seed: int = integer(1024, "base seed of weights, data order and dropout", low=0)
@@ -25,7 +24,7 @@ class Global:
     micro_batch_size: int = integer(1, "samples per forward pass", low=1)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class MixPrecision:
     enable: bool = boolean(False, "mixed precision (PaddleNLP: use_amp)")
     dtype: str = choice(
@@ -35,7 +34,7 @@ class MixPrecision:
     scale_loss: float = number(32768.0, "initial dynamic loss scale of float16", above=0)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class SaveLoad:
     save_steps: int = integer(1000, "checkpoint every n updates; <= 0: only at the end")
     save_epoch: int = integer(1, "checkpoint every n epochs (run_mode epoch)", low=1)
@@ -45,7 +44,7 @@ class SaveLoad:
     snapshot_path: str | None = path(None, "single-file snapshot of the character GPT, every save_epoch epochs")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Engine:
     run_mode: str = choice("step", ["step", "epoch"], "step | epoch")
     max_steps: int = integer(500000, "stop after this many updates", low=1)
@@ -63,7 +62,7 @@ class Engine:
     save_load: SaveLoad = section(SaveLoad)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Model:
     name: str = choice(
         "gpt2-en", [*PRESETS, "GPT", "GPT-cn"], "a preset, or GPT with the sizes below; written sizes win"
@@ -94,7 +93,7 @@ class Model:
     virtual_pp_degree: int = integer(1, "pipeline chunks per stage (interleaved schedule)", low=1, high=1 << 10)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Dataset:
     name: str = choice("GPTDataset", ["GPTDataset", "CharDataset"], "GPTDataset | CharDataset")
     input_dir: str = path("./data", "GPTDataset: a folder of *_ids.npy + *_idx.npz or *_ids.npz, or one such file")
@@ -105,32 +104,32 @@ class Dataset:
     truncate: float = number(1.0, "CharDataset: share of the text that is used", above=0, high=1)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Sampler:
     shuffle: bool = boolean(False, "shuffle on top of the shuffled index")
     drop_last: bool = boolean(True, "leave out an incomplete last batch")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Loader:
     num_workers: int = integer(1, "reader processes", low=0, high=1024)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class DataPart:
     dataset: Dataset = section(Dataset)
     sampler: Sampler = section(Sampler)
     loader: Loader = section(Loader)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Data:
     Train: DataPart = section(DataPart, "what is trained on")
     Eval: DataPart = section(DataPart, "empty keys: as Train")
     Test: DataPart = section(DataPart, "empty keys: as Train")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class LearningRate:
     name: str = choice(
         "CosineAnnealingWithWarmupDecay",
@@ -145,13 +144,13 @@ class LearningRate:
     min_lr: float = number(1.0e-5, "learning rate after decay_steps", low=0)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class GradClip:
     name: str = choice("ClipGradByGlobalNorm", ["ClipGradByGlobalNorm"], "the only way of clipping")
     clip_norm: float = number(1.0, "largest global gradient norm; <= 0: off")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Optimizer:
     name: str = choice("AdamW", ["AdamW"], "the only optimizer", fusedadamw="AdamW")
     weight_decay: float = number(0.01, "not applied to biases and norms", low=0)
@@ -163,7 +162,7 @@ class Optimizer:
     tensor_fusion: bool = boolean(False, "flat buffers for parameters and gradients")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Sharding:
     sharding_degree: int = integer(1, "ranks that share one copy of the states", low=1, high=MAX_DEGREE)
     sharding_stage: int = integer(2, "0 off | 1 optimizer | 2 + gradients | 3 + parameters", low=0, high=3)
@@ -172,7 +171,7 @@ class Sharding:
     broadcast_overlap: bool = boolean(False, "overlap parameter broadcast with the next forward pass")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Distributed:
     dp_degree: int = integer(None, "data parallel; derived: GPUs / (mp · pp · sharding)", low=1, high=MAX_DEGREE)
     mp_degree: int = integer(1, "tensor (model) parallel", low=1, high=MAX_DEGREE)
@@ -184,7 +183,7 @@ class Distributed:
     timeout_minutes: float = number(30, "a collective that takes longer ends the job", above=0, high=1_000_000)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Profiler:
     enable: bool = boolean(False, "record a profile")
     scheduler: tuple[int, ...] = key(Integers(longest=2), (1, 5), "[first step, step after the last]")
@@ -192,7 +191,7 @@ class Profiler:
     detailed: bool = boolean(False, "print every summary table")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Generation:
     top_k: int = integer(50, "0: off", low=0)
     top_p: float = number(0.75, "", above=0, high=1)
@@ -203,7 +202,7 @@ class Generation:
     decode_strategy: str = choice("sampling", ["sampling", "greedy_search"], "sampling | greedy_search")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class OfflineEval:
     eval_path: str | None = path(None, "text file (perplexity) or jsonl (cloze)")
     cloze_eval: bool = boolean(False, "accuracy of the last word instead of perplexity")
@@ -213,7 +212,7 @@ class OfflineEval:
     logging_freq: int = integer(10, "", low=1)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class RunConfig:
     Global: Global = section(Global, "device, seed, batch sizes")
     Engine: Engine = section(Engine, "how long, how often, where to")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
@@ -31,8 +30,7 @@ EMPTY = Rule("C007", "a config sets at least one key")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
-@dataclass(frozen=True)
-class Scalar:
+class Scalar(NamedTuple):
     text: str
     place: Place
     quoted: bool = False
@@ -43,14 +41,12 @@ class Scalar:
         return not self.quoted and self.text in ("", "~", "null", "Null", "NULL", "None")
 
 
-@dataclass(frozen=True)
-class List:
+class List(NamedTuple):
     items: tuple[Node, ...]
     place: Place
 
 
-@dataclass(frozen=True)
-class Map:
+class Map(NamedTuple):
     items: dict[str, Node]
     place: Place
 
