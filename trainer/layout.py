@@ -164,7 +164,8 @@ def check_world(layout: Layout, machines: Machines | None, dp_written: bool, uni
     else:
         rest = layout.mp * layout.sharding * layout.pp
         message = f"{factors} = {rest} does not divide {there}, so no dp_degree fits"
-    yield WORLD.found(DEGREE_KEYS["dp"] if dp_written else "Distributed", layout.world, message)
+    largest = max(("mp", "sharding", "pp"), key=lambda axis: int(getattr(layout, axis)))
+    yield WORLD.found(DEGREE_KEYS["dp" if dp_written else largest], layout.world, message)
 
 
 def check_mp_in_node(layout: Layout, machines: Machines | None) -> Iterator[Finding]:
@@ -231,23 +232,21 @@ def check_model(shape: Shape, layout: Layout, batch: Batch) -> Iterator[Finding]
 
 
 def _check_tensor_split(shape: Shape, mp: int) -> Iterator[Finding]:
-    key = DEGREE_KEYS["mp"]
-    if shape.heads % mp:
-        message = f"{shape.heads} attention heads cannot be split over mp_degree {mp}"
-        yield HEADS.found(key, mp, message, f"use {one_of(divisors(shape.heads))}")
-    if shape.ffn % mp:
-        message = f"ffn_hidden_size {shape.ffn} cannot be split over mp_degree {mp}"
-        yield FFN.found(key, mp, message, f"use a divisor of {shape.ffn}")
-    # Unknown until the data is read: then only a unit that mp divides is sure to work.
+    """One finding, whatever mp does not divide: the degrees it proposes divide all of them."""
+    # A vocabulary that is counted in the data later surely works only where mp divides the unit it is padded to.
     vocab = padded_vocab(shape.vocab, shape.vocab_unit) if shape.vocab else shape.vocab_unit
-    if vocab % mp:
+    fitting = [degree for degree in divisors(shape.heads) if shape.ffn % degree == 0 and vocab % degree == 0]
+    key, hint = DEGREE_KEYS["mp"], f"use {one_of(fitting)}"
+    if shape.heads % mp:
+        yield HEADS.found(key, mp, f"{shape.heads} attention heads cannot be split over mp_degree {mp}", hint)
+    elif shape.ffn % mp:
+        yield FFN.found(key, mp, f"ffn_hidden_size {shape.ffn} cannot be split over mp_degree {mp}", hint)
+    elif vocab % mp:
         what = (
-            f"the vocabulary of {shape.vocab}, padded to {vocab},"
-            if shape.vocab
-            else f"vocab_size_divisible_unit {vocab}"
+            f"vocabulary of {shape.vocab}, padded to {vocab}," if shape.vocab else f"vocab_size_divisible_unit {vocab}"
         )
-        hint = f"set Model.vocab_size_divisible_unit to a multiple of {mp}, such as {math.lcm(shape.vocab_unit, mp)}"
-        yield VOCAB.found(key, mp, f"{what} cannot be split over mp_degree {mp}", hint)
+        unit = f"Model.vocab_size_divisible_unit: {math.lcm(shape.vocab_unit, mp)}"
+        yield VOCAB.found(key, mp, f"{what} cannot be split over mp_degree {mp}", f"{hint}, or set {unit}")
     if shape.sequence_parallel and mp > 1 and shape.seq_len % mp:
         message = f"sequences of {shape.seq_len} tokens cannot be split over mp_degree {mp}"
         yield SEQUENCE.found(key, mp, message, f"use a divisor of {shape.seq_len}, or sequence_parallel: False")

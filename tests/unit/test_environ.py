@@ -222,7 +222,7 @@ def test_messages_say_what_and_the_smallest_change(env: dict[str, str], message:
 
 def test_one_notice_for_all_variables_without_effect() -> None:
     """Oracle: on CPUs no variable of NCCL is read, so one notice that names them all is enough."""
-    (finding,) = lint({"NCCL_DEBUG": "X", "TORCH_NCCL_NAN_CHECK": "1"}, replace(JOB, device="cpu"))
+    (finding,) = lint({"NCCL_DEBUG": "X", "TORCH_NCCL_NAN_CHECK": "1"}, JOB._replace(device="cpu"))
     assert finding.level == "notice"
     assert "`NCCL_DEBUG`, `TORCH_NCCL_NAN_CHECK`" in finding.message
 

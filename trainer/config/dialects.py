@@ -163,6 +163,9 @@ class _Walk:
         elif isinstance(node, Map) and any(name.startswith(path + ".") for name in RENAMED):
             for name, child in node.items.items():
                 self.visit(f"{path}.{name}", child)
+            section = self.written.items.get(path)
+            if isinstance(section, Map):  # it was made when its first key came; its place is its own line
+                self.written.items[path] = Map(section.items, node.place)
         else:
             put(self.written, path, node, self.found)
 

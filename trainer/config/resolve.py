@@ -154,12 +154,12 @@ def _degrees(layout: Layout) -> dict[str, int]:
 
 
 def _place(finding: Finding, reading: Reading) -> Place | None:
-    """Where the mistake can be mended: the key itself, or the first written one of those the rule looks at."""
-    candidates = [finding.key, *finding.uses]
-    while candidates:
-        if place := reading.place_of(*candidates):
-            return place
-        candidates = [parent for path in candidates if (parent := path.rpartition(".")[0])]
+    """Where the mistake can be mended: the key, its section, or what else the rule looks at."""
+    for path in (finding.key, *finding.uses):
+        while path:
+            if place := reading.place_of(path):
+                return place
+            path = path.rpartition(".")[0]
     return None
 
 

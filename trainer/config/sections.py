@@ -178,9 +178,9 @@ class Distributed:
     pp_degree: int = integer(1, "pipeline parallel", low=1, high=MAX_DEGREE)
     sharding: Sharding = section(Sharding)
     pp_recompute_interval: int = integer(1, "layers recomputed together (full recompute with pp)", low=1)
-    bucket_cap_mb: float = number(25, "size of a DDP bucket", above=0)
+    bucket_cap_mb: float = number(25.0, "size of a DDP bucket", above=0)
     backend: str = choice(None, ["nccl", "gloo"], "derived: nccl on gpu, gloo on cpu")
-    timeout_minutes: float = number(30, "a collective that takes longer ends the job", above=0, high=1_000_000)
+    timeout_minutes: float = number(30.0, "a collective that takes longer ends the job", above=0, high=1_000_000)
 
 
 @record(frozen=True)

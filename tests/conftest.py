@@ -1,0 +1,45 @@
+"""What the tests share: a config from text, and gptctl as a person runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gptctl.check import Checked, check_config
+from trainer.config import Override
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Callable[..., Checked]:
+    """Checks the text of a run config with `-o` overrides, as `gptctl validate` does."""
+
+    def check_text(text: str, *overrides: str) -> Checked:
+        file = tmp_path / "run.yaml"
+        file.write_text(text, encoding="utf-8")
+        return check_config(file, [Override.parse(override) for override in overrides])
+
+    return check_text
+
+
+@pytest.fixture
+def gptctl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the installed command in an empty folder with an empty home."""
+
+    def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).with_name("gptctl")), *arguments]
+        env = {**os.environ, "HOME": str(tmp_path / "home"), "COLUMNS": "120", **environment}
+        env.pop("XDG_CONFIG_HOME", None)
+        return subprocess.run(command, cwd=cwd or tmp_path, env=env, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+def codes(checked: Checked) -> list[str]:
+    return [finding.code for finding in checked.findings]
