@@ -59,8 +59,12 @@ def _read_keys(keys: Mapping[str, Key], node: Map, path: str, reading: Reading, 
         elif is_paddle_only(child_path):
             reading.ignored[child_path] = child.place
         else:
-            reading.bad.add(child_path)
-            reading.found.append(_unknown(name, child, path, keys, root))
+            near = closest(name, keys)
+            # A rule must not judge the default of a key that was written, only misspelt.
+            reading.bad |= {child_path, *(f"{path}.{other}" if path else other for other in near)}
+            hint = f"did you mean {near[0]}?" if near else _suggestion(name, keys, root)
+            where = f"{path} has no key {name}" if path else f"there is no section or key {name}"
+            reading.found.append(UNKNOWN.found(child_path, plain(child), where, hint, child.place))
 
 
 def _read_key(key: Key, node: Node, path: str, reading: Reading, root: Mapping[str, type]) -> None:
@@ -106,24 +110,16 @@ def _with_default_items(key: Key, node: Node, reading: Reading) -> Node:
     return node
 
 
-def _unknown(name: str, node: Node, path: str, keys: Mapping[str, Key], root: Mapping[str, type]) -> Finding:
-    full = f"{path}.{name}" if path else name
-    where = f"{path} has no key {name}" if path else f"there is no section or key {name}"
-    return UNKNOWN.found(full, plain(node), where, _suggestion(name, path, keys, root), node.place)
-
-
-def _suggestion(name: str, path: str, keys: Mapping[str, Key], root: Mapping[str, type]) -> str:
+def _suggestion(name: str, keys: Mapping[str, Key], root: Mapping[str, type]) -> str:
+    """What may have been meant by a key that resembles none of its neighbours."""
     elsewhere = [known for known in _all_paths(root) if known.rpartition(".")[2] == name]
     if elsewhere:
         return f"it belongs in {elsewhere[0].rpartition('.')[0]}"
-    if near := closest(name, keys):
-        return f"did you mean {near[0]}?"
     by_name = {known.rpartition(".")[2]: known for known in [*RENAMED, *_all_paths(root)]}
     if near := closest(name, by_name, likeness=0.85):
         return f"did you mean {by_name[near[0]]}?"
     known = list(keys)
-    listed = ", ".join(known[:12]) + (", …" if len(known) > 12 else "")
-    return f"known here: {listed}"
+    return f"known here: {', '.join(known[:12])}{', …' if len(known) > 12 else ''}"
 
 
 def _all_paths(root: Mapping[str, type]) -> Iterator[str]:

@@ -1,0 +1,349 @@
+"""The commands as a person types them. The oracle is what the process prints and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptctl.resources import named_files
+from tests.conftest import ROOT
+from trainer.config import Override, load
+from trainer.config.tree import parse
+from trainer.layout import Machines
+
+SIX_MISTAKES = """\
+Global:
+  device: tpu
+  micro_batch_size: 0
+Engin:
+  max_steps: 10
+Engine:
+  max_steps: 1.5
+Optimizer:
+  lr: {max_lr: fast}
+Distributed:
+  mp_degree: 5
+"""
+TEMPLATES = named_files("templates/configs")
+
+
+def test_validate_config_typed_literally(gptctl, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("Distributed:\n  dp_degree: 8\n")
+    result = gptctl("validate", "config")
+    assert (result.returncode, result.stdout.splitlines()[0]) == (0, "config.yaml: valid")
+    for word in ("layout", "world", "batch", "accumulation", "parameters", "memory per GPU"):
+        assert word in result.stdout
+    assert gptctl("validate").stdout == result.stdout
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config.yml", "configs.yaml", "configs/config.yaml"])
+def test_a_bare_name_finds_its_file(gptctl, tmp_path, name: str) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / name).write_text("Global: {seed: 1}\n")
+    for arguments in (["validate"], ["validate", "config"]):
+        result = gptctl(*arguments)
+        assert (result.returncode, result.stdout.splitlines()[0]) == (0, f"{name}: valid")
+
+
+def test_a_name_in_the_folder_of_configs(gptctl, tmp_path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "big.yaml").write_text("Global: {seed: 1}\n")
+    assert gptctl("validate", "big").returncode == 0
+
+
+def test_six_mistakes_six_findings_six_lines(gptctl, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text(SIX_MISTAKES)
+    result = gptctl("validate", "config")
+    assert result.returncode == 1
+    errors = [line for line in result.stdout.splitlines() if line.startswith("error: ")]
+    lines = [int(error.split("(config.yaml:")[1].split(")")[0]) for error in errors]
+    assert lines == [2, 3, 4, 7, 9, 11]
+    assert len([line for line in result.stdout.splitlines() if line.startswith("hint: ")]) == 6
+    assert result.stdout.splitlines()[-1] == "config.yaml: 6 errors"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_template_fits_its_own_world_and_no_other(gptctl, name: str) -> None:
+    file = str(TEMPLATES[name])
+    report = json.loads(gptctl("validate", file, "--json").stdout)
+    assert report["valid"] is True
+    assert report["findings"] == []
+    dp, world = report["layout"]["dp"], report["world"]
+    for nodes, per_node in {(1, 1), (1, 3), (2, 7), (3, 5), (16, 8), (1, 32)}:
+        if nodes * per_node == world["world_size"]:
+            continue
+        arguments = ["--nodes", str(nodes), "--gpus-per-node", str(per_node), "-o", f"Distributed.dp_degree={dp}"]
+        other = json.loads(gptctl("validate", file, "--json", *arguments).stdout)
+        (finding,) = [finding for finding in other["findings"] if finding["code"] == "L001"]
+        assert other["valid"] is False
+        assert "fit" in finding["hint"]
+        assert f"= {nodes * per_node} " in finding["message"]
+
+
+def test_a_proposed_layout_is_valid(gptctl) -> None:
+    """What the hint proposes is tried with the command itself."""
+    file = str(TEMPLATES["mp2-sharding4"])
+    world = ["--nodes", "2", "--gpus-per-node", "8"]
+    report = json.loads(gptctl("validate", file, *world, "--json").stdout)
+    (finding,) = [finding for finding in report["findings"] if finding["code"] == "L001"]
+    proposals = finding["hint"].removeprefix("these fit: ").split("; ")
+    assert len(proposals) == 3
+    keys = {"mp": "mp_degree", "sharding": "sharding_degree", "pp": "pp_degree", "dp": "dp_degree"}
+    for proposal in proposals:
+        degrees = [part.split() for part in proposal.split(" × ")]
+        overrides = [word for axis, degree in degrees for word in ("-o", f"{keys[axis]}={degree}")]
+        result = gptctl("validate", file, *world, *overrides)
+        assert result.returncode == 0, result.stdout
+
+
+BAD_FILES = {
+    "empty": (b"", 1),
+    "list at the root": (b"- 1\n- 2\n", 1),
+    "not UTF-8": (b"Global: {seed: \xff}\n", 1),
+    "NUL": (b"Global: {seed: \x00}\n", 1),
+    "tabs": (b"Global:\n\tseed: 1\n", 1),
+    "10 MB": (b"# " + b"x" * 10_000_000, 1),
+    "deep": (b"[" * 100_000, 1),
+}
+BAD_DEGREES = ["0", "-1", str(2**63), "1.5", "true", '"8 "', "NaN", ".inf", "8 8", "[8]", "{a: 8}", "'٨'", "0x8"]
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_bad_files(gptctl, tmp_path, kind: str) -> None:
+    data, code = BAD_FILES[kind]
+    (tmp_path / "config.yaml").write_bytes(data)
+    result = gptctl("validate", "config")
+    assert result.returncode == code
+    assert result.stdout.startswith("error: C0")
+    assert "config.yaml" in result.stdout.splitlines()[0]
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("degree", BAD_DEGREES)
+def test_bad_degrees(gptctl, tmp_path, degree: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"Distributed:\n  mp_degree: {degree}\n", encoding="utf-8")
+    result = gptctl("validate", "config")
+    assert result.returncode == 1
+    assert result.stdout.startswith("error: C01")
+    assert "Distributed.mp_degree (config.yaml:2)" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("world", ["7", "13", "1021"])
+def test_prime_worlds(gptctl, tmp_path, world: str) -> None:
+    (tmp_path / "config.yaml").write_text("Distributed: {mp_degree: 2}\n")
+    result = gptctl("validate", "config", "--gpus-per-node", world)
+    assert result.returncode == 1
+    assert f"mp 1 × sharding 1 × pp 1 × dp {world}" in result.stdout
+
+
+@pytest.mark.parametrize("argument", ["missing.yaml", "missing", ".", "/proc/self/mem", "a/b/c.yaml"])
+def test_unreadable_configs_are_wrong_usage(gptctl, argument: str) -> None:
+    result = gptctl("validate", argument)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_file_without_permission(gptctl, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("Global: {seed: 1}\n")
+    (tmp_path / "config.yaml").chmod(0)
+    assert gptctl("validate", "config").returncode == 2
+
+
+@pytest.mark.parametrize("arguments", [["--nods", "2"], ["-o", "nothing"], ["a", "b"], ["--nodes"]])
+def test_wrong_usage(gptctl, tmp_path, arguments: list[str]) -> None:
+    (tmp_path / "config.yaml").write_text("Global: {seed: 1}\n")
+    assert gptctl("validate", *arguments).returncode == 2
+
+
+def test_warnings_fail_only_when_strict(gptctl, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("Optimizer: {lr: {max_lr: 1e-5, min_lr: 5e-5}}\n")
+    assert gptctl("validate", "config").returncode == 0
+    assert gptctl("validate", "config", "--strict").returncode == 1
+    assert json.loads(gptctl("validate", "config", "--strict", "--json").stdout)["valid"] is False
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_resolved_config_loads_back_to_the_same_object(gptctl, tmp_path, name: str) -> None:
+    world = json.loads(gptctl("validate", str(TEMPLATES[name]), "--json", "--resolved").stdout)
+    machines = Machines(world["world"]["nodes"], world["world"]["gpus_per_node"])
+    original = load(TEMPLATES[name], machines=machines)
+    as_yaml, as_json = tmp_path / "run.yaml", tmp_path / "run.json"
+    as_yaml.write_text(gptctl("validate", str(TEMPLATES[name]), "--resolved").stdout)
+    as_json.write_text(json.dumps(world["resolved"]))
+    assert load(as_yaml, machines=machines).run == original.run
+    assert load(as_json, machines=machines).run == original.run
+    again = json.loads(gptctl("validate", str(as_json), "--json", "--resolved").stdout)
+    assert again["resolved"] == world["resolved"]  # with Launch
+
+
+def test_resolved_tells_where_values_came_from(gptctl, tmp_path) -> None:
+    (tmp_path / "base.yaml").write_text("Global:\n  seed: 3\n")
+    (tmp_path / "config.yaml").write_text("_base_: base.yaml\nModel:\n  name: 345M\n")
+    report = json.loads(
+        gptctl("validate", "config", "--nodes", "2", "-o", "Global.device=cpu", "--resolved", "--json").stdout
+    )
+    origins = report["origins"]
+    assert origins["Global.seed"] == "base.yaml:2"
+    assert origins["Model.name"] == "config.yaml:3"
+    assert origins["Global.device"] == "-o Global.device=cpu"
+    assert origins["Launch.nodes"] == "--nodes 2"
+    assert origins["Engine.max_steps"] == "default"
+    text = gptctl("validate", "config", "--resolved").stdout
+    assert "  seed: 3 " in text
+    assert "# base.yaml:2" in text
+
+
+def test_topo_of_two_nodes(gptctl, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("Model: {name: 345M}\nGlobal: {local_batch_size: 2}\n")
+    degrees = ["-o", "mp_degree=2", "-o", "pp_degree=2", "-o", "sharding_degree=2"]
+    arguments = ["topo", "config", "--nodes", "2", "--gpus-per-node", "8", *degrees]
+    rows = json.loads(gptctl(*arguments, "--json").stdout)
+    assert [row["rank"] for row in rows] == list(range(16))
+    assert rows[11] == {
+        "rank": 11, "node": 1, "local_rank": 3, "dp": 1, "pp": 0, "sharding": 1, "mp": 1, "data_rank": 3,
+        "groups": {"dp": [3, 11], "pp": [11, 15], "sharding": [9, 11], "mp": [10, 11]},
+    }  # fmt: skip
+    table = gptctl(*arguments).stdout.splitlines()
+    assert len(table) == 18
+    assert table[-5].split() == ["1", "11", "3", "1", "0", "1", "1", "10,11", "9,11", "11,15", "3,11"]
+    assert len(gptctl(*arguments, "--rank", "3").stdout.splitlines()) == 3
+    assert gptctl(*arguments, "--rank", "16").returncode == 2
+    assert gptctl("topo", "config", "--gpus-per-node", "3", "-o", "mp_degree=2").returncode == 1
+
+
+def test_init_writes_a_config_and_never_overwrites(gptctl, tmp_path) -> None:
+    assert gptctl("init").returncode == 0
+    assert (tmp_path / "config.yaml").read_text() == TEMPLATES["char-gpt"].read_text()
+    assert gptctl("validate", "config").returncode == 0
+    refused = gptctl("init", "dp8")
+    assert (refused.returncode, (tmp_path / "config.yaml").read_text()) == (2, TEMPLATES["char-gpt"].read_text())
+    assert gptctl("init", "dp8", "--force").returncode == 0
+    assert (tmp_path / "config.yaml").read_text() == TEMPLATES["dp8"].read_text()
+    assert gptctl("init", "dp8", "--output", "no/such/folder.yaml").returncode == 2
+    unknown = gptctl("init", "sharding-8")
+    assert unknown.returncode == 2
+    assert "did you mean sharding8?" in unknown.stderr
+    assert set(json.loads(gptctl("init", "--list", "--json").stdout)) == set(TEMPLATES)
+
+
+def test_the_schema_accepts_every_template_and_refuses_a_wrong_key(gptctl) -> None:
+    """The oracle is the jsonschema package."""
+    import jsonschema
+
+    schema = json.loads(gptctl("schema").stdout)
+    jsonschema.Draft7Validator.check_schema(schema)
+    for name, file in TEMPLATES.items():
+        config = json.loads(gptctl("validate", str(file), "--json", "--resolved").stdout)["resolved"]
+        jsonschema.validate(config, schema)
+        assert parse(file.read_text(), name, []) is not None
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"Distributed": {"mp_degre": 2}}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"Global": {"device": "tpu"}}, schema)
+    assert "Launch" in schema["properties"]
+    assert schema["properties"]["Distributed"]["properties"]["mp_degree"]["description"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(gptctl, shell: str) -> None:
+    result = gptctl("completion", shell)
+    assert result.returncode == 0
+    assert "_GPTCTL_COMPLETE" in result.stdout
+
+
+def test_bash_completes_verbs(gptctl, tmp_path) -> None:
+    """Real bash, asked for the completions of `gptctl va`."""
+    script = tmp_path / "completion.bash"
+    script.write_text(gptctl("completion", "bash").stdout)
+    program = f'PATH="{Path(sys.executable).parent}:$PATH"; source {script}; COMP_WORDS=(gptctl va); COMP_CWORD=1; _gptctl_completion; echo "${{COMPREPLY[@]}}"'
+    result = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["validate"]
+
+
+def test_rules_are_listed(gptctl) -> None:
+    assert "num_attention_heads is divisible by mp_degree" in gptctl("rules", "l002").stdout
+    assert len(json.loads(gptctl("rules", "--json").stdout)) > 80
+    assert gptctl("rules", "X999").returncode == 2
+
+
+def on_a_terminal(*arguments: str, cwd: Path, columns: int = 100, **environment: str) -> str:
+    """What a person sees: the command runs on a pseudo-terminal of its own."""
+    controller, terminal = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), **environment}
+    command = [str(Path(sys.executable).with_name("gptctl")), *arguments]
+    child = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, cwd=cwd, env=env)
+    os.close(terminal)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(controller, 65536)
+        except OSError:  # the child has closed the terminal
+            break
+        if not chunk:
+            break
+        shown += chunk
+    child.wait(timeout=60)
+    os.close(controller)
+    return shown.decode()
+
+
+def test_colours_on_a_terminal_only(gptctl, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text(SIX_MISTAKES)
+    environment = {name: "" for name in ("NO_COLOR",) if name in os.environ}
+    assert "\x1b[" in on_a_terminal("validate", "config", cwd=tmp_path, **environment)
+    assert "\x1b[1" not in on_a_terminal("validate", "config", cwd=tmp_path, NO_COLOR="1").replace("\x1b[1m", "")
+    assert "\x1b" not in gptctl("validate", "config").stdout
+
+
+@pytest.mark.parametrize("columns", [40, 100])
+def test_the_table_on_a_terminal(tmp_path, columns: int) -> None:
+    (tmp_path / "config.yaml").write_text("Model: {name: 345M}\n")
+    shown = on_a_terminal("validate", "config", cwd=tmp_path, columns=columns, NO_COLOR="1")
+    assert "parameters" in shown
+    assert "354,871,296" in shown
+
+
+def test_escape_sequences_in_a_file_name_do_not_reach_the_terminal(gptctl, tmp_path) -> None:
+    name = "x\x1b]0;owned\x07\x1b[31m.yaml"
+    (tmp_path / name).write_text("Global: {sed: 1}\n")
+    result = gptctl("validate", name)
+    assert result.returncode == 1
+    assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_a_closed_pipe_is_no_error(tmp_path) -> None:
+    command = f"{Path(sys.executable).with_name('gptctl')} rules | head -1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert "Traceback" not in result.stderr
+    assert "Exception" not in result.stderr
+
+
+def test_help_pages_end_with_two_examples(gptctl) -> None:
+    pages = [["--help"]] + [[verb, "--help"] for verb in ("validate", "topo", "init", "schema", "rules", "completion")]
+    for page in pages:
+        text = gptctl(*page).stdout
+        examples = text.split("Examples:")[1].strip().splitlines()
+        assert len(examples) == 2, page
+
+
+def test_the_readme_shows_what_the_command_prints(gptctl, tmp_path) -> None:
+    """The session in the README is run again: same config, same words."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    config = readme.split("```yaml\n# run.yaml\n")[1].split("```")[0]
+    shown = readme.split("$ gptctl validate run.yaml --nodes 2\n")[1].split("```")[0]
+    (tmp_path / "run.yaml").write_text("# run.yaml\n" + config, encoding="utf-8")
+    result = gptctl("validate", "run.yaml", "--nodes", "2")
+    assert result.stdout == shown
+
+
+def test_override_type() -> None:
+    assert Override.parse("a.b=c=d") == Override("a.b", "c=d", "-o a.b=c=d")

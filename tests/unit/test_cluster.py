@@ -1,0 +1,97 @@
+"""Cluster profiles. The oracle is a table of profiles with the code and line a reader would name."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptctl.cluster import find_profile, known_profiles, load_profile, visible_gpus
+from gptctl.resources import named_files
+from trainer.errors import UserError
+
+
+@pytest.mark.parametrize("name", named_files("clusters"))
+def test_bundled_profiles_are_clean(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.findings == ()
+    assert profile.cluster.name == name
+
+
+def test_ssh_hosts_keep_their_order_and_details() -> None:
+    hosts = load_profile("ssh-example").cluster.hosts
+    assert [host.host for host in hosts] == ["10.0.0.46", "10.0.0.45"]
+    assert (hosts[0].user, hosts[0].port, hosts[1].proxy_jump) == ("me", 22, "bastion")
+
+
+WRONG = [
+    ("kind: ssh\nrun_root: /x\n", "P001", 1),
+    ("kind: ssh\nrun_root: /x\nhosts: [a, a]\n", "P001", 3),
+    ("kind: slurm\nrun_root: runs\n", "P002", 2),
+    ("kind: local\npartition: a800\n", "P003", 2),
+    ("kind: cloud\n", "C013", 1),
+    ("kind: slurm\nrun_rot: /x\nrun_root: /x\n", "C010", 2),
+    ("kind: ssh\nrun_root: /x\nhosts:\n  - {host: a}\n  - {user: me}\n", "C011", 5),
+    ("kind: ssh\nrun_root: /x\nhosts:\n  - {host: a, prt: 1}\n", "C011", 4),
+    ("kind: ssh\nrun_root: /x\nhosts:\n  - 'a b'\n", "C011", 4),
+    ("env: {A B: 1}\n", "C014", 1),
+    ("", "C007", 0),
+]
+
+
+@pytest.mark.parametrize(("text", "code", "line"), WRONG)
+def test_mistakes_in_a_profile(tmp_path, text: str, code: str, line: int) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    found = [(finding.code, finding.place.line) for finding in load_profile(str(file)).findings if finding.place]
+    assert (code, line) in found
+
+
+def test_a_profile_in_the_current_folder_wins(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    user = tmp_path / "config" / "gptctl" / "clusters"
+    user.mkdir(parents=True)
+    (user / "local.yaml").write_text("gpus_per_node: 3\n")
+    (user / "lab.yaml").write_text("kind: local\n")
+    assert load_profile("local").cluster.gpus_per_node == 3
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "local.yaml").write_text("gpus_per_node: 5\n")
+    assert load_profile("local").cluster.gpus_per_node == 5
+    assert {"lab", "local", "slurm-example", "ssh-example"} <= set(known_profiles())
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UserError) as caught:
+        find_profile("locl")
+    assert "did you mean local?" in caught.value.hint
+    assert "slurm-example" in caught.value.hint
+
+
+def test_visible_gpus_follow_the_environment(monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,3")
+    assert visible_gpus() == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert visible_gpus() == 0
+
+
+def test_the_environment_is_linted_where_it_is_written(check, tmp_path) -> None:
+    """A variable of the profile is reported in the profile, one of the config in the config, and the config wins."""
+    profile = tmp_path / "c.yaml"
+    profile.write_text("gpus_per_node: 2\nenv:\n  NCCL_TIMEOUT: 5\n  NCCL_IB_DISABEL: 1\n")
+    checked = check(f"Launch:\n  cluster: {profile}\n  env:\n    NCCL_TIMEOUT: 6\n")
+    places = {
+        finding.code: (finding.key, str(finding.place).rsplit("/", 1)[-1], finding.value)
+        for finding in checked.findings
+    }
+    assert places["E006"] == ("NCCL_TIMEOUT", "run.yaml:4", "6")
+    assert places["E004"] == ("NCCL_IB_DISABEL", "c.yaml:4", "1")
+
+
+def test_without_a_number_of_gpus_the_degrees_ask_for_ranks(check, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert check("Distributed: {dp_degree: 8}\n").machines == (1, 8)
+    assert check("Distributed: {mp_degree: 2}\n", "Launch.nodes=2").machines == (2, 1)
+    assert check("Global: {seed: 1}\n", "Launch.nodes=2").machines == (2, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert check("Global: {seed: 1}\n").machines == (1, 4)
+    assert check("Global: {device: cpu}\n").machines == (1, 1)
+    assert check("Launch: {devices: '0,1'}\n").machines == (1, 2)

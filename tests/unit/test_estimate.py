@@ -1,0 +1,121 @@
+"""Estimates. Oracles: the sizes published for the presets, a second way to count, and memory measured by FleetX on GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config import Override, load
+from trainer.estimate import GIB, count_parameters, estimate, flops_per_token, savings
+from trainer.layout import Machines
+
+MILLIONS = {
+    "gpt2-small-en": 102.9,
+    "gpt2-en": 124.4,
+    "gpt2-medium-en": 354.9,
+    "345M": 354.9,
+    "gpt2-large-en": 774.0,
+    "gpt2-xl-en": 1557.6,
+    "1.3B": 1313.7,
+    "6.7B": 6654.4,
+    "13B": 12848.4,
+    "175B": 174603.3,
+    "gpt-cpm-large-cn": 2597.1,
+    "gpt-cpm-small-cn-distill": 108.9,
+}
+
+
+def resolved(world: Machines, *overrides: str):
+    return load(None, [Override.parse(override) for override in overrides], world)
+
+
+@pytest.mark.parametrize(("name", "millions"), MILLIONS.items())
+def test_presets_have_their_published_number_of_parameters(name: str, millions: float) -> None:
+    assert count_parameters(resolved(Machines(1, 1), f"Model.name={name}").run.Model) / 1e6 == pytest.approx(
+        millions, abs=0.05
+    )
+
+
+def test_parameters_equal_a_list_of_all_tensors() -> None:
+    """The second way: every weight and bias of a GPT-2 block written out."""
+    run = resolved(Machines(1, 1), "Model.name=gpt2-en", "Model.ffn_hidden_size=1000").run
+    h, f, layers = 768, 1000, 12
+    block = [(h, 1), (h, 1), (3 * h, h), (3 * h, 1), (h, h), (h, 1), (h, 1), (h, 1), (f, h), (f, 1), (h, f), (h, 1)]
+    tensors = [(50257, h), (1024, h), *block * layers, (h, 1), (h, 1)]
+    assert count_parameters(run.Model) == sum(rows * columns for rows, columns in tensors)
+
+
+def test_flops_of_a_model_worked_out_by_hand() -> None:
+    """25.25 M weights in products × 6, plus 12 · 8 · 512 · 128 for the scores: 157.8 MFLOP."""
+    sizes = [
+        "Model.name=GPT",
+        "Model.num_layers=8",
+        "Model.hidden_size=512",
+        "Model.num_attention_heads=8",
+        "Model.vocab_size=65",
+    ]
+    run = resolved(Machines(1, 1), *sizes, "Data.Train.dataset.max_seq_len=128").run
+    assert flops_per_token(run) == 6 * (8 * (12 * 512**2 + 13 * 512) + 65 * 512 + 2 * 512) + 12 * 8 * 512 * 128
+    assert flops_per_token(run) / 1e6 == pytest.approx(157.8, abs=0.1)
+
+
+HALF = ("Engine.mix_precision.enable=True", "Engine.mix_precision.level=O2")
+MEASURED_MIB = [  # FleetX 2.4 on A100-40G; its documentation for V100-32G (1.3B)
+    (31919, Machines(1, 8), ["Model.name=345M", "Global.local_batch_size=8", "Global.micro_batch_size=8"]),
+    (26 * 1024, Machines(1, 1), ["Model.name=1.3B", "Global.micro_batch_size=8", "Model.use_recompute=True"]),
+    (
+        35442,
+        Machines(2, 8),
+        ["Model.name=6.7B", "Global.micro_batch_size=8", "Model.use_recompute=True", "sharding_degree=16"],
+    ),
+    (
+        34912,
+        Machines(16, 8),
+        ["Model.name=175B", "Global.local_batch_size=1536", "Model.use_recompute=True", "mp_degree=8", "pp_degree=16"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("mib", "world", "overrides"), MEASURED_MIB, ids=["345M", "1.3B", "6.7B", "175B"])
+def test_memory_is_within_20_percent_of_what_was_measured(mib: int, world: Machines, overrides: list[str]) -> None:
+    known = resolved(world, *HALF, *overrides)
+    assert estimate(known.run, known.layout).memory.total / 2**20 == pytest.approx(mib, rel=0.2)
+
+
+def memory_of(*overrides: str, world: Machines | None = None):
+    known = resolved(world or Machines(1, 8), "Model.name=1.3B", "Global.micro_batch_size=4", *overrides)
+    return estimate(known.run, known.layout).memory
+
+
+def test_states_shrink_with_the_sharding_stage() -> None:
+    plain = memory_of("dp_degree=8")
+    stages = [memory_of("sharding_degree=8", f"sharding_stage={stage}") for stage in (1, 2, 3)]
+    assert [stage.optimizer for stage in stages] == [plain.optimizer / 8] * 3
+    assert [stage.gradients for stage in stages] == [plain.gradients, plain.gradients / 8, plain.gradients / 8]
+    assert stages[1].parameters == plain.parameters
+    assert plain.parameters / 8 < stages[2].parameters < plain.parameters / 2
+    assert memory_of("sharding_degree=8", "sharding_offload=True").optimizer == 0
+
+
+def test_activations_shrink_with_recomputation_in_the_documented_order() -> None:
+    """core_attn keeps more than full_attn, which keeps more than full."""
+    kept = [memory_of().activations]
+    for granularity in ("core_attn", "full_attn", "full"):
+        kept.append(memory_of("Model.use_recompute=True", f"Model.recompute_granularity={granularity}").activations)
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 4
+
+
+def test_precision_and_splitting_change_what_they_should() -> None:
+    assert memory_of(*HALF).parameters == memory_of().parameters / 2
+    assert memory_of("mp_degree=2").activations < memory_of().activations
+    assert memory_of("mp_degree=8", "Model.sequence_parallel=True").activations < memory_of("mp_degree=8").activations
+    assert memory_of("Model.use_flash_attn=True").activations < memory_of().activations
+    assert memory_of("Global.device=cpu").overhead == 0
+
+
+def test_what_would_help_is_found_by_trying_it() -> None:
+    known = resolved(Machines(1, 8), "Model.name=1.3B", "Global.micro_batch_size=8", *HALF)
+    total = estimate(known.run, known.layout).memory.total
+    assert "Model.use_recompute: True" in savings(known.run, known.layout, 40 * GIB)
+    assert savings(known.run, known.layout, 1 * GIB) == []
+    assert total > 40 * GIB
