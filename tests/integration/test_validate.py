@@ -264,7 +264,7 @@ def test_bash_completes_verbs(gptctl, tmp_path) -> None:
     """Real bash, asked for the completions of `gptctl va`."""
     script = tmp_path / "completion.bash"
     script.write_text(gptctl("completion", "bash").stdout)
-    program = f'PATH="{Path(sys.executable).parent}:$PATH"; source {script}; COMP_WORDS=(gptctl va); COMP_CWORD=1; _gptctl_completion; echo "${{COMPREPLY[@]}}"'
+    program = f'PATH="{Path(sys.executable).parent}:$PATH"; source {script}; COMP_WORDS=(gptctl va); COMP_CWORD=1; _gptctl_completion gptctl; echo "${{COMPREPLY[@]}}"'
     result = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60)
     assert result.stdout.split() == ["validate"]
 
