@@ -34,16 +34,46 @@ def cli() -> None:
     """Turn one run config and a cluster profile into a distributed training job that starts right the first time."""
 
 
+def complete_override(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from gptctl.launch import Launch
+    from trainer.config.read import paths_of
+    from trainer.config.resolve import SECTIONS
+
+    sections = {**SECTIONS, "Launch": Launch}
+    keys = [f"{path}=" for name, cls in sections.items() for path in paths_of(cls, name)]
+    return [key for key in keys if key.startswith(incomplete)]
+
+
+def complete_cluster(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from gptctl.cluster import known_profiles
+
+    return [name for name in known_profiles() if name.startswith(incomplete)]
+
+
+def complete_template(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from gptctl.resources import named_files
+
+    return [name for name in named_files("templates/configs") if name.startswith(incomplete)]
+
+
 def config_options(verb: F) -> F:
     """CONFIG and the options that say where and how it runs."""
     for option in (
         click.option(
-            "-o", "--override", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key; repeatable."
+            "-o",
+            "--override",
+            "overrides",
+            metavar="KEY=VALUE",
+            multiple=True,
+            help="Override a key; repeatable.",
+            shell_complete=complete_override,
         ),
-        click.option("--cluster", metavar="NAME", help="Cluster profile, a name or a path."),
+        click.option(
+            "--cluster", metavar="NAME", help="Cluster profile, a name or a path.", shell_complete=complete_cluster
+        ),
         click.option("--gpus-per-node", metavar="G", help="Ranks per node."),
         click.option("--nodes", metavar="N", help="Number of nodes, or MIN:MAX."),
-        click.argument("config", required=False),
+        click.argument("config", required=False, type=click.Path()),
     ):
         verb = option(verb)
     return verb
@@ -130,7 +160,7 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
 
 
 @cli.command(epilog=examples("gptctl init", "gptctl init dp2-mp2-pp2 --output run.yaml"))
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_template)
 @click.option("--output", metavar="FILE", default="config.yaml", show_default=True, help="File to write.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @click.option("--list", "list_them", is_flag=True, help="List the configs instead.")

@@ -260,13 +260,22 @@ def test_completion_scripts(gptctl, shell: str) -> None:
     assert "_GPTCTL_COMPLETE" in result.stdout
 
 
-def test_bash_completes_verbs(gptctl, tmp_path) -> None:
-    """Real bash, asked for the completions of `gptctl va`."""
+COMPLETIONS = [
+    ("gptctl va", ["validate"]),
+    ("gptctl validate -o Distributed.mp", ["Distributed.mp_degree="]),
+    ("gptctl validate --cluster slurm", ["slurm-example"]),
+    ("gptctl init sh", ["sharding8"]),
+]
+
+
+@pytest.mark.parametrize(("typed", "completed"), COMPLETIONS)
+def test_bash_completes(gptctl, tmp_path, typed: str, completed: list[str]) -> None:
+    """Real bash, asked as it asks on the tabulator key."""
     script = tmp_path / "completion.bash"
     script.write_text(gptctl("completion", "bash").stdout)
-    program = f'PATH="{Path(sys.executable).parent}:$PATH"; source {script}; COMP_WORDS=(gptctl va); COMP_CWORD=1; _gptctl_completion gptctl; echo "${{COMPREPLY[@]}}"'
+    program = f'PATH="{Path(sys.executable).parent}:$PATH"; source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(typed.split()) - 1}; _gptctl_completion gptctl; echo "${{COMPREPLY[@]}}"'
     result = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60)
-    assert result.stdout.split() == ["validate"]
+    assert result.stdout.split() == completed
 
 
 def test_rules_are_listed(gptctl) -> None:
