@@ -156,7 +156,7 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
         for row in rows
     ]
     title = f"{layout} = {layout.world} ranks, {machines.nodes} × {machines.per_node}"
-    ui.print_table(title, columns, cells)
+    ui.print_table(title, columns, cells, by_first=True)
 
 
 @cli.command(epilog=examples("gptctl init", "gptctl init dp2-mp2-pp2 --output run.yaml"))

@@ -11,7 +11,7 @@ from gptctl.check import Checked
 from trainer.config.kinds import Section, keys_of
 from trainer.config.resolve import Resolved
 from trainer.config.sections import RunConfig
-from trainer.estimate import ASSUMPTIONS, GIB, Estimate
+from trainer.estimate import ASSUMPTIONS, GIB, UNKNOWN_VOCAB, Estimate
 from trainer.layout import AXES, Layout, Machines, padded_vocab
 
 
@@ -43,7 +43,7 @@ def summary(checked: Checked) -> list[tuple[str, str]]:
         ("accumulation", f"{_count(batch.accumulate, 'micro-batch', 'micro-batches')} of {batch.micro} per update"),
         ("tokens", f"{tokens:,} per update; {length}"),
         ("model", _model(resolved)),
-        ("parameters", f"{known.parameters:,} ({_millions(known.parameters)})"),
+        ("parameters", f"{known.parameters:,} ({_millions(known.parameters)}{_guess(resolved)})"),
         ("FLOPs", f"{known.flops_per_token:,} per token"),
         (f"memory per {unit}", _memory(known, checked)),
     ]
@@ -70,6 +70,10 @@ def _model(resolved: Resolved) -> str:
         f"{_count(model.num_layers, 'layer')}, hidden {model.hidden_size}, {_count(model.num_attention_heads, 'head')}"
     )
     return f"{model.name}: {sizes}, {vocab}, {model.max_position_embeddings} positions"
+
+
+def _guess(resolved: Resolved) -> str:
+    return "" if resolved.run.Model.vocab_size else f", if the data has {UNKNOWN_VOCAB} characters"
 
 
 def _millions(parameters: int) -> str:

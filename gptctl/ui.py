@@ -31,6 +31,7 @@ def print_text(text: str) -> None:
 
 def say(text: str) -> None:
     """Talk: on stderr, so that stdout stays data."""
+    sys.stdout.flush()  # one terminal or log shows both, in the order they were written
     print(clean(text), file=sys.stderr)
 
 
@@ -84,7 +85,8 @@ def print_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
     Console().print(table)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], by_first: bool = False) -> None:
+    """A table; `by_first` draws a line where the first column changes."""
     cells = [[clean(str(cell)) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         widths = [max([len(name), *(len(row[index]) for row in cells)]) for index, name in enumerate(columns)]
@@ -100,6 +102,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     table = Table(title=Text(clean(title), style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
     for name in columns:
         table.add_column(name, no_wrap=len(name) < 12)
-    for row in cells:
+    for before, row in zip([None, *cells], cells):
+        if by_first and before and before[0] != row[0]:
+            table.add_section()
         table.add_row(*[Text(cell) for cell in row])
     Console().print(table)

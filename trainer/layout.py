@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from trainer.errors import Finding, Rule, one_of
@@ -20,6 +20,8 @@ DEGREE_KEYS = {
     "sharding": "Distributed.sharding.sharding_degree",
     "mp": "Distributed.mp_degree",
 }
+
+MAX_TRIED = 500  # a world of 720,720 has 89,600 layouts, and trying one takes 0.3 ms
 
 _DEGREES = tuple(DEGREE_KEYS.values())
 _BATCH = ("Global", *_DEGREES)
@@ -283,13 +285,9 @@ def propose(wish: Layout, world: int, dp_written: bool, fits: Callable[[Layout],
     def distance(layout: Layout) -> float:
         return sum(prices[axis] * abs(math.log2(degree / wanted)) for axis, degree, wanted in zip(AXES, layout, wish))
 
-    chosen: list[Layout] = []
-    for layout in sorted(factorings(world), key=distance):
-        if fits(layout):
-            chosen.append(layout)
-            if len(chosen) == count:
-                break
-    return chosen
+    nearest = sorted(factorings(world), key=distance)[:MAX_TRIED]
+    tried = [*nearest, Layout(dp=world)]  # the one that suits every model
+    return list(islice(filter(fits, dict.fromkeys(tried)), count))
 
 
 def factorings(world: int) -> Iterator[Layout]:

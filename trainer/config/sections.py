@@ -11,17 +11,20 @@ from trainer.config.presets import PRESETS
 from trainer.config.record import record
 
 MAX_DEGREE = 1 << 20  # a million GPUs; larger worlds are typing mistakes
+MAX_BATCH = 1 << 30
 
 
 @record(frozen=True)
 class Global:
     device: str = choice("gpu", ["gpu", "cpu"], "gpu | cpu")
     seed: int = integer(1024, "base seed of weights, data order and dropout", low=0)
-    global_batch_size: int = integer(None, "samples per update of the whole job; derived: local · dp · sharding", low=1)
-    local_batch_size: int = integer(
-        None, "samples per replica and update; derived: global / (dp · sharding), or micro", low=1
+    global_batch_size: int = integer(
+        None, "samples per update of the whole job; derived: local · dp · sharding", low=1, high=MAX_BATCH
     )
-    micro_batch_size: int = integer(1, "samples per forward pass", low=1)
+    local_batch_size: int = integer(
+        None, "samples per replica and update; derived: global / (dp · sharding), or micro", low=1, high=MAX_BATCH
+    )
+    micro_batch_size: int = integer(1, "samples per forward pass", low=1, high=MAX_BATCH)
 
 
 @record(frozen=True)
