@@ -243,9 +243,12 @@ def main() -> None:
     try:
         cli(prog_name="gptctl", standalone_mode=False)
     except UserError as error:
-        from gptctl.ui import print_error
+        from gptctl import ui
 
-        print_error(error)
+        if "--json" in sys.argv:  # a program that asked for JSON gets JSON, whatever happens
+            ui.print_json(error.as_json())
+        else:
+            ui.print_error(error)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()

@@ -81,16 +81,14 @@ def _millions(parameters: int) -> str:
 
 
 def _memory(known: Estimate, checked: Checked) -> str:
-    limit = f" of {checked.cluster.gpu_memory_gb:g}" if checked.cluster.gpu_memory_gb else ""
+    limit = f" of {checked.cluster.gpu_memory_gb:g} GiB" if checked.cluster.gpu_memory_gb else ""
     size, unit = (GIB, "GiB") if known.memory.total >= GIB else (GIB >> 10, "MiB")
     parts = ", ".join(f"{part} {getattr(known.memory, part) / size:.2f}" for part in known.memory._fields)
     return f"about {known.memory.total / size:.2f} {unit}{limit}: {parts}"
 
 
 def assumptions() -> str:
-    return "\n".join(f"  · {text}" for text in ("memory is an estimate:", *ASSUMPTIONS)).replace(
-        "  · memory", "memory", 1
-    )
+    return "\n".join(["memory is an estimate:", *(f"  · {text}" for text in ASSUMPTIONS)])
 
 
 def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:

@@ -93,6 +93,10 @@ class UserError(Exception):
         self.exit_code = exit_code
         self.findings = tuple(findings)
 
+    def as_json(self) -> dict[str, Any]:
+        findings = [finding.as_json() for finding in self.findings]
+        return {"error": self.message, "hint": self.hint or None, "findings": findings}
+
 
 def errors_in(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level == "error"]

@@ -164,6 +164,17 @@ def test_wrong_usage(gptctl, tmp_path, arguments: list[str]) -> None:
     assert gptctl("validate", *arguments).returncode == 2
 
 
+@pytest.mark.parametrize("verb", ["validate", "topo"])
+@pytest.mark.parametrize(("text", "code"), [("Global: {sed: 1}\n", 1), ("", 1), (None, 2)])
+def test_json_stays_json_whatever_happens(gptctl, tmp_path, verb: str, text: str | None, code: int) -> None:
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text)
+    result = gptctl(verb, "config", "--json")
+    assert result.returncode == code
+    answer = json.loads(result.stdout)
+    assert answer["findings"] if code == 1 else answer["error"]
+
+
 def test_warnings_fail_only_when_strict(gptctl, tmp_path) -> None:
     (tmp_path / "config.yaml").write_text("Optimizer: {lr: {max_lr: 1e-5, min_lr: 5e-5}}\n")
     assert gptctl("validate", "config").returncode == 0
