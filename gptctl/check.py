@@ -8,47 +8,55 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from gptctl.cluster import Cluster, Profile, load_profile, visible_gpus
 from gptctl.environ import Job, lint
-from gptctl.launch import Launch
+from gptctl.launch import MAX_PER_NODE, Launch, split_endpoint
 from trainer.config import Override, Resolved, load_tree, read_run, resolve
-from trainer.config.read import Reading, build
+from trainer.config.read import Reading, build, paths_of
 from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, errors_in, in_order
 from trainer.estimate import GIB, Estimate, estimate, savings
-from trainer.layout import WORLD, Machines
+from trainer.layout import DEGREE_KEYS, GLOBAL_BATCH, WORLD, Machines, solve_batch
+
+_MACHINES = ("Launch.nodes", "Launch.gpus_per_node", "Launch.devices", "Launch.cluster")
+_RDZV = ("Launch.rdzv.backend", "Launch.rdzv.endpoint", "Launch.rdzv.port", "Launch.nodes", "Launch.cluster")
 
 CLUSTER = Rule("A001", "Launch.cluster names a profile that can be used")
-DEVICES = Rule("A002", "gpus_per_node is the number of devices", uses=("Launch",))
-PER_NODE = Rule("A003", "a node has at least gpus_per_node GPUs", uses=("Launch",))
-HOST_COUNT = Rule("A004", "an ssh cluster has at least as many hosts as the job has nodes", uses=("Launch",))
+DEVICES = Rule("A002", "gpus_per_node is the number of devices", uses=("Launch.gpus_per_node", "Launch.devices"))
+PER_NODE = Rule("A003", "a node has at least gpus_per_node GPUs", uses=_MACHINES)
+HOST_COUNT = Rule("A004", "an ssh cluster has at least as many hosts as the job has nodes", uses=_MACHINES)
 ELASTIC = Rule(
-    "A005", "an elastic job (MIN:MAX nodes) leaves dp_degree empty and meets over c10d", uses=("Launch", "Distributed")
+    "A005",
+    "an elastic job (MIN:MAX nodes) leaves dp_degree empty and meets over c10d",
+    uses=("Launch.nodes", "Launch.style", "Launch.rdzv.backend", "Distributed.dp_degree"),
 )
-STYLE = Rule("A006", "the launch style suits the cluster and the number of nodes", uses=("Launch",))
-SECRET = Rule("A007", "a variable is either in env or in secrets", uses=("Launch",))
-PORT = Rule(
-    "A008", "the rendezvous port is free for users and outside the ephemeral range", "warning", uses=("Launch",)
-)
-LOOPBACK = Rule("A009", "the rendezvous endpoint of several machines is not their own loopback", uses=("Launch",))
-MEMORY = Rule(
-    "M001",
-    "the estimated memory of a rank is at most gpu_memory_gb",
-    "warning",
-    uses=("Model", "Global", "Distributed"),
-)
+STYLE = Rule("A006", "the launch style suits the cluster and the number of nodes", uses=("Launch.style", *_MACHINES))
+SECRET = Rule("A007", "a variable is either in env or in secrets", uses=("Launch.env", "Launch.secrets"))
+PORT = Rule("A008", "the rendezvous port is free for users and outside the ephemeral range", "warning", uses=_RDZV)
+LOOPBACK = Rule("A009", "the rendezvous endpoint of several machines is not their own loopback", uses=_RDZV)
+EXTRA = Rule("A011", "slurm.extra repeats no option that gptctl sets itself", uses=("Launch.slurm.extra",))
+AGREE = Rule("A010", "what is said twice of the rendezvous agrees", uses=("Launch.style", *_RDZV))
+MEMORY = Rule("M001", "the estimated memory of a rank is at most gpu_memory_gb", "warning")
 
+AS_ASKED = "derived: as many ranks as the degrees ask for"
+OWN_HOST = ("localhost", "::1", "0.0.0.0", "::")
+SET_BY_GPTCTL = frozenset(
+    "account comment cpus-per-task error gpus-per-node gres hold job-name nodes ntasks ntasks-per-node open-mode "
+    "output partition requeue signal time".split()
+)
 SLURM_STYLES = ("sbatch", "srun-script", "loop")
+FIXED_STYLES = ("standalone", "static", "launch")  # with a number of nodes that is known beforehand
 CONFIG_NAMES = ("{}.yaml", "{}.yml", "{}s.yaml", "configs/{}.yaml")
 
 
 class Checked(NamedTuple):
     """What is known of a config after checking it; `resolved` is None when its text could not be read."""
 
-    path: Path | None
+    path: Path
     findings: tuple[Finding, ...]
     launch: Launch
     cluster: Cluster
@@ -60,6 +68,11 @@ class Checked(NamedTuple):
     @property
     def is_valid(self) -> bool:
         return not errors_in(self.findings)
+
+    @property
+    def is_elastic(self) -> bool:
+        fewest, most = self.launch.node_range
+        return fewest < most
 
 
 def find_config(name: str | None) -> Path:
@@ -77,7 +90,7 @@ def find_config(name: str | None) -> Path:
     raise UserError(f"no config found: tried {', '.join(tried)}", "`gptctl init` writes one", WRONG_USAGE)
 
 
-def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
+def check_config(path: Path, overrides: Iterable[Override]) -> Checked:
     found: list[Finding] = []
     tree = load_tree(path, overrides, found)
     if tree is None:
@@ -86,50 +99,73 @@ def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
     launch = build(Launch, reading.values, "Launch")
     profile = _profile(launch, reading)
     cluster = profile.cluster if profile else Cluster()
-    machines = _machines(launch, cluster, reading)
-    resolved = resolve(reading, machines)
-    known = None if errors_in(resolved.findings) else estimate(resolved.run, resolved.layout)
-    judged = [*_check_launch(launch, cluster, machines, reading), *_check_elastic(launch, machines, reading)]
-    if known:
-        judged += _check_memory(resolved, known, cluster)
-    judged = [finding.at(reading.place_of(finding.key, "Launch")) for finding in judged]
-    judged = [finding for finding in judged if not any(reading.is_bad(key) for key in finding.uses)]
-    judged += _lint(launch, profile, machines, resolved, reading)
-    findings = in_order([*resolved.findings, *(profile.findings if profile else ()), *judged])
-    origins = {key: str(reading.places[key]) for key in reading.values if key.startswith("Launch.")}
-    return Checked(path, findings, launch, cluster, machines, resolved, known, origins)
+    machines, origin = _machines(launch, cluster, reading)
+    spread = [] if origin != AS_ASKED else [*_check_spread(machines, reading)]
+    resolved = resolve(reading, None if spread else machines)
+    judged = [*spread, *_check_launch(launch, cluster, machines)]
+    judged += _check_elastic(launch, resolved, machines, reading)
+    estimated = None
+    if not errors_in(resolved.findings):
+        estimated = estimate(resolved.run, resolved.layout)
+        judged += _check_memory(resolved, estimated, cluster)
+    linted = _lint(launch, profile, machines, resolved, reading)
+    findings = [*resolved.findings, *(profile.findings if profile else ()), *reading.judge(judged), *linted]
+    origins = {key: str(reading.places.get(key, "default")) for key in paths_of(Launch, "Launch")}
+    launch = replace(launch, gpus_per_node=machines.per_node)
+    origins["Launch.gpus_per_node"] = origin
+    return Checked(path, in_order(findings), launch, cluster, machines, resolved, estimated, origins)
 
 
 def _profile(launch: Launch, reading: Reading) -> Profile | None:
     try:
-        return load_profile(launch.cluster)
+        profile = load_profile(launch.cluster)
     except UserError as error:
-        place = reading.place_of("Launch.cluster")
+        place = reading.places.get("Launch.cluster")
         reading.found.append(CLUSTER.found("Launch.cluster", launch.cluster, error.message, error.hint, place))
         reading.bad.add("Launch.cluster")
         return None
+    if errors_in(profile.findings):
+        reading.bad.add("Launch.cluster")  # rules must not judge a cluster that was read in part only
+    return profile
 
 
-def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> Machines:
-    """Nodes × ranks per node; where nobody says how many GPUs a node has, as many ranks as the degrees ask for."""
+def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> tuple[Machines, str]:
+    """Nodes × ranks per node, and where the latter came from."""
     nodes = launch.node_range[1]
-    per_node = launch.gpus_per_node or len(launch.devices or ()) or cluster.gpus_per_node
-    if not per_node and cluster.kind == "local" and reading.values.get("Global.device", "gpu") == "gpu":
-        per_node = visible_gpus()
-    return Machines(nodes, per_node or math.ceil(_ranks_asked(reading) / nodes))
+    on_gpus = reading.values.get("Global.device", "gpu") == "gpu"
+    sources = [
+        (launch.gpus_per_node, str(reading.places.get("Launch.gpus_per_node"))),
+        (len(launch.devices or ()), "derived: devices"),
+        (cluster.gpus_per_node, f"profile {cluster.name}"),
+        (visible_gpus() if cluster.kind == "local" and on_gpus else None, "derived: visible GPUs"),
+        (-(-_ranks_asked(reading) // nodes), AS_ASKED),
+    ]
+    per_node, origin = next((number, origin) for number, origin in sources if number)
+    return Machines(nodes, per_node), origin
+
+
+def _check_spread(machines: Machines, reading: Reading) -> Iterator[Finding]:
+    """Where nobody says how many GPUs a node has, the ranks that are asked for must at least spread evenly."""
+    asked = _ranks_asked(reading)
+    if (DEGREE_KEYS["dp"] in reading.values and asked % machines.nodes) or machines.per_node > MAX_PER_NODE:
+        message = f"{asked:,} ranks (mp × sharding × pp × dp) cannot be spread over {machines.nodes} nodes"
+        yield WORLD.found("Launch.nodes", machines.nodes, message, "set gpus_per_node, or change nodes or degrees")
 
 
 def _ranks_asked(reading: Reading) -> int:
-    keys = (
-        "Distributed.dp_degree",
-        "Distributed.pp_degree",
-        "Distributed.sharding.sharding_degree",
-        "Distributed.mp_degree",
-    )
-    return math.prod(reading.values.get(key, 1) for key in keys)
+    return math.prod(reading.values.get(key, 1) for key in DEGREE_KEYS.values())
 
 
-def _check_launch(launch: Launch, cluster: Cluster, machines: Machines, reading: Reading) -> Iterator[Finding]:
+def _check_launch(launch: Launch, cluster: Cluster, machines: Machines) -> list[Finding]:
+    return [
+        *_check_nodes(launch, cluster, machines),
+        *_check_names(launch),
+        *_check_rendezvous(launch, cluster, machines),
+        *_check_style(launch, cluster, machines),
+    ]
+
+
+def _check_nodes(launch: Launch, cluster: Cluster, machines: Machines) -> Iterator[Finding]:
     if launch.devices and launch.gpus_per_node not in (None, len(launch.devices)):
         message = f"gpus_per_node is {launch.gpus_per_node}, but {len(launch.devices)} devices are listed"
         yield DEVICES.found("Launch.devices", list(launch.devices), message, "delete one of the two")
@@ -137,24 +173,35 @@ def _check_launch(launch: Launch, cluster: Cluster, machines: Machines, reading:
         message = f"{machines.per_node} ranks per node, but nodes of {cluster.name} have {cluster.gpus_per_node} GPUs"
         hint = f"use {cluster.gpus_per_node}, and more nodes"
         yield PER_NODE.found("Launch.gpus_per_node", machines.per_node, message, hint)
+    beyond = [
+        device for device in launch.devices or () if device.isdigit() and int(device) >= (cluster.gpus_per_node or 1024)
+    ]
+    if beyond:
+        message = f"there is no device {beyond[0]}: nodes of {cluster.name} have {cluster.gpus_per_node} GPUs"
+        yield PER_NODE.found("Launch.devices", list(launch.devices or ()), message, "count from 0")
     if cluster.kind == "ssh" and machines.nodes > len(cluster.hosts):
         message = f"{machines.nodes} nodes, but {cluster.name} lists {len(cluster.hosts)} hosts"
         yield HOST_COUNT.found("Launch.nodes", machines.nodes, message, "use fewer nodes, or add hosts to the profile")
+
+
+def _check_names(launch: Launch) -> Iterator[Finding]:
+    for option in sorted(set(launch.slurm.extra) & SET_BY_GPTCTL):
+        hint = "use the key of Launch for it, and delete it here"
+        yield EXTRA.found(f"Launch.slurm.extra.{option}", None, f"gptctl sets --{option} itself", hint)
     for name in sorted(set(launch.env) & set(launch.secrets)):
         yield SECRET.found(f"Launch.secrets.{name}", None, f"{name} is in Launch.env too", "delete it there")
-    yield from _check_rendezvous(launch, cluster, machines)
-    yield from _check_style(launch, cluster, machines)
 
 
 def _check_rendezvous(launch: Launch, cluster: Cluster, machines: Machines) -> Iterator[Finding]:
-    host, _, port_text = (launch.rdzv.endpoint or "").rpartition(":")
-    host, port_text = (host, port_text) if host and port_text.isdigit() else (launch.rdzv.endpoint or "", "")
-    if machines.nodes > 1 and cluster.kind != "local" and (host == "localhost" or host.startswith("127.")):
-        message = f"{host} is a different machine on every node"
-        yield LOOPBACK.found(
-            "Launch.rdzv.endpoint", launch.rdzv.endpoint, message, "leave it empty: the first host is taken"
-        )
-    port = launch.rdzv.port or (int(port_text) if port_text else None)
+    endpoint = launch.rdzv.endpoint
+    host, endpoint_port = split_endpoint(endpoint) if endpoint else ("", None)
+    if machines.nodes > 1 and cluster.kind != "local" and (host in OWN_HOST or host.startswith("127.")):
+        message, hint = f"{host} is a different machine on every node", "leave it empty: the first host is taken"
+        yield LOOPBACK.found("Launch.rdzv.endpoint", endpoint, message, hint)
+    if endpoint_port and launch.rdzv.port not in (None, endpoint_port):
+        message = f"port {launch.rdzv.port}, but the endpoint is {endpoint}"
+        yield AGREE.found("Launch.rdzv.port", launch.rdzv.port, message, "delete one of the two")
+    port = launch.rdzv.port or endpoint_port
     if port is not None and (port < 1024 or 32768 <= port <= 60999):
         what = "is reserved for root" if port < 1024 else "may be taken by any outgoing connection (32768-60999)"
         yield PORT.found("Launch.rdzv.port", port, f"port {port} {what}", "leave it empty, or use 29500")
@@ -167,32 +214,51 @@ def _check_style(launch: Launch, cluster: Cluster, machines: Machines) -> Iterat
     if launch.style == "standalone" and machines.nodes > 1:
         message = f"standalone is for one node, the job has {machines.nodes}"
         yield STYLE.found("Launch.style", launch.style, message, "leave it empty, or use static or c10d")
+    if launch.style in ("static", "c10d") and launch.rdzv.backend not in (None, launch.style):
+        message = f"style {launch.style}, but rdzv.backend {launch.rdzv.backend}"
+        yield AGREE.found("Launch.rdzv.backend", launch.rdzv.backend, message, "delete one of the two")
 
 
-def _check_elastic(launch: Launch, machines: Machines, reading: Reading) -> Iterator[Finding]:
+def _check_elastic(launch: Launch, resolved: Resolved, machines: Machines, reading: Reading) -> Iterator[Finding]:
     fewest, most = launch.node_range
     if fewest == most:
         return
-    if "Distributed.dp_degree" in reading.values:
+    dp = reading.values.get(DEGREE_KEYS["dp"])
+    if dp:
         message = f"dp_degree is written, but the job may have {fewest} to {most} nodes"
-        yield ELASTIC.found("Distributed.dp_degree", reading.values["Distributed.dp_degree"], message, "leave it empty")
-    if launch.rdzv.backend == "static":
-        message = "a static rendezvous has a fixed number of nodes"
-        yield ELASTIC.found("Launch.rdzv.backend", "static", message, "leave it empty, or use c10d")
-    rest = _ranks_asked(reading) // reading.values.get("Distributed.dp_degree", 1)
-    unfit = [nodes for nodes in range(fewest, most) if nodes * machines.per_node % rest]
-    if unfit:
-        ranks = unfit[0] * machines.per_node
-        message = f"on {unfit[0]} nodes mp × sharding × pp = {rest} does not divide {ranks} GPUs"
-        yield WORLD.found(
-            "Launch.nodes", launch.nodes, message, f"use multiples of {rest} GPUs for every number of nodes"
-        )
-
-
-def _check_memory(resolved: Resolved, known: Estimate, cluster: Cluster) -> Iterator[Finding]:
-    if not cluster.gpu_memory_gb or known.memory.total <= cluster.gpu_memory_gb * GIB:
+        yield ELASTIC.found(DEGREE_KEYS["dp"], dp, message, "leave it empty")
         return
-    need = known.memory.total / GIB
+    for key, value in (("style", launch.style), ("rdzv.backend", launch.rdzv.backend)):
+        if value in FIXED_STYLES:
+            message = f"{value} has a fixed number of nodes"
+            yield ELASTIC.found(f"Launch.{key}", value, message, "leave it empty, or use c10d")
+    for nodes in range(fewest, most):  # the most nodes are checked as the world of the job
+        if unfit := _unfit(nodes * machines.per_node, resolved, reading):
+            rule, message = unfit
+            yield rule.found("Launch.nodes", launch.nodes, f"on {nodes} nodes {message}", "change the range of nodes")
+            return
+
+
+def _unfit(world: int, resolved: Resolved, reading: Reading) -> tuple[Rule, str] | None:
+    """Why an elastic job could not go on with that many ranks."""
+    layout, batch = resolved.layout, resolved.batch
+    rest = layout.mp * layout.sharding * layout.pp
+    if world % rest:
+        return WORLD, f"mp × sharding × pp = {rest} does not divide {world} ranks"
+    written = reading.values.get("Global.global_batch_size")
+    replicas = world // rest * layout.sharding
+    if written and solve_batch(written, None, batch.micro, replicas)[1]:
+        return (
+            GLOBAL_BATCH,
+            f"{written} samples cannot be shared by {replicas} replicas in micro-batches of {batch.micro}",
+        )
+    return None
+
+
+def _check_memory(resolved: Resolved, estimated: Estimate, cluster: Cluster) -> Iterator[Finding]:
+    if not cluster.gpu_memory_gb or estimated.memory.total <= cluster.gpu_memory_gb * GIB:
+        return
+    need = estimated.memory.total / GIB
     message = f"about {need:.1f} GiB per GPU, {cluster.name} has {cluster.gpu_memory_gb:g}"
     helpful = savings(resolved.run, resolved.layout, cluster.gpu_memory_gb * GIB)
     hint = (
@@ -219,8 +285,6 @@ def _lint(
     )
     findings = []
     for finding in lint(environment, job):
-        place = reading.place_of(f"Launch.env.{finding.key}")
-        if place is None and profile:
-            place = profile.reading.place_of(f"env.{finding.key}")
-        findings.append(finding.at(place))
+        in_profile = profile.reading.places.get(f"env.{finding.key}") if profile else None
+        findings.append(finding.at(reading.places.get(f"Launch.env.{finding.key}", in_profile)))
     return findings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 BUG = 70
 INTERRUPTED = 130
+READER_GONE = 141  # as a program that dies of SIGPIPE
+MAX_LISTED = 1 << 17
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,10 +40,9 @@ def cli() -> None:
 def complete_override(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     from gptctl.launch import Launch
     from trainer.config.read import paths_of
-    from trainer.config.resolve import SECTIONS
+    from trainer.config.resolve import sections
 
-    sections = {**SECTIONS, "Launch": Launch}
-    keys = [f"{path}=" for name, cls in sections.items() for path in paths_of(cls, name)]
+    keys = [f"{path}=" for name, cls in {**sections(), "Launch": Launch}.items() for path in paths_of(cls, name)]
     return [key for key in keys if key.startswith(incomplete)]
 
 
@@ -86,6 +88,9 @@ def check_arguments(
     from trainer.config import Override
 
     flags = {"nodes": nodes, "gpus_per_node": gpus_per_node, "cluster": cluster}
+    for key, value in flags.items():
+        if value is not None and not value.strip():  # an unset shell variable must not choose another world
+            raise UserError(f"--{key.replace('_', '-')} is empty", "write a value, or leave the flag out", WRONG_USAGE)
     flagged = [
         Override(f"Launch.{key}", value, f"--{key.replace('_', '-')} {value}")
         for key, value in flags.items()
@@ -121,10 +126,10 @@ def validate(strict: bool, resolved: bool, as_json: bool, **arguments: Any) -> N
         if show_yaml:
             ui.print_text(report.resolved_yaml(checked))
         elif checked.is_valid:
-            ui.print_pairs(f"{checked.path}: {report.verdict(checked)}", report.summary(checked))
+            ui.print_pairs(f"{checked.path}: {report.verdict(checked, valid)}", report.summary(checked))
             ui.say(report.assumptions())
         else:
-            ui.print_text(f"{checked.path}: {report.verdict(checked)}")
+            ui.print_text(f"{checked.path}: {report.verdict(checked, valid)}")
     sys.exit(0 if valid else ANSWER_IS_NO)
 
 
@@ -145,14 +150,17 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
     layout, machines = checked.resolved.layout, checked.machines
     if rank is not None and rank >= layout.world:
         raise UserError(f"there is no rank {rank}", f"use 0 to {layout.world - 1}", WRONG_USAGE)
-    rows = report.topo_rows(layout, machines, [rank] if rank is not None else list(range(layout.world)))
+    if rank is None and layout.world > MAX_LISTED:
+        raise UserError(f"{layout.world:,} ranks are too many to list", "choose one with --rank", WRONG_USAGE)
+    ranks = [rank] if rank is not None else range(layout.world)
+    rows = list(report.topo_rows(layout, machines, ranks))
     if as_json:
-        ui.print_json(rows)
+        ui.print_json({"ranks": rows, "groups": report.topo_groups(layout, ranks)})
         return
     columns = ["node", "rank", "local", *AXES, *(f"{axis} group" for axis in reversed(AXES))]
     cells = [
         [row["node"], row["rank"], row["local_rank"], *(row[axis] for axis in AXES)]
-        + [report.group_text(row["groups"][axis]) for axis in reversed(AXES)]
+        + [report.group_text(layout.group(axis, row["rank"])) for axis in reversed(AXES)]
         for row in rows
     ]
     title = f"{layout} = {layout.world} ranks, {machines.nodes} × {machines.per_node}"
@@ -206,6 +214,22 @@ def schema() -> None:
     ui.print_json(run_schema({"Launch": Launch}))
 
 
+@cli.command(epilog=examples("gptctl keys Distributed", "gptctl keys Engine.save_load --json"))
+@click.argument("prefix", default="")
+@click.option("--json", "as_json", is_flag=True, help="Print a list for programs.")
+def keys(prefix: str, as_json: bool) -> None:
+    """List the keys of run configs with their defaults and meanings, all of them or those below PREFIX."""
+    from gptctl import report, ui
+
+    rows = report.key_rows(prefix)
+    if not rows:
+        raise UserError(f"no key starts with {prefix}", "`gptctl keys` lists them all", WRONG_USAGE)
+    if as_json:
+        ui.print_json(rows)
+    else:
+        ui.print_table("keys of a run config", ["key", "default", "meaning"], [list(row.values()) for row in rows])
+
+
 @cli.command(epilog=examples("gptctl rules", "gptctl rules L001"))
 @click.argument("code", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print a list for programs.")
@@ -240,33 +264,62 @@ def completion(shell: str) -> None:
 
 def main() -> None:
     """The entry point: the one place where exceptions become words and exit codes."""
+    _make_streams_safe()
+    try:
+        code = _run()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) has gone: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = READER_GONE
+    except OSError as error:
+        print(f"error: cannot write the answer: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = WRONG_USAGE
+    sys.exit(code)
+
+
+def _make_streams_safe() -> None:
+    """A closed stream swallows what is written to it, and a terminal that knows no × gets an escape for it."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (it lives as long as the process)
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+def _run() -> int:
     try:
         cli(prog_name="gptctl", standalone_mode=False)
-    except UserError as error:
-        from gptctl import ui
-
-        if "--json" in sys.argv:  # a program that asked for JSON gets JSON, whatever happens
-            ui.print_json(error.as_json())
-        else:
-            ui.print_error(error)
-        sys.exit(error.exit_code)
+        return 0
+    except SystemExit as end:
+        return int(end.code or 0)
     except click.ClickException as error:
-        error.show()
-        sys.exit(WRONG_USAGE)
+        if "--json" not in sys.argv:
+            error.show()
+            return WRONG_USAGE
+        return _report(UserError(error.format_message(), "see --help", WRONG_USAGE))
+    except UserError as error:
+        return _report(error)
     except (click.Abort, KeyboardInterrupt):
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # the reader (head, less) has gone: nobody is left to tell
-        sys.stderr.close()
-        sys.exit(0)
+        return INTERRUPTED
+    except OSError:
+        raise
     except Exception as error:
-        _report_bug(error)
+        return _report_bug(error)
 
 
-def _report_bug(error: Exception) -> None:
-    import os
+def _report(error: UserError) -> int:
+    from gptctl import ui
 
+    if "--json" in sys.argv:  # a program that asked for JSON gets JSON
+        ui.print_json(error.as_json())
+    else:
+        ui.print_error(error)
+    return error.exit_code
+
+
+def _report_bug(error: Exception) -> int:
     if os.environ.get("GPTCTL_DEBUG"):
         raise error
     print(f"bug: {type(error).__name__}: {error}", file=sys.stderr)
     print("hint: please report it; GPTCTL_DEBUG=1 shows the traceback", file=sys.stderr)
-    sys.exit(BUG)
+    return BUG

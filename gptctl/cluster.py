@@ -16,10 +16,10 @@ from trainer.config.kinds import (
     Words,
     boolean,
     choice,
+    file_path,
     integer,
     key,
     number,
-    path,
     section,
     section_schema,
     text,
@@ -27,7 +27,7 @@ from trainer.config.kinds import (
 from trainer.config.read import Reading, build, read_section
 from trainer.config.record import record
 from trainer.config.tree import Map, Node, read_file
-from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, closest, in_order
+from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError, closest, in_order
 
 HOSTS = Rule("P001", "an ssh cluster lists its hosts, each once", uses=("kind", "hosts"))
 RUN_ROOT = Rule("P002", "run_root of a cluster of several machines is an absolute path", uses=("kind", "run_root"))
@@ -54,8 +54,7 @@ class HostEntry:
 
     def read(self, node: Node) -> Host:
         mapping = node if isinstance(node, Map) else Map({"host": node}, node.place)
-        reading = Reading([])
-        read_section(Host, mapping, reading)
+        reading = read_section(Host, mapping, [])
         if reading.found:
             first = reading.found[0]
             raise BadValue(WRONG_TYPE, f"{first.key}: {first.message}", first.hint, node.place)
@@ -70,9 +69,9 @@ class HostEntry:
 @record(frozen=True)
 class Container:
     runtime: str | None = choice(None, ["singularity", "apptainer"], "singularity | apptainer")
-    image: str | None = path(None, "image file")
+    image: str | None = file_path(None, "image file")
     binds: tuple[str, ...] = key(Words(), (), "HOST:CONTAINER[:rw]")
-    pwd: str | None = path(None, "working folder inside")
+    pwd: str | None = file_path(None, "working folder inside")
     nv: bool = boolean(True, "pass the GPUs in")
 
 
@@ -90,25 +89,24 @@ class Cluster:
         "gres", ["gres", "gpus-per-node", "none"], "slurm: gres (--gres=gpu:N) | gpus-per-node | none (cpu)"
     )
     cpus_per_task: int | None = integer(None, "slurm: cores of one node's task", low=1, high=1 << 16)
-    run_root: str = path("./runs", "one folder per job; on several machines visible under this path on each")
+    run_root: str = file_path("./runs", "one folder per job; on several machines visible under this path on each")
     setup: tuple[str, ...] = key(Words(), (), "shell lines before the launch, in order")
     container: Container = section(Container)
     master_interface: str | None = text(
         None, "the head node's address is taken from it", r"[A-Za-z0-9._@-]{1,32}", "an interface"
     )
     hosts: tuple[Host, ...] = key(Words(HostEntry()), (), "ssh: machines in node order")
-    identity_file: str | None = path(None, "ssh: private key")
-    known_hosts: str | None = path(None, "ssh: pinned host keys")
+    identity_file: str | None = file_path(None, "ssh: private key")
+    known_hosts: str | None = file_path(None, "ssh: pinned host keys")
     shared_fs: bool = boolean(False, "ssh: run_root is one shared folder")
-    python: str | None = path(None, "interpreter on the nodes")
+    python: str | None = file_path(None, "interpreter on the nodes")
     env: Mapping[str, str] = key(Names(), {}, "environment of every rank; a run config's Launch.env wins")
 
 
 class Profile(NamedTuple):
-    """A cluster with where it was read and what was found in it."""
+    """A cluster with what was found in its file."""
 
     cluster: Cluster
-    path: Path
     findings: tuple[Finding, ...]
     reading: Reading
 
@@ -142,13 +140,10 @@ def load_profile(name: str) -> Profile:
     file = find_profile(name)
     found: list[Finding] = []
     tree = read_file(file, found)
-    reading = Reading(found)
-    if tree is not None:
-        read_section(Cluster, tree, reading)
+    reading = read_section(Cluster, tree or Map({}, Place(str(file))), found)
     cluster = build(Cluster, {"name": file.stem, **reading.values})
-    judged = [finding.at(reading.place_of(finding.key, "kind")) for finding in _check(cluster, reading)]
-    judged = [finding for finding in judged if not any(reading.is_bad(used) for used in finding.uses)]
-    return Profile(cluster, file, in_order([*found, *judged]), reading)
+    judged = reading.judge(_check(cluster, reading)) if tree else []
+    return Profile(cluster, in_order([*found, *judged]), reading)
 
 
 def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:

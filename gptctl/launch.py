@@ -15,10 +15,10 @@ from trainer.config.kinds import (
     Text,
     Words,
     choice,
+    file_path,
     integer,
     key,
     list_items,
-    path,
     read_integer,
     scalar_text,
     section,
@@ -31,9 +31,10 @@ from trainer.config.tree import Map, Node, is_null
 STYLES = ("standalone", "c10d", "static", "srun-script", "sbatch", "loop", "launch")
 MAX_NODES = 1 << 16
 MAX_PER_NODE = 1 << 10
-JOB_NAME = r"[A-Za-z0-9._-]{1,64}"
+JOB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 SLURM_WORD = r"[A-Za-z0-9._,+@:/-]{1,256}"
 
+_ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?")
 _TIME = re.compile(r"(?:(?P<days>[0-9]{1,5})-)?(?P<clock>[0-9]{1,6}(?::[0-9]{1,2}){0,2})")
 
 
@@ -42,7 +43,8 @@ class NodeCount:
 
     def read(self, node: Node) -> int | str:
         text = scalar_text(node, "a number of nodes")
-        bounds = [read_integer(part) for part in text.split(":", 1)]
+        parts = text.split(":")
+        bounds = [read_integer(part) for part in parts] if len(parts) <= 2 else [0]
         if not 1 <= bounds[0] <= bounds[-1] <= MAX_NODES:
             raise BadValue(
                 OUT_OF_RANGE, f"{shown(text)} is not a number of nodes", "write 1 or more, or MIN:MAX such as 2:4"
@@ -79,14 +81,15 @@ class Duration:
             raise BadValue(
                 WRONG_TYPE, f"{shown(text)} is not a time", "write 12:00:00, or 1-12:00:00 for a day and a half"
             )
-        seconds = _seconds(match["days"], [int(part) for part in match["clock"].split(":")])
-        if not 0 < seconds < 10 * 366 * 86400:
+        clock = [int(part) for part in match["clock"].split(":")]
+        seconds = _seconds(match["days"], clock)
+        if not 0 < seconds < 10 * 366 * 86400 or any(part > 59 for part in clock[1:]):
             raise BadValue(
                 OUT_OF_RANGE, f"{shown(text)} is no time for a job", "use more than nothing, less than ten years"
             )
         days, rest = divmod(seconds, 86400)
-        clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
-        return f"{days}-{clock}" if days else clock
+        time = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+        return f"{days}-{time}" if days else time
 
     def schema(self) -> dict[str, Any]:
         return {"type": ["string", "integer", "null"]}
@@ -100,6 +103,26 @@ def _seconds(days: str | None, clock: list[int]) -> int:
         return (clock[0] * 60 + clock[1]) * 60 + clock[2]
     minutes, seconds = (*clock, 0)[:2]
     return minutes * 60 + seconds
+
+
+class Endpoint:
+    """`HOST` or `HOST:PORT`; an IPv6 address in brackets."""
+
+    def read(self, node: Node) -> str:
+        text = scalar_text(node, "a host")
+        match = _ENDPOINT.fullmatch(text)
+        if not match or not 1 <= int(match["port"] or 1) <= 65535:
+            raise BadValue(NOT_A_NAME, f"{shown(text)} is not HOST or HOST:PORT", "write it as node-1:29500")
+        return text
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": ["string", "null"]}
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int | None]:
+    match = _ENDPOINT.fullmatch(endpoint)
+    assert match
+    return match["host"].strip("[]"), int(match["port"]) if match["port"] else None
 
 
 class SecretSource:
@@ -124,9 +147,7 @@ class Rendezvous:
         None, ["static", "c10d"], "empty: static for a fixed number of nodes, c10d for MIN:MAX"
     )
     id: str | None = text(None, "empty: the job id", JOB_NAME, "a name of letters, digits and ._-")
-    endpoint: str | None = text(
-        None, "empty: the first host of the allocation", r"[A-Za-z0-9.:_\[\]-]{1,255}", "HOST or HOST:PORT"
-    )
+    endpoint: str | None = key(Endpoint(), None, "HOST:PORT; empty: the first host of the allocation")
     port: int | None = integer(None, "empty: probed on the head node", low=1, high=65535)
 
 
@@ -151,7 +172,7 @@ class Launch:
     rdzv: Rendezvous = section(Rendezvous)
     max_restarts: int = integer(0, "how often a failed job is started again", low=0, high=1000)
     job_name: str = text("gpt", "", JOB_NAME, "a name of 1 to 64 letters, digits and ._-")
-    log_dir: str | None = path(None, "empty: <run_dir>/logs, else <log_dir>/<job id>")
+    log_dir: str | None = file_path(None, "empty: <run_dir>/logs, else <log_dir>/<job id>")
     entrypoint: str = text("trainer", "trainer, or a script; its arguments in args")
     files: tuple[str, ...] = key(Words(), (), "further files and folders to ship with a script")
     args: tuple[str, ...] = key(Words(), (), "arguments of the script")

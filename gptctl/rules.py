@@ -10,7 +10,6 @@ MODULES = (
     "trainer.config.tree",
     "trainer.config.kinds",
     "trainer.config.layers",
-    "trainer.config.read",
     "trainer.config.dialects",
     "trainer.config.derive",
     "trainer.config.rules",

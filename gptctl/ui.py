@@ -18,11 +18,12 @@ _COLOURS = {"error": "bold red", "warning": "yellow", "notice": "cyan", "hint": 
 
 
 def clean(text: str) -> str:
-    return _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")
+    return _CONTROL.sub("", text)
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    print(_CONTROL.sub(lambda found: "".join(f"\\u{ord(character):04x}" for character in found[0]), text))
 
 
 def print_text(text: str) -> None:
@@ -99,9 +100,12 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(clean(title), style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=Text(clean(title), style="bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.pad_edge = False
     for name in columns:
-        table.add_column(name, no_wrap=len(name) < 12)
+        table.add_column(name, overflow="fold")
     for before, row in zip([None, *cells], cells):
         if by_first and before and before[0] != row[0]:
             table.add_section()

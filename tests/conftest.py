@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,3 +44,24 @@ def gptctl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 def codes(checked: Checked) -> list[str]:
     return [finding.code for finding in checked.findings]
+
+
+def value_at(run: Any, path: str) -> Any:
+    for name in path.split("."):
+        run = getattr(run, name)
+    return run
+
+
+SIX_MISTAKES = """\
+Global:
+  device: tpu
+  micro_batch_size: 0
+Engin:
+  max_steps: 10
+Engine:
+  max_steps: 1.5
+Optimizer:
+  lr: {max_lr: fast}
+Distributed:
+  mp_degree: 5
+"""

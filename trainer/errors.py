@@ -13,7 +13,6 @@ Level = Literal["error", "warning", "notice"]
 
 ANSWER_IS_NO = 1
 WRONG_USAGE = 2
-BACKEND_REFUSED = 3
 
 
 class Place(NamedTuple):
@@ -69,7 +68,7 @@ class Finding(NamedTuple):
 class Rule(NamedTuple):
     """A rule with a code that never changes its meaning.
 
-    `uses` names the keys and sections it looks at: where one of them could not be read, the rule keeps silent.
+    `uses` names the keys it looks at: where one of them could not be read, the rule keeps silent.
     """
 
     code: str

@@ -6,11 +6,12 @@ a heads, f feed-forward, V padded vocabulary. Numbers in, numbers out; no torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from trainer.config.sections import Model, RunConfig
-from trainer.layout import Layout, padded_vocab, segments
+from trainer.layout import Layout, divisors, padded_vocab, segments
 
 GIB = 1 << 30
 GPU_CONTEXT = 1.5 * GIB  # CUDA context and communication buffers
@@ -42,20 +43,17 @@ class Memory(NamedTuple):
 class Estimate(NamedTuple):
     parameters: int
     flops_per_token: int
-    memory: Memory
-    stage: int  # the pipeline stage that needs most
+    memory: Memory  # of a rank in the pipeline stage that needs most
 
 
 def estimate(run: RunConfig, layout: Layout) -> Estimate:
-    stages = [_stage_memory(run, layout, stage) for stage in _distinct_stages(layout.pp)]
-    memory = max(stages, key=lambda memory: memory.total)
-    stage = _distinct_stages(layout.pp)[stages.index(memory)]
-    return Estimate(count_parameters(run.Model), flops_per_token(run), memory, stage)
-
-
-def _distinct_stages(pp: int) -> list[int]:
-    """First, second and last: inner stages need less and less."""
-    return sorted({0, min(1, pp - 1), pp - 1})
+    chunks = segments(run.Model.num_layers, layout.pp * run.Model.virtual_pp_degree)
+    stages = [
+        _stage_memory(run, layout, stage, [layer for chunk in chunks[stage :: layout.pp] for layer in chunk])
+        for stage in range(layout.pp)
+    ]
+    heaviest = max(stages, key=lambda memory: memory.total)
+    return Estimate(count_parameters(run.Model), flops_per_token(run), heaviest)
 
 
 def count_parameters(model: Model) -> int:
@@ -73,34 +71,29 @@ def _layer_parameters(model: Model, mp: int) -> int:
 
 
 def flops_per_token(run: RunConfig) -> int:
-    """Forward and backward: 6 per weight of a matrix product, and the attention scores; recomputation not counted."""
+    """Forward and backward: 6 per parameter but the positions, and the attention scores; recomputation not counted."""
     model, seq_len = run.Model, run.Data.Train.dataset.max_seq_len
     weights = count_parameters(model) - model.max_position_embeddings * model.hidden_size
     return 6 * weights + 12 * model.num_layers * model.hidden_size * seq_len
 
 
-def _stage_memory(run: RunConfig, layout: Layout, stage: int) -> Memory:
-    held = _stage_parameters(run, layout, stage)
+def _stage_memory(run: RunConfig, layout: Layout, stage: int, layers: Sequence[int]) -> Memory:
+    held = _stage_parameters(run.Model, layout, stage, len(layers))
     parameters, gradients, optimizer = _state_bytes(run, layout, held)
-    activations = _activation_bytes(run, layout, stage)
+    activations = _activation_bytes(run, layout, stage, layers)
     overhead = 0.0
     if run.Global.device == "gpu":
         overhead = GPU_CONTEXT + FRAGMENTATION * (parameters + gradients + optimizer + activations)
     return Memory(parameters, gradients, optimizer, activations, overhead)
 
 
-def _stage_layers(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    chunks = segments(run.Model.num_layers, layout.pp * run.Model.virtual_pp_degree)
-    return [layer for chunk in chunks[stage :: layout.pp] for layer in chunk]
-
-
 def _vocab(model: Model) -> int:
     return padded_vocab(model.vocab_size or UNKNOWN_VOCAB, model.vocab_size_divisible_unit)
 
 
-def _stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
-    model, h = run.Model, run.Model.hidden_size
-    held = len(_stage_layers(run, layout, stage)) * _layer_parameters(model, layout.mp)
+def _stage_parameters(model: Model, layout: Layout, stage: int, num_layers: int) -> int:
+    h = model.hidden_size
+    held = num_layers * _layer_parameters(model, layout.mp)
     embedding = _vocab(model) * h // layout.mp
     if stage == 0:
         held += embedding + model.max_position_embeddings * h
@@ -126,15 +119,13 @@ def _state_bytes(run: RunConfig, layout: Layout, held: int) -> tuple[float, floa
     return parameters, gradients, optimizer
 
 
-def _activation_bytes(run: RunConfig, layout: Layout, stage: int) -> float:
-    layers = _stage_layers(run, layout, stage)
+def _activation_bytes(run: RunConfig, layout: Layout, stage: int, layers: Sequence[int]) -> float:
     sizes = _layer_activations(run, layout)
-    kept = sum(_kept(run.Model, sizes, layer) for layer in layers)
-    if run.Model.use_recompute and run.Model.recompute_granularity == "full" and layout.pp > 1:
-        kept /= run.Distributed.pp_recompute_interval
+    exempt = frozenset(run.Model.no_recompute_layers)
+    kept = sum(_kept(run, layout, sizes, layer in exempt) for layer in layers)
     alive = _chunks_alive(layout, run.Model.virtual_pp_degree, stage, run.Engine.accumulate_steps)
     share = alive / run.Model.virtual_pp_degree  # `kept` covers all chunks of the stage
-    return kept * share + _working_set(run, layout, sizes) + _end_activations(run, layout, stage)
+    return kept * share + _working_set(run, layout, sizes) + _logits(run, layout, stage)
 
 
 def _chunks_alive(layout: Layout, virtual_pp: int, stage: int, accumulate: int) -> int:
@@ -175,11 +166,13 @@ def _layer_activations(run: RunConfig, layout: Layout) -> _LayerActivations:
     return _LayerActivations(s * b * h * size / whole, 4 * s * b * h * size / mp, scores, rest)
 
 
-def _kept(model: Model, sizes: _LayerActivations, layer: int) -> float:
-    if not model.use_recompute or layer in model.no_recompute_layers:
+def _kept(run: RunConfig, layout: Layout, sizes: _LayerActivations, is_exempt: bool) -> float:
+    model = run.Model
+    if not model.use_recompute or is_exempt:
         return sizes.total
     if model.recompute_granularity == "full":
-        return sizes.layer_input
+        together = run.Distributed.pp_recompute_interval if layout.pp > 1 else 1
+        return sizes.layer_input / together  # only the first of them keeps its input
     if model.recompute_granularity == "full_attn":
         return sizes.layer_input + sizes.rest
     return sizes.total - sizes.scores
@@ -194,7 +187,7 @@ def _working_set(run: RunConfig, layout: Layout, sizes: _LayerActivations) -> fl
     return dropped[run.Model.recompute_granularity] * together
 
 
-def _end_activations(run: RunConfig, layout: Layout, stage: int) -> float:
+def _logits(run: RunConfig, layout: Layout, stage: int) -> float:
     """Logits with their gradient on the last stage."""
     if stage != layout.pp - 1:
         return 0.0
@@ -204,16 +197,16 @@ def _end_activations(run: RunConfig, layout: Layout, stage: int) -> float:
 
 
 def savings(run: RunConfig, layout: Layout, limit: float) -> list[str]:
-    """Single changes of the config that would bring the estimate under a limit."""
-    model, sharding = run.Model, run.Distributed.sharding
+    """Single changes of the config that keep it valid and would bring the estimate under a limit."""
+    model, batch, sharding = run.Model, run.Global, run.Distributed.sharding
     changes: list[tuple[str, RunConfig]] = []
     if not model.use_recompute:
         changes.append(("Model.use_recompute: True", replace(run, Model=replace(model, use_recompute=True))))
-    half = run.Global.micro_batch_size // 2
-    if half:
-        changes.append(
-            (f"Global.micro_batch_size: {half}", replace(run, Global=replace(run.Global, micro_batch_size=half)))
-        )
+    smaller = [size for size in divisors(batch.local_batch_size) if size < batch.micro_batch_size]
+    if smaller:
+        engine = replace(run.Engine, accumulate_steps=batch.local_batch_size // smaller[-1])
+        changed = replace(run, Global=replace(batch, micro_batch_size=smaller[-1]), Engine=engine)
+        changes.append((f"Global.micro_batch_size: {smaller[-1]}", changed))
     if layout.sharding > 1 and sharding.sharding_stage < 3:
         stage3 = replace(run.Distributed, sharding=replace(sharding, sharding_stage=3))
         changes.append(("Distributed.sharding.sharding_stage: 3", replace(run, Distributed=stage3)))

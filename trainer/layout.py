@@ -1,7 +1,7 @@
 """The layout of a job: degrees, coordinates, groups, pipeline segments, and the rules they obey.
 
-Axes from outer to inner: dp, pp, sharding, mp; mp is the fastest. Plain integers in, frozen data out; this module knows
-neither YAML nor torch, and both programs take their rules from here.
+Axes from outer to inner: dp, pp, sharding, mp; mp is the fastest. Plain integers in, frozen data out. Both programs
+take their rules from here; of configs this module knows only the names of keys, for its findings.
 """
 
 from __future__ import annotations
@@ -24,26 +24,42 @@ DEGREE_KEYS = {
 MAX_TRIED = 500  # a world of 720,720 has 89,600 layouts, and trying one takes 0.3 ms
 
 _DEGREES = tuple(DEGREE_KEYS.values())
-_BATCH = ("Global", *_DEGREES)
-_MODEL_MP = ("Model", "Distributed.mp_degree")
+_MACHINES = ("Launch.nodes", "Launch.gpus_per_node", "Launch.devices", "Launch.cluster")
+_BATCH = ("Global.global_batch_size", "Global.local_batch_size", "Global.micro_batch_size", *_DEGREES)
+_MP = ("Model.name", "Distributed.mp_degree")
+_PP = ("Model.name", "Model.num_layers", "Model.virtual_pp_degree", "Distributed.pp_degree")
 
-WORLD = Rule("L001", "mp_degree × sharding_degree × pp_degree × dp_degree = number of GPUs", uses=(*_DEGREES, "Launch"))
-HEADS = Rule("L002", "num_attention_heads is divisible by mp_degree", uses=_MODEL_MP)
-HIDDEN = Rule("L003", "hidden_size is divisible by num_attention_heads", uses=("Model",))
-VOCAB = Rule("L004", "the padded vocabulary is divisible by mp_degree", uses=_MODEL_MP)
-FFN = Rule("L005", "ffn_hidden_size is divisible by mp_degree", uses=_MODEL_MP)
-LAYERS = Rule("L006", "every pipeline stage has at least one layer per chunk", uses=("Model", "Distributed.pp_degree"))
+WORLD = Rule(
+    "L001", "mp_degree × sharding_degree × pp_degree × dp_degree = number of GPUs", uses=(*_DEGREES, *_MACHINES)
+)
+HEADS = Rule("L002", "num_attention_heads is divisible by mp_degree", uses=("Model.num_attention_heads", *_MP))
+HIDDEN = Rule(
+    "L003",
+    "hidden_size is divisible by num_attention_heads",
+    uses=("Model.hidden_size", "Model.num_attention_heads", "Model.name"),
+)
+VOCAB = Rule(
+    "L004",
+    "the padded vocabulary is divisible by mp_degree",
+    uses=("Model.vocab_size", "Model.vocab_size_divisible_unit", "Data.Train.dataset.name", *_MP),
+)
+FFN = Rule(
+    "L005", "ffn_hidden_size is divisible by mp_degree", uses=("Model.ffn_hidden_size", "Model.hidden_size", *_MP)
+)
+LAYERS = Rule("L006", "every pipeline stage has at least one layer per chunk", uses=_PP)
 INTERLEAVED = Rule(
     "L007",
     "virtual_pp_degree > 1: pp · virtual_pp divides num_layers, pp divides accumulate_steps",
-    uses=("Model", *_BATCH),
+    uses=(*_PP, *_BATCH),
 )
 MICRO_BATCHES = Rule("L008", "an update has at least pp_degree micro-batches", uses=_BATCH)
-SEQUENCE = Rule("L009", "sequence_parallel: max_seq_len is divisible by mp_degree", uses=("Data", *_MODEL_MP))
-MP_IN_NODE = Rule("L010", "an mp group stays inside one node", "warning", uses=(*_DEGREES, "Launch"))
-UNEVEN = Rule(
-    "L011", "pipeline stages have the same number of layers", "warning", uses=("Model", "Distributed.pp_degree")
+SEQUENCE = Rule(
+    "L009",
+    "sequence_parallel: max_seq_len is divisible by mp_degree",
+    uses=("Data.Train.dataset.max_seq_len", "Model.sequence_parallel", "Distributed.mp_degree"),
 )
+MP_IN_NODE = Rule("L010", "an mp group stays inside one node", "warning", uses=("Distributed.mp_degree", *_MACHINES))
+UNEVEN = Rule("L011", "pipeline stages have the same number of layers", "warning", uses=_PP)
 
 GLOBAL_BATCH = Rule("B001", "global_batch_size = local_batch_size × dp_degree × sharding_degree", uses=_BATCH)
 MICRO = Rule("B002", "local_batch_size is divisible by micro_batch_size", uses=_BATCH)
@@ -86,10 +102,12 @@ class Layout(NamedTuple):
             rank = rank * degree + place
         return rank
 
-    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+    def group(self, axis: str, rank: int) -> range:
         """The ranks that differ from this one along one axis only, in order."""
-        at, degree = self.coordinates(rank), self[AXES.index(axis)]
-        return tuple(self.rank(at._replace(**{axis: place})) for place in range(degree))
+        position = AXES.index(axis)
+        stride = math.prod(self[position + 1 :])
+        first = rank - self.coordinates(rank)[position] * stride
+        return range(first, first + self[position] * stride, stride)
 
     def data_rank(self, rank: int) -> int:
         at = self.coordinates(rank)
@@ -172,11 +190,9 @@ def check_world(layout: Layout, machines: Machines | None, dp_written: bool, uni
 
 def check_mp_in_node(layout: Layout, machines: Machines | None) -> Iterator[Finding]:
     if machines and machines.nodes > 1 and machines.per_node % layout.mp:
-        fitting = one_of(divisors(machines.per_node))
-        message = (
-            f"groups of {layout.mp} ranks do not fit into nodes of {machines.per_node}: mp will talk between nodes"
-        )
-        yield MP_IN_NODE.found(DEGREE_KEYS["mp"], layout.mp, message, f"use {fitting}, and pp between nodes")
+        message = f"groups of {layout.mp} ranks do not fit into nodes of {machines.per_node}: mp talks between nodes"
+        hint = f"use {one_of(divisors(machines.per_node))}, and pp between nodes"
+        yield MP_IN_NODE.found(DEGREE_KEYS["mp"], layout.mp, message, hint)
 
 
 def solve_batch(global_size: int | None, local: int | None, micro: int, replicas: int) -> tuple[Batch, list[Finding]]:
@@ -187,9 +203,10 @@ def solve_batch(global_size: int | None, local: int | None, micro: int, replicas
     if global_size is None:
         global_size = local * replicas
     found = []
-    if global_size != local * replicas:
+    shared = global_size == local * replicas
+    if not shared:
         found.append(_global_mismatch(global_size, given, micro, replicas))
-    elif local % micro:
+    if local % micro and (shared or given is not None):
         found.append(_micro_mismatch(given, local, micro, replicas))
     return Batch(global_size, local, micro), found
 
@@ -278,15 +295,19 @@ def _check_pipeline(shape: Shape, pp: int, accumulate: int) -> Iterator[Finding]
         yield MICRO_BATCHES.found(key, pp, message, hint)
 
 
-def propose(wish: Layout, world: int, dp_written: bool, fits: Callable[[Layout], bool], count: int = 3) -> list[Layout]:
-    """The layouts of a world nearest to the wish that fit. A change of dp costs least, of mp most."""
+def propose(
+    wish: Layout, machines: Machines, dp_written: bool, fits: Callable[[Layout], bool], count: int = 3
+) -> list[Layout]:
+    """The layouts nearest to the wish that fit. A change of dp costs least, of mp most; mp stays inside a node."""
     prices = {"dp": 1.0 if dp_written else 0.0, "sharding": 1.2, "pp": 2.0, "mp": 2.5}
 
-    def distance(layout: Layout) -> float:
-        return sum(prices[axis] * abs(math.log2(degree / wanted)) for axis, degree, wanted in zip(AXES, layout, wish))
+    def distance(layout: Layout) -> tuple[bool, float]:
+        changes = zip(AXES, layout, wish)
+        price = sum(prices[axis] * abs(math.log2(degree / wanted)) for axis, degree, wanted in changes)
+        return machines.per_node % layout.mp > 0, price
 
-    nearest = sorted(factorings(world), key=distance)[:MAX_TRIED]
-    tried = [*nearest, Layout(dp=world)]  # the one that suits every model
+    nearest = sorted(factorings(machines.world), key=distance)[:MAX_TRIED]
+    tried = [*nearest, Layout(dp=machines.world)]  # the one that suits every model
     return list(islice(filter(fits, dict.fromkeys(tried)), count))
 
 

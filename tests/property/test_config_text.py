@@ -19,11 +19,11 @@ from gptctl.report import as_json, resolved_yaml
 from gptctl.resources import named_files
 from trainer.config import Override, load
 from trainer.config.read import paths_of
-from trainer.config.resolve import SECTIONS
+from trainer.config.resolve import sections
 from trainer.errors import UserError
 
 TEMPLATES = [file.read_text(encoding="utf-8") for file in named_files("templates/configs").values()]
-KEYS = sorted({path for name, cls in SECTIONS.items() for path in paths_of(cls, name)})
+KEYS = sorted({path for name, cls in sections().items() for path in paths_of(cls, name)})
 LATE = 2.0
 
 ODD = [

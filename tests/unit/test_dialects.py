@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from trainer.config import Override, load
+import pytest
+
+from gptctl.launch import Launch
+from tests.conftest import value_at
+from trainer.config import Override, load, load_tree, read_run
 from trainer.config.flags import parse_flags
-from trainer.config.resolve import value_at
+from trainer.config.read import build
 from trainer.layout import Machines
 
 # FleetX's tutorial on data parallelism, and the one on group sharding: indented as printed there.
@@ -228,6 +232,93 @@ def test_fleetx_with_section_roots_and_a_base(tmp_path) -> None:
     assert len(notices) == 1  # one notice for all of Paddle's keys
     for key in ("Global.flags", "custom_black_list", "Model.module", "Data.Train.sampler.name", "Distributed.fuse_"):
         assert key in notices[0].message
+
+
+def test_pure_fp16_and_amp_are_two_flags(tmp_path) -> None:
+    def amp(*flags: str) -> tuple[bool, str]:
+        precision = load(None, parse_flags(list(flags))).run.Engine.mix_precision
+        return precision.enable, precision.level
+
+    assert amp("--use_pure_fp16", "true") == (True, "O2")
+    assert amp("--use_amp", "true", "--use_pure_fp16", "false") == (True, "O1")
+    assert amp("--use_pure_fp16", "false") == (False, "O1")
+    resolved = load_text(tmp_path, PRETRAINING, Machines(1, 8), "use_pure_fp16=false")
+    assert resolved.run.Engine.mix_precision.enable is False
+
+
+def test_a_preset_wins_over_a_folder_of_its_name(tmp_path, monkeypatch) -> None:
+    (tmp_path / "gpt2-en").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load(None, parse_flags(["--model_name_or_path", "gpt2-en"])).run.Engine.save_load.ckpt_dir is None
+
+
+def test_an_override_in_another_dialect_changes_that_key_only(tmp_path) -> None:
+    resolved = load_text(tmp_path, "Global: {seed: 1}\n", None, "optimizer_config.weight_decay=0.3")
+    assert_means(resolved, {"Optimizer.weight_decay": 0.3, "Optimizer.beta2": 0.999, "Engine.log_style": "fleetx"})
+
+
+LAUNCHER = """
+--gpus 0,1 --log_dir logs --nnodes 1 --nproc_per_node 2 --rdzv_backend c10d --rdzv_id job7 --rdzv_endpoint head:29400
+--master_port 29400 --max_restarts 3 --standalone true
+""".split()
+
+
+def test_flags_of_launchers() -> None:
+    """paddle.distributed.launch and torchrun: what they say is in Launch."""
+    found: list = []
+    tree = load_tree(None, parse_flags(LAUNCHER), found)
+    reading = read_run(tree, found, others={"Launch": Launch})
+    launch = build(Launch, reading.values, "Launch")
+    assert not found
+    assert (launch.devices, launch.log_dir, launch.nodes, launch.gpus_per_node) == (("0", "1"), "logs", 1, 2)
+    assert (launch.rdzv.backend, launch.rdzv.id, launch.rdzv.endpoint, launch.rdzv.port) == (
+        "c10d",
+        "job7",
+        "head:29400",
+        29400,
+    )
+    assert (launch.max_restarts, launch.style) == (3, "standalone")
+
+
+OTHER_NAMES = {
+    "seed": ("7", "Global.seed", 7),
+    "local_batch_size": ("4", "Global.local_batch_size", 4),
+    "num_train_epochs": ("3", "Engine.num_train_epochs", 3),
+    "eval_iters": ("4", "Engine.eval_iters", 4),
+    "check_accuracy": ("true", "Engine.check_accuracy", True),
+    "split": ("9,1,0", "Data.Train.dataset.split", (9, 1, 0)),
+    "ckpt_dir": ("auto", "Engine.save_load.ckpt_dir", "auto"),
+    "sharding_stage": ("3", "Distributed.sharding.sharding_stage", 3),
+    "sharding_offload": ("true", "Distributed.sharding.sharding_offload", False),  # no effect with degree 1
+    "hidden_dropout_prob": ("0.2", "Model.hidden_dropout_prob", 0.2),
+    "attention_probs_dropout_prob": ("0.2", "Model.attention_probs_dropout_prob", 0.2),
+    "amp_level": ("O2", "Engine.mix_precision.level", "O2"),
+    "scale_loss": ("128", "Engine.mix_precision.scale_loss", 128.0),
+    "adam_beta1": ("0.8", "Optimizer.beta1", 0.8),
+    "adam_beta2": ("0.8", "Optimizer.beta2", 0.8),
+    "adam_epsilon": ("1e-6", "Optimizer.epsilon", 1e-6),
+    "topk": ("5", "Generation.top_k", 5),
+    "topp": ("0.5", "Generation.top_p", 0.5),
+    "temperature": ("0.5", "Generation.temperature", 0.5),
+    "max_dec_len": ("20", "Generation.max_dec_len", 20),
+    "min_dec_len": ("2", "Generation.min_dec_len", 2),
+    "decoding_strategy": ("topk_sampling", "Generation.decode_strategy", "sampling"),
+    "Global.logging_freq": ("3", "Engine.logging_freq", 3),
+    "Distributed.sharding_degree": ("2", "Distributed.sharding.sharding_degree", 2),
+    "Data.dataset.max_seq_len": ("64", "Data.Train.dataset.max_seq_len", 64),
+    "Data.batch_size.micro_batch_size": ("2", "Global.micro_batch_size", 2),
+    "Fused.tensor_fusion": ("true", "Optimizer.tensor_fusion", True),
+    "Optimizer.adam_beta2": ("0.7", "Optimizer.beta2", 0.7),
+    "gpt_config.resid_pdrop": ("0.3", "Model.hidden_dropout_prob", 0.3),
+    "gpt_config.attn_pdrop": ("0.3", "Model.attention_probs_dropout_prob", 0.3),
+    "gpt_config.model_type": ("gpt-mini", "Model.num_layers", 6),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_other_names_for_a_key(tmp_path, name: str) -> None:
+    text, path, value = OTHER_NAMES[name]
+    assert value_at(load_text(tmp_path, "Engine: {max_steps: 10}\n", None, f"{name}={text}").run, path) == value
 
 
 def test_mingpt_with_a_hydra_override(tmp_path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.conftest import value_at
 from trainer.config import Override, load
-from trainer.config.resolve import value_at
 from trainer.errors import UserError
 
 

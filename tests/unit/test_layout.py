@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from trainer.layout import AXES, Coordinates, Layout, divisors, factorings, propose, segments, solve_batch
+from trainer.layout import AXES, Coordinates, Layout, Machines, divisors, factorings, propose, segments, solve_batch
 
 LAYOUTS = [
     Layout(1, 1, 1, 1),
@@ -39,6 +39,18 @@ def test_a_group_differs_along_its_axis_only(layout: Layout) -> None:
             assert list(layout.group(axis, rank)) == same
 
 
+def test_the_order_of_the_axes_written_out() -> None:
+    """Outer to inner: dp, pp, sharding, mp. Literal ranks of a 2 × 2 × 2 × 2 layout."""
+    layout = Layout(dp=2, pp=2, sharding=2, mp=2)
+    assert layout.coordinates(1)._asdict() == {"dp": 0, "pp": 0, "sharding": 0, "mp": 1}
+    assert layout.coordinates(2)._asdict() == {"dp": 0, "pp": 0, "sharding": 1, "mp": 0}
+    assert layout.coordinates(4)._asdict() == {"dp": 0, "pp": 1, "sharding": 0, "mp": 0}
+    assert layout.coordinates(11)._asdict() == {"dp": 1, "pp": 0, "sharding": 1, "mp": 1}
+    groups = {axis: list(layout.group(axis, 11)) for axis in ("dp", "pp", "sharding", "mp")}
+    assert groups == {"dp": [3, 11], "pp": [11, 15], "sharding": [9, 11], "mp": [10, 11]}
+    assert [layout.data_rank(rank) for rank in range(16)] == [0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 3, 3, 2, 2, 3, 3]
+
+
 def test_ranks_of_one_mp_pp_plane_read_the_same_data() -> None:
     layout = Layout(dp=2, pp=2, sharding=2, mp=2)
     for rank in range(layout.world):
@@ -67,6 +79,7 @@ BATCHES = [  # global, local, micro, replicas -> global, local, accumulation, or
     ((64, 8, 8, 4), "B001"),
     ((32, None, 8, 8), "B002"),
     ((None, 10, 4, 2), "B002"),
+    ((30, 10, 4, 4), "B001 B002"),
 ]
 
 
@@ -74,7 +87,7 @@ BATCHES = [  # global, local, micro, replicas -> global, local, accumulation, or
 def test_batch_sizes(given: tuple, expected: object) -> None:
     batch, found = solve_batch(*given)
     if isinstance(expected, str):
-        assert [finding.code for finding in found] == [expected]
+        assert [finding.code for finding in found] == expected.split()
         assert found[0].hint
     else:
         assert not found
@@ -102,7 +115,14 @@ def test_factorings_are_all_and_only_the_layouts_of_a_world() -> None:
 
 def test_proposals_stay_near_the_wish() -> None:
     wish = Layout(dp=1, pp=1, sharding=4, mp=2)
-    assert propose(wish, 16, True, lambda _: True)[0] == Layout(dp=2, pp=1, sharding=4, mp=2)
-    only_mp4 = propose(wish, 16, True, lambda layout: layout.mp == 4)
+    nodes = Machines(2, 8)
+    assert propose(wish, nodes, True, lambda _: True)[0] == Layout(dp=2, pp=1, sharding=4, mp=2)
+    assert propose(wish, nodes, True, lambda _: True)[1:] == [Layout(1, 1, 8, 2), Layout(1, 2, 4, 2)]
+    only_mp4 = propose(wish, nodes, True, lambda layout: layout.mp == 4)
     assert only_mp4[0] == Layout(dp=1, pp=1, sharding=4, mp=4)
-    assert propose(wish, 16, True, lambda _: False) == []
+    assert propose(wish, nodes, True, lambda _: False) == []
+
+
+def test_proposals_keep_mp_inside_a_node() -> None:
+    wish = Layout(dp=1, pp=1, sharding=1, mp=8)
+    assert propose(wish, Machines(4, 4), True, lambda _: True)[0].mp == 4

@@ -6,43 +6,35 @@ A function from flat values to flat values; nothing is judged here except what c
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
-from trainer.config.kinds import keys_of
+from trainer.config.kinds import Section, keys_of
 from trainer.config.presets import DEFAULT_POSITIONS, DEFAULT_VOCAB, PRESETS
-from trainer.config.read import paths_of
-from trainer.config.sections import Dataset, Distributed, Engine, Global, Model, RunConfig, Sharding
+from trainer.config.read import join, paths_of
+from trainer.config.sections import DataPart, RunConfig
 from trainer.errors import Finding, Rule
-from trainer.layout import Batch, Layout, Machines, solve_batch, solve_layout
+from trainer.layout import DEGREE_KEYS, Machines, solve_batch, solve_layout
 
 MISSING_SIZE = Rule("C017", "the model's sizes come from a preset or are written", uses=("Model.name",))
 
-_DEFAULTS = {
-    "Global": Global,
-    "Engine": Engine,
-    "Model": Model,
-    "Distributed": Distributed,
-    "Distributed.sharding": Sharding,
-    "Data.Train.dataset": Dataset,
-}
+DROPOUTS = ("Model.hidden_dropout_prob", "Model.attention_probs_dropout_prob")
 
 
 class Derived(NamedTuple):
     values: dict[str, Any]
     origins: dict[str, str]  # of what was filled in
-    layout: Layout
-    batch: Batch
     found: tuple[Finding, ...]
 
 
 def derive(values: Mapping[str, Any], emptied: Collection[str], machines: Machines | None) -> Derived:
     filling = _Filling(dict(values))
     _fill_model(filling)
-    _fill_engine(filling, "Optimizer.lr.decay_steps" in emptied)
-    layout = _fill_layout(filling, machines)
-    batch = _fill_batch(filling, layout)
+    _fill_engine(filling, emptied)
+    _fill_layout(filling, machines)
+    _fill_batch(filling)
     _fill_data(filling)
-    return Derived(filling.values, filling.origins, layout, batch, tuple(filling.found))
+    return Derived(filling.values, filling.origins, tuple(filling.found))
 
 
 class _Filling:
@@ -53,77 +45,89 @@ class _Filling:
 
     def get(self, path: str) -> Any:
         """The value, written or default; None when it is to be derived."""
-        if path in self.values:
-            return self.values[path]
-        parent, _, name = path.rpartition(".")
-        return keys_of(_DEFAULTS[parent])[name].default
+        return self.values[path] if path in self.values else _defaults(RunConfig)[path]
 
     def fill(self, path: str, value: Any, origin: str) -> None:
         if path not in self.values:
-            self.values[path] = value
-            self.origins[path] = origin
+            self.replace(path, value, origin)
+
+    def replace(self, path: str, value: Any, origin: str) -> None:
+        self.values[path] = value
+        self.origins[path] = origin
+
+
+@cache
+def _defaults(cls: type) -> dict[str, Any]:
+    """Every default by key path."""
+    defaults: dict[str, Any] = {}
+    for name, key in keys_of(cls).items():
+        if isinstance(key.kind, Section):
+            defaults.update({join(name, path): value for path, value in _defaults(key.kind.cls).items()})
+        else:
+            defaults[name] = key.default
+    return defaults
 
 
 def _fill_model(filling: _Filling) -> None:
     name = filling.get("Model.name")
     preset = PRESETS.get(name)
+    origin = f"preset {name}" if preset else "no preset"
     for key in ("hidden_size", "num_layers", "num_attention_heads"):
         path = f"Model.{key}"
         if preset is None and path not in filling.values:
             hint = f"write {path}, or a preset as Model.name ({', '.join(list(PRESETS)[:3])}, …)"
             filling.found.append(MISSING_SIZE.found(path, None, f"model {name} has no sizes of its own", hint))
-        sizes = preset or PRESETS["gpt2-en"]
-        filling.fill(path, getattr(sizes, key), f"preset {name}")
-    filling.fill("Model.ffn_hidden_size", 4 * filling.values["Model.hidden_size"], "4 · hidden_size")
-    if filling.get("Data.Train.dataset.name") == "CharDataset":
-        seq_len = filling.get("Data.Train.dataset.max_seq_len")
-        filling.fill("Model.max_position_embeddings", seq_len, "max_seq_len")
+        filling.fill(path, getattr(preset or PRESETS["gpt2-en"], key), origin)
+    filling.fill("Model.ffn_hidden_size", 4 * filling.get("Model.hidden_size"), "4 · hidden_size")
+    if filling.get("Data.Train.dataset.name") == "CharDataset":  # its vocabulary is counted in the data
+        filling.fill("Model.max_position_embeddings", filling.get("Data.Train.dataset.max_seq_len"), "max_seq_len")
     else:
+        filling.fill("Model.vocab_size", preset.vocab_size if preset else DEFAULT_VOCAB, origin)
         positions = preset.max_position_embeddings if preset else DEFAULT_POSITIONS
-        filling.fill("Model.vocab_size", preset.vocab_size if preset else DEFAULT_VOCAB, f"preset {name}")
-        filling.fill("Model.max_position_embeddings", positions, f"preset {name}")
+        filling.fill("Model.max_position_embeddings", positions, origin)
+    if filling.get("Engine.check_accuracy"):
+        for path in DROPOUTS:
+            filling.replace(path, 0.0, "check_accuracy")
+    if kept := filling.values.get("Model.no_recompute_layers"):
+        filling.values["Model.no_recompute_layers"] = tuple(sorted(set(kept)))
 
 
-def _fill_engine(filling: _Filling, decay_to_the_end: bool) -> None:
+def _fill_engine(filling: _Filling, emptied: Collection[str]) -> None:
     filling.fill("Engine.test_iters", 10 * filling.get("Engine.eval_iters"), "10 · eval_iters")
-    if decay_to_the_end:
-        filling.fill("Optimizer.lr.decay_steps", filling.get("Engine.max_steps"), "max_steps")
+    if "Optimizer.lr.decay_steps" in emptied:
+        filling.fill("Optimizer.lr.decay_steps", max(1, filling.get("Engine.max_steps")), "max_steps")
+    if "Engine.save_load.save_steps" in emptied:
+        filling.fill("Engine.save_load.save_steps", 0, "empty: only at the end")
+    if filling.get("Engine.max_steps") <= 0:
+        filling.fill("Engine.run_mode", "epoch", "max_steps <= 0")
     backend = "nccl" if filling.get("Global.device") == "gpu" else "gloo"
     filling.fill("Distributed.backend", backend, "device")
 
 
-def _fill_layout(filling: _Filling, machines: Machines | None) -> Layout:
-    layout = solve_layout(
-        dp=filling.get("Distributed.dp_degree"),
-        pp=filling.get("Distributed.pp_degree"),
-        sharding=filling.get("Distributed.sharding.sharding_degree"),
-        mp=filling.get("Distributed.mp_degree"),
-        world=machines.world if machines else None,
-    )
+def _fill_layout(filling: _Filling, machines: Machines | None) -> None:
+    degrees = {axis: filling.get(path) for axis, path in DEGREE_KEYS.items()}
+    layout = solve_layout(**degrees, world=machines.world if machines else None)
     filling.fill("Distributed.dp_degree", layout.dp, "GPUs / (mp · pp · sharding)")
-    return layout
 
 
-def _fill_batch(filling: _Filling, layout: Layout) -> Batch:
+def _fill_batch(filling: _Filling) -> None:
+    replicas = filling.get(DEGREE_KEYS["dp"]) * filling.get(DEGREE_KEYS["sharding"])
     batch, found = solve_batch(
-        filling.get("Global.global_batch_size"),
-        filling.get("Global.local_batch_size"),
-        filling.get("Global.micro_batch_size"),
-        layout.data_ranks,
+        global_size=filling.get("Global.global_batch_size"),
+        local=filling.get("Global.local_batch_size"),
+        micro=filling.get("Global.micro_batch_size"),
+        replicas=replicas,
     )
     filling.found += found
     filling.fill("Global.global_batch_size", batch.global_size, "local · dp · sharding")
     filling.fill("Global.local_batch_size", batch.local, "global / (dp · sharding), or micro")
-    # A written value is overwritten, as FleetX does; `rules.py` warns when the two differ.
-    filling.values["Engine.accumulate_steps"] = batch.accumulate
-    filling.origins["Engine.accumulate_steps"] = "local / micro"
-    return batch
+    # A written value is overwritten, as FleetX does; `resolve.py` warns when the two differ.
+    filling.replace("Engine.accumulate_steps", batch.accumulate, "local / micro")
 
 
 def _fill_data(filling: _Filling) -> None:
     """Eval and Test are as Train where they say nothing."""
-    for path in [path for path in paths_of(RunConfig) if path.startswith("Data.Train.")]:
-        if path in filling.values:
+    for path in paths_of(DataPart):
+        if f"Data.Train.{path}" in filling.values:
             for part in ("Eval", "Test"):
-                other = path.replace("Train", part, 1)
-                filling.fill(other, filling.values[path], "as Train")
+                filling.fill(f"Data.{part}.{path}", filling.values[f"Data.Train.{path}"], "as Train")

@@ -7,12 +7,17 @@ minGPT file. The tables say which key becomes which; lines stay those of the tex
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from trainer.config.tree import TWICE, List, Map, Node, Scalar, is_null
-from trainer.errors import Finding, Place, Rule
+from trainer.config.kinds import BadValue, Boolean
+from trainer.config.presets import PRESETS
+from trainer.config.tree import TWICE, List, Map, Node, Scalar, is_null, plain
+from trainer.errors import Finding, Place, Rule, closest
 
+UNKNOWN = Rule("C010", "every key is known")
 MODEL_FAMILY = Rule("C016", "the model family is gpt or gpt-cn")
+SWITCH = Rule("T025", "use_sharding and sharding_degree say the same", "warning")
 
 _ENGINE_KEYS = (
     "run_mode max_steps num_train_epochs accumulate_steps logging_freq eval_freq eval_iters test_iters check_accuracy "
@@ -46,6 +51,12 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "grad_clip": ("Optimizer.grad_clip",),
     "lr_decay_style": ("Optimizer.lr.name",),
     "use_sharding": ("Distributed.use_sharding",),
+    "topk": ("Generation.top_k",),
+    "topp": ("Generation.top_p",),
+    "temperature": ("Generation.temperature",),
+    "max_dec_len": ("Generation.max_dec_len",),
+    "min_dec_len": ("Generation.min_dec_len",),
+    "decoding_strategy": ("Generation.decode_strategy",),
     # flags of paddle.distributed.launch and torchrun
     "gpus": ("Launch.devices",),
     "devices": ("Launch.devices",),
@@ -64,7 +75,6 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "Data.batch_size": ("Global",),
     "Data.dataset": ("Data.Train.dataset",),
     "Fused.tensor_fusion": ("Optimizer.tensor_fusion",),
-    "Engine.mix_precision.use_pure_fp16": ("Engine.mix_precision.enable",),
     "Optimizer.adam_beta1": ("Optimizer.beta1",),
     "Optimizer.adam_beta2": ("Optimizer.beta2",),
     "Optimizer.adam_epsilon": ("Optimizer.epsilon",),
@@ -81,8 +91,6 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "gpt_config.n_layer": ("Model.num_layers",),
     "gpt_config.n_head": ("Model.num_attention_heads",),
     "gpt_config.n_embd": ("Model.hidden_size",),
-    "gpt_config.vocab_size": ("Model.vocab_size",),
-    "gpt_config.block_size": ("Model.max_position_embeddings",),
     "gpt_config.resid_pdrop": ("Model.hidden_dropout_prob",),
     "gpt_config.embd_pdrop": ("Model.hidden_dropout_prob",),
     "gpt_config.attn_pdrop": ("Model.attention_probs_dropout_prob",),
@@ -97,16 +105,24 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "optimizer_config.weight_decay": ("Optimizer.weight_decay",),
 }
 
-# What a foreign key says beside its value; anything written wins over it.
+# What a foreign group of keys says by being there; anything written wins over it.
 IMPLIED: dict[str, dict[str, str]] = {
-    "Engine.mix_precision.use_pure_fp16": {"Engine.mix_precision.level": "O2", "Engine.mix_precision.dtype": "float16"},
     "data_config": {"Data.Train.dataset.name": "CharDataset"},
     "trainer_config": {"Engine.run_mode": "epoch", "Engine.log_style": "mingpt"},
     "optimizer_config": {"Optimizer.lr.name": "none", "Optimizer.beta2": "0.95"},
 }
 
-# Keys that mean something to Paddle only; `*` stands for Train, Eval and Test.
-PADDLE_ONLY = frozenset(
+PURE_FP16 = {
+    "Engine.mix_precision.enable": "true",
+    "Engine.mix_precision.level": "O2",
+    "Engine.mix_precision.dtype": "float16",
+}
+
+# Groups that are no sections here: a key in them that has no meaning is a mistake in that group.
+FOREIGN_GROUPS = ("data_config", "gpt_config", "trainer_config", "optimizer_config", "Fused")
+
+# Accepted with one notice: what only Paddle or hydra uses, or what is always computed. `*`: Train, Eval or Test.
+IGNORED = frozenset(
     """
     Global.flags Global.enable_partial_send_recv
     Engine.mix_precision.custom_black_list Engine.mix_precision.custom_white_list Engine.mix_precision.use_main_grad
@@ -116,7 +132,9 @@ PADDLE_ONLY = frozenset(
     Optimizer.multi_precision Optimizer.lr.use_increments Optimizer.lr.run_mode
     Distributed.fuse_sequence_parallel_allreduce Distributed.hcg
     Profiler.record_shapes Profiler.profile_memory Profiler.summary
-    Inference Compress hydra enable_addto fuse_transformer fuse_mt profiler_options node_rank
+    Inference Compress enable_addto fuse_transformer fuse_mt profiler_options beam_size save_inference_model_then_exist
+    hydra gpt_config.vocab_size gpt_config.block_size
+    node_rank
     """.split()
 )
 
@@ -126,18 +144,20 @@ class Translated(NamedTuple):
     implied: Map
 
 
-def is_paddle_only(path: str) -> bool:
+def is_ignored(path: str) -> bool:
     section, _, rest = path.partition(".")
     if section == "Data":
         path = f"Data.*.{rest.partition('.')[2]}"
-    return path in PADDLE_ONLY
+    return path in IGNORED
 
 
-def translate(tree: Map, found: list[Finding]) -> Translated:
-    """One layer in the canonical vocabulary, and what its dialect implies."""
-    walk = _Walk(tree.place, found)
+def translate(tree: Map, found: list[Finding], implies: bool = True) -> Translated:
+    """One layer in the canonical vocabulary, and what its dialect implies; a single override implies nothing."""
+    walk = _Walk(tree.place, found, IMPLIED if implies else {})
     for name, node in tree.items.items():
-        if name == "PreTraining" and isinstance(node, Map):
+        if name == "_inherited_":
+            found.append(UNKNOWN.found(name, plain(node), "it belongs in a section", "leave out _base_", node.place))
+        elif name == "PreTraining" and isinstance(node, Map):
             for inner, child in node.items.items():
                 walk.visit(inner, child)
         else:
@@ -146,37 +166,110 @@ def translate(tree: Map, found: list[Finding]) -> Translated:
 
 
 class _Walk:
-    def __init__(self, place: Place, found: list[Finding]) -> None:
+    def __init__(self, place: Place, found: list[Finding], implications: Mapping[str, Mapping[str, str]]) -> None:
         self.written, self.implied = Map({}, place), Map({}, place)
-        self.found = found
+        self.found, self.implications = found, implications
 
     def visit(self, path: str, node: Node) -> None:
-        for key, text in IMPLIED.get(path, {}).items():
+        for key, text in self.implications.get(path, {}).items():
             put(self.implied, key, Scalar(text, node.place, True), [])
-        if path in ("model_type", "model_name_or_path") and isinstance(node, Scalar):
-            self.model(path, node)
-        elif path == "standalone":
-            put(self.written, "Launch.style", Scalar("standalone", node.place, True), self.found)
+        special = SPECIAL.get(path)
+        if special and isinstance(node, Scalar):
+            special(self, node)
         elif path in RENAMED:
             for target in RENAMED[path]:
                 self.visit(target, node)
-        elif isinstance(node, Map) and any(name.startswith(path + ".") for name in RENAMED):
-            for name, child in node.items.items():
-                self.visit(f"{path}.{name}", child)
-            section = self.written.items.get(path)
-            if isinstance(section, Map):  # it was made when its first key came; its place is its own line
-                self.written.items[path] = Map(section.items, node.place)
+        elif isinstance(node, Map) and any(name.startswith(path + ".") for name in (*RENAMED, *SPECIAL)):
+            self.visit_section(path, node)
+        elif path in FOREIGN_GROUPS and is_null(node):
+            pass  # an empty group
+        elif path.partition(".")[0] in FOREIGN_GROUPS and not is_ignored(path) and "." in path:
+            self.found.append(_unknown_in_group(path, node))
         else:
             put(self.written, path, node, self.found)
 
-    def model(self, path: str, node: Scalar) -> None:
-        if path == "model_type":
-            if node.text.lower() not in ("gpt", "gpt-cn"):
-                message = f"model family {node.text} is not supported"
-                self.found.append(MODEL_FAMILY.found(path, node.text, message, "use gpt or gpt-cn", node.place))
-        else:  # a preset, or the folder of an earlier checkpoint
-            target = "Engine.save_load.ckpt_dir" if os.path.isdir(node.text) else "Model.name"
-            put(self.written, target, node, self.found)
+    def visit_section(self, path: str, node: Map) -> None:
+        for name, child in node.items.items():
+            self.visit(f"{path}.{name}", child)
+        section = self.written.items.get(path)
+        if isinstance(section, Map):  # it was made when its first key came; its place is its own line
+            self.written.items[path] = Map(section.items, node.place)
+
+    def model_type(self, node: Scalar) -> None:
+        if node.text.lower() not in ("gpt", "gpt-cn"):
+            message = f"model family {node.text} is not supported"
+            self.found.append(MODEL_FAMILY.found("model_type", node.text, message, "use gpt or gpt-cn", node.place))
+
+    def model_name_or_path(self, node: Scalar) -> None:
+        """A preset, or the folder of an earlier checkpoint."""
+        is_folder = node.text not in PRESETS and os.path.isdir(node.text)
+        put(self.written, "Engine.save_load.ckpt_dir" if is_folder else "Model.name", node, self.found)
+
+    def standalone(self, node: Scalar) -> None:
+        if switch(node, "standalone", self.found):
+            put(self.written, "Launch.style", Scalar("standalone", node.place, True), self.found)
+
+    def use_pure_fp16(self, node: Scalar) -> None:
+        """All of `PURE_FP16`, or no mixed precision unless use_amp says otherwise."""
+        meant = PURE_FP16 if switch(node, "use_pure_fp16", self.found) else {"Engine.mix_precision.enable": "false"}
+        for key, text in meant.items():
+            put(self.implied, key, Scalar(text, node.place, True), [])
+
+    def grad_clip(self, node: Scalar) -> None:
+        """A bare number is the norm."""
+        name = "Optimizer.grad_clip" if node.is_empty else "Optimizer.grad_clip.clip_norm"
+        put(self.written, name, node, self.found)
+
+
+# Keys whose meaning depends on their value.
+SPECIAL: dict[str, Callable[[_Walk, Scalar], None]] = {
+    "model_type": _Walk.model_type,
+    "model_name_or_path": _Walk.model_name_or_path,
+    "standalone": _Walk.standalone,
+    "Engine.mix_precision.use_pure_fp16": _Walk.use_pure_fp16,
+    "Optimizer.grad_clip": _Walk.grad_clip,
+}
+
+
+def switch(node: Node, key: str, found: list[Finding]) -> bool | None:
+    """A boolean; None when it is empty, or unreadable, which is a finding."""
+    if is_null(node):
+        return None
+    try:
+        return Boolean().read(node)
+    except BadValue as bad:
+        found.append(bad.rule.found(key, plain(node), bad.message, bad.hint, node.place))
+        return None
+
+
+def _unknown_in_group(path: str, node: Node) -> Finding:
+    group, _, name = path.partition(".")
+    known = [old.partition(".")[2] for old in RENAMED if old.startswith(group + ".")]
+    near = closest(name, known)
+    hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+    return UNKNOWN.found(path, plain(node), f"{group} has no key {name}", hint, node.place)
+
+
+def settle(tree: Map, found: list[Finding]) -> Map:
+    """PaddleNLP's use_sharding, once all layers are merged: false forces sharding_degree 1."""
+    distributed = tree.items.get("Distributed")
+    if not isinstance(distributed, Map) or "use_sharding" not in distributed.items:
+        return tree
+    rest = {key: node for key, node in distributed.items.items() if key != "use_sharding"}
+    node, sharding = distributed.items["use_sharding"], rest.get("sharding", Map({}, distributed.place))
+    wanted = switch(node, "use_sharding", found)
+    degree = sharding.items.get("sharding_degree") if isinstance(sharding, Map) else None
+    written = plain(degree) if degree else None
+    one = written in (None, "1")
+    if wanted and one:
+        message, hint = "no effect here: sharding_degree is 1", "write the sharding_degree you want"
+        found.append(SWITCH.found("use_sharding", True, message, hint, node.place))
+    if wanted is False and isinstance(sharding, Map):
+        if not one:
+            message, hint = f"use_sharding is off: sharding_degree {written} is not used", "delete one of the two"
+            found.append(SWITCH.found("use_sharding", False, message, hint, node.place))
+        rest["sharding"] = Map({**sharding.items, "sharding_degree": Scalar("1", node.place)}, sharding.place)
+    return Map({**tree.items, "Distributed": Map(rest, distributed.place)}, tree.place)
 
 
 def put(tree: Map, path: str, node: Node, found: list[Finding]) -> None:
@@ -184,6 +277,8 @@ def put(tree: Map, path: str, node: Node, found: list[Finding]) -> None:
     *parents, name = path.split(".")
     for parent in parents:
         child = tree.items.get(parent)
+        if child is not None and not isinstance(child, Map) and not is_null(child):
+            return  # the value that stands where a section belongs is refused when it is read
         if not isinstance(child, Map):
             child = tree.items[parent] = Map({}, node.place)
         tree = child

@@ -1,7 +1,7 @@
 """The kinds of values a key can have: each reads a node of the tree as meant, and describes itself as JSON Schema.
 
 A section is a frozen dataclass whose fields are made by the functions at the end (`integer`, `choice`, …). This module
-knows no key by name.
+knows the keys of no section.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ OUT_OF_RANGE = Rule("C012", "a number is within the range of its key")
 NOT_A_CHOICE = Rule("C013", "a value is one of the words its key allows")
 NOT_A_NAME = Rule("C014", "a text has the form its key asks for")
 
+MAX_NAMES = 500
 INT_LIMIT = 2**53  # beyond it a float no longer holds every integer, and no count here is that large
 
 _INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
@@ -38,6 +39,14 @@ class BadValue(Exception):
     def __init__(self, rule: Rule, message: str, hint: str = "", place: Place | None = None, key: str = "") -> None:
         super().__init__(message)
         self.rule, self.message, self.hint, self.place, self.key = rule, message, hint, place, key
+
+
+class BadItems(Exception):
+    """Some items of a list or mapping do not fit: all of them, and what the others are."""
+
+    def __init__(self, faults: list[BadValue], rest: Any) -> None:
+        super().__init__(len(faults))
+        self.faults, self.rest = faults, rest
 
 
 class Kind(Protocol):
@@ -89,7 +98,11 @@ def read_number(text: str) -> float:
     return number
 
 
-def check_range(number: float, low: float | None, high: float | None, above: float | None = None) -> None:
+def check_range(
+    number: float, low: float | None, high: float | None, above: float | None = None, below: float | None = None
+) -> None:
+    if below is not None and number >= below:
+        raise BadValue(OUT_OF_RANGE, f"{number:g} is not below {below:g}", f"use a value below {below:g}")
     if above is not None and number <= above:
         raise BadValue(OUT_OF_RANGE, f"{number:g} is not above {above:g}", f"use a value above {above:g}")
     if low is not None and number < low:
@@ -108,23 +121,26 @@ class Integer(NamedTuple):
         return number
 
     def schema(self) -> dict[str, Any]:
-        bounds = {"minimum": self.low} if self.low is not None else {}
-        return {"type": ["integer", "null"], **bounds}
+        low = {"minimum": self.low} if self.low is not None else {}
+        high = {"maximum": self.high} if self.high < INT_LIMIT else {}
+        return {"type": ["integer", "null"], **low, **high}
 
 
 class Number(NamedTuple):
     low: float | None = None
     high: float | None = None
     above: float | None = None
+    below: float | None = None
 
     def read(self, node: Node) -> float:
         number = read_number(scalar_text(node, "a number"))
-        check_range(number, self.low, self.high, self.above)
+        check_range(number, *self)
         return number
 
     def schema(self) -> dict[str, Any]:
-        bounds = {"minimum": self.low, "maximum": self.high, "exclusiveMinimum": self.above}
-        return {"type": ["number", "null"], **{name: bound for name, bound in bounds.items() if bound is not None}}
+        names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+        bounds = {name: bound for name, bound in zip(names, self) if bound is not None}
+        return {"type": ["number", "null"], **bounds}
 
 
 class Boolean:
@@ -154,7 +170,7 @@ class Choice(NamedTuple):
         return known[word.lower()]
 
     def schema(self) -> dict[str, Any]:
-        return {"enum": [*self.options, None]}
+        return {"enum": [*self.options, *self.synonyms, None]}
 
 
 class Text(NamedTuple):
@@ -184,7 +200,7 @@ class FilePath:
     def read(self, node: Node) -> str:
         text = Text().read(node)
         if scheme := _SCHEME.match(text):
-            raise BadValue(NOT_A_NAME, f"{scheme[0]} is not supported", "download it first and write a local path")
+            raise BadValue(NOT_A_NAME, f"{scheme[0]} is not supported", "write a path on a file system")
         return text
 
     def schema(self) -> dict[str, Any]:
@@ -218,10 +234,19 @@ class Words(NamedTuple):
     item: Kind = Text()
 
     def read(self, node: Node) -> tuple[Any, ...]:
-        return tuple(self.item.read(item) for item in (node.items if isinstance(node, List) else (node,)))
+        items, faults = [], []
+        for item in node.items if isinstance(node, List) else (node,):
+            try:
+                items.append(self.item.read(item))
+            except BadValue as bad:
+                faults.append(BadValue(bad.rule, bad.message, bad.hint, bad.place or item.place))
+        if faults:
+            raise BadItems(faults, tuple(items))
+        return tuple(items)
 
     def schema(self) -> dict[str, Any]:
-        return {"type": ["array", "string", "null"], "items": self.item.schema()}
+        items = {"type": ["string", "number", "boolean"]} if isinstance(self.item, Text) else self.item.schema()
+        return {"type": ["array", "string", "number", "null"], "items": items}
 
 
 class Names(NamedTuple):
@@ -234,14 +259,18 @@ class Names(NamedTuple):
     def read(self, node: Node) -> dict[str, Any]:
         if not isinstance(node, Map):
             raise BadValue(WRONG_TYPE, "a mapping is needed", "write it as {NAME: value}")
-        values = {}
+        if len(node.items) > MAX_NAMES:
+            raise BadValue(OUT_OF_RANGE, f"{len(node.items):,} names are too many", f"use at most {MAX_NAMES}")
+        values, faults = {}, []
         for name, item in node.items.items():
-            if not re.fullmatch(self.pattern, name):
-                raise BadValue(NOT_A_NAME, f"{shown(name)} is not {self.form}", f"use {self.form}", item.place)
             try:
+                if not re.fullmatch(self.pattern, name):
+                    raise BadValue(NOT_A_NAME, f"{shown(name)} is not {self.form}", f"use {self.form}")
                 values[name] = "" if is_null(item) and isinstance(self.item, Text) else self.item.read(item)
             except BadValue as bad:
-                raise BadValue(bad.rule, bad.message, bad.hint, bad.place or item.place, name) from None
+                faults.append(BadValue(bad.rule, bad.message, bad.hint, bad.place or item.place, name))
+        if faults:
+            raise BadItems(faults, values)
         return values
 
     def schema(self) -> dict[str, Any]:
@@ -283,7 +312,8 @@ def section_schema(cls: type) -> dict[str, Any]:
     properties = {}
     for name, key in keys_of(cls).items():
         default = {} if isinstance(key.kind, Section) or key.default is None else {"default": key.default}
-        properties[name] = {"description": key.doc, **key.kind.schema(), **default} if key.doc else key.kind.schema()
+        described = {"description": key.doc} if key.doc else {}
+        properties[name] = {**described, **key.kind.schema(), **default}
     properties["_inherited_"] = {"type": "boolean", "description": "False: replace the section of the _base_ file"}
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
 
@@ -307,9 +337,14 @@ def integer(default: int | None, doc: str, low: int | None = None, high: int = I
 
 
 def number(
-    default: float | None, doc: str, low: float | None = None, high: float | None = None, above: float | None = None
+    default: float | None,
+    doc: str,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
 ) -> Any:
-    return key(Number(low, high, above), default, doc)
+    return key(Number(low, high, above, below), default, doc)
 
 
 def boolean(default: bool, doc: str) -> Any:
@@ -324,7 +359,7 @@ def text(default: str | None, doc: str, pattern: str = "", form: str = "") -> An
     return key(Text(pattern, form), default, doc)
 
 
-def path(default: str | None, doc: str) -> Any:
+def file_path(default: str | None, doc: str) -> Any:
     return key(FilePath(), default, doc)
 
 

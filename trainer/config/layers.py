@@ -9,9 +9,11 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from trainer.config.dialects import Translated, copied, translate
-from trainer.config.tree import List, Map, Node, Scalar, is_null, parse_value, read_file
+from trainer.config.dialects import Translated, copied, switch, translate
+from trainer.config.tree import MAX_DEPTH, List, Map, Node, Scalar, checked_text, is_null, parse_value, plain, read_file
 from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
+
+MAX_BASES = 50
 
 BASE = Rule("C015", "_base_ names a readable file, and no file is its own base")
 INDEX = Rule("C018", "an index points at an item that the list has")
@@ -28,9 +30,10 @@ class Override(NamedTuple):
     def parse(text: str, flag: str = "-o") -> Override:
         key, equals, value = text.partition("=")
         key = key.strip()
-        if not equals or not key or not all(key.split(".")):
+        names = key.split(".")
+        if not equals or not all(names) or len(names) > MAX_DEPTH:
             hint = "write it as Section.key=value, such as Distributed.mp_degree=2"
-            raise UserError(f"{flag} {text}: not an override", hint, WRONG_USAGE)
+            raise UserError(f"{flag} {text[:200]}: not an override", hint, WRONG_USAGE)
         return Override(key, value.strip(), f"{flag} {text}")
 
 
@@ -42,7 +45,7 @@ def load_tree(path: str | os.PathLike[str] | None, overrides: Iterable[Override]
         if tree is None:
             return None
         layers = _with_bases(tree, os.fspath(path), [], found)
-    layers += [translate(_override_tree(override, found), found) for override in overrides]
+    layers += [translate(_override_tree(override, found), found, implies=False) for override in overrides]
     merged: Node = Map({}, Place(os.fspath(path) if path is not None else "command line"))
     for layer in [layer.implied for layer in layers] + [layer.written for layer in layers]:
         merged = merge(merged, layer, found)
@@ -62,6 +65,11 @@ def _with_bases(tree: Map, path: str, children: Sequence[str], found: list[Findi
         return [layer]
     base_path = os.path.join(os.path.dirname(path), base.text)
     chain = [*children, os.path.realpath(path)]
+    if len(chain) > MAX_BASES:
+        found.append(
+            BASE.found("_base_", base.text, f"a chain of more than {MAX_BASES} files", "merge some", base.place)
+        )
+        return [layer]
     if os.path.realpath(base_path) in chain:
         found.append(
             BASE.found("_base_", base.text, f"{base.text} leads back to itself", "break the cycle", base.place)
@@ -78,7 +86,7 @@ def _with_bases(tree: Map, path: str, children: Sequence[str], found: list[Findi
 
 def _override_tree(override: Override, found: list[Finding]) -> Map:
     place = Place(override.source)
-    node: Node = Scalar(override.value, place)
+    node: Node = Scalar(checked_text(override.value, place, found), place)
     if override.value[:1] in ("[", "{", "'", '"'):
         parsed = parse_value(override.value, override.source, found, first_line=0)
         node = parsed if parsed is not None else node
@@ -97,7 +105,7 @@ def merge(under: Node, over: Node, found: list[Finding]) -> Node:
     if not isinstance(over, Map):
         return over
     marker = over.items.get("_inherited_")
-    inherits = not (isinstance(marker, Scalar) and marker.text.lower() in ("false", "no", "0"))
+    inherits = marker is None or switch(marker, "_inherited_", found) is not False
     items = dict(under.items) if isinstance(under, Map) and inherits else {}
     for key, node in over.items.items():
         if key != "_inherited_":
@@ -106,7 +114,7 @@ def merge(under: Node, over: Node, found: list[Finding]) -> Node:
 
 
 def is_items(node: Map) -> bool:
-    return bool(node.items) and all(key.isascii() and key.isdigit() for key in node.items)
+    return bool(node.items) and all(key.isascii() and key.isdigit() and len(key) < 10 for key in node.items)
 
 
 def _as_items(node: Node) -> Sequence[Node] | None:
@@ -120,9 +128,9 @@ def _as_items(node: Node) -> Sequence[Node] | None:
 def replace_items(base: Sequence[Node], over: Map, found: list[Finding]) -> List:
     items = list(base)
     for key, node in over.items.items():
-        if int(key[:9]) >= len(items):
-            message = f"index {key[:9]} of a list of {len(items)}"
-            found.append(INDEX.found("", None, message, f"use 0 to {len(items) - 1}", node.place))
+        if int(key) >= len(items):
+            hint = f"use 0 to {len(items) - 1}" if items else "write the whole list"
+            found.append(INDEX.found("", plain(node), f"index {int(key)} of a list of {len(items)}", hint, node.place))
         else:
             items[int(key)] = copied(node)
     return List(tuple(items), over.place)

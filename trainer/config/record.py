@@ -1,7 +1,7 @@
 """Frozen dataclasses that are cheap to define.
 
 `dataclass` compiles six methods for every class. A start of gptctl defines thirty sections, and compiling cost it more
-CPU time than reading and checking a config; so comparison, hash and repr are written once here and shared by them all.
+CPU time than reading and checking a config; so comparison and repr are written once here and shared by them all.
 """
 
 from __future__ import annotations

@@ -5,109 +5,76 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
-from trainer.config.derive import Derived, derive
-from trainer.config.kinds import BadValue, Boolean
+from trainer.config.derive import DROPOUTS, MISSING_SIZE, Derived, derive
+from trainer.config.dialects import settle
+from trainer.config.kinds import Section, keys_of
 from trainer.config.read import Reading, build, paths_of, read_root
-from trainer.config.rules import NO_EFFECT, check_run
+from trainer.config.rules import NO_EFFECT, OFF, check_run
 from trainer.config.sections import RunConfig
-from trainer.config.tree import Map, Scalar
-from trainer.errors import Finding, Place, Rule, errors_in, in_order
-from trainer.layout import Batch, Layout, Machines, Shape, check_model, check_mp_in_node, check_world, propose
-
-IGNORED = Rule("N001", "a key has a meaning under torch", "notice")
-NOT_BUILT = Rule("N002", "what a section asks for is built", "notice")
-ACCUMULATE = Rule(
-    "T024", "accumulate_steps = local_batch_size / micro_batch_size", "warning", uses=("Global", "Distributed")
+from trainer.config.tree import Map
+from trainer.errors import Finding, Rule, errors_in, in_order
+from trainer.layout import (
+    DEGREE_KEYS,
+    WORLD,
+    Batch,
+    Layout,
+    Machines,
+    Shape,
+    check_model,
+    check_mp_in_node,
+    check_world,
+    propose,
 )
 
-SECTIONS: dict[str, type] = {name: type(getattr(RunConfig(), name)) for name in RunConfig.__dataclass_fields__}
+IGNORED = Rule("N001", "a key is used by what runs here", "notice")
+NOT_BUILT = Rule("N002", "what a section asks for is built", "notice")
+ACCURACY = Rule("N003", "check_accuracy compares layouts, so nothing random stays on", "notice", uses=DROPOUTS)
+ACCUMULATE = Rule(
+    "T024",
+    "accumulate_steps = local_batch_size / micro_batch_size",
+    "warning",
+    uses=("Global.global_batch_size", "Global.local_batch_size", "Global.micro_batch_size", *DEGREE_KEYS.values()),
+)
+
 NOT_BUILT_YET = ("Profiler", "Generation", "Offline_Eval")
 MAX_PROPOSED_WORLD = 1 << 20
 
 
 class Resolved(NamedTuple):
-    """A complete run config with its layout; worth running only when `findings` holds no error."""
+    """A complete run config; worth running only when `findings` holds no error."""
 
     run: RunConfig
-    layout: Layout
-    batch: Batch
     findings: tuple[Finding, ...]
     origins: dict[str, str]  # key path -> where its value came from
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.run)
+
+    @property
+    def batch(self) -> Batch:
+        return batch_of(self.run)
 
     def as_json(self) -> str:
         """The config as JSON that loads back to the same object."""
         return json.dumps(asdict(self.run), indent=2, ensure_ascii=False) + "\n"
 
 
-def read_run(
-    tree: Map, found: list[Finding], others: Mapping[str, type] | None = None, unread: tuple[str, ...] = ()
-) -> Reading:
-    """Reads the sections of a run config, and with them those of another program (`others`)."""
-    reading = Reading(found)
-    _apply_use_sharding(tree, reading)
-    read_root({**SECTIONS, **(others or {})}, tree, reading, unread)
-    if reading.ignored:
-        keys = ", ".join(f"{key} ({place})" for key, place in reading.ignored.items())
-        found.append(IGNORED.found("", list(reading.ignored), f"ignored, no meaning under torch: {keys}"))
-    written = [name for name in NOT_BUILT_YET if name in reading.places]
-    if written:
-        message = f"read and checked, but nothing acts on it yet: {', '.join(written)}"
-        found.append(NOT_BUILT.found("", written, message))
-    return reading
+def sections() -> dict[str, type]:
+    kinds = {name: key.kind for name, key in keys_of(RunConfig).items()}
+    return {name: kind.cls for name, kind in kinds.items() if isinstance(kind, Section)}
 
 
-def _apply_use_sharding(tree: Map, reading: Reading) -> None:
-    """Seed 002's switch: false forces sharding_degree 1, true with degree 1 is a doubt."""
-    distributed = tree.items.get("Distributed")
-    if not isinstance(distributed, Map) or "use_sharding" not in distributed.items:
-        return
-    node = distributed.items.pop("use_sharding")
-    try:
-        wanted = Boolean().read(node)
-    except BadValue as bad:
-        reading.found.append(bad.rule.found("use_sharding", None, bad.message, bad.hint, node.place))
-        return
-    sharding = distributed.items.setdefault("sharding", Map({}, node.place))
-    if not isinstance(sharding, Map):
-        return
-    degree = sharding.items.get("sharding_degree")
-    if not wanted:
-        sharding.items["sharding_degree"] = Scalar("1", node.place)
-    elif degree is None or (isinstance(degree, Scalar) and degree.text == "1"):
-        message, hint = "no effect here: sharding_degree is 1", "write the sharding_degree you want"
-        reading.found.append(NO_EFFECT.found("use_sharding", True, message, hint, node.place))
+def layout_of(run: RunConfig) -> Layout:
+    degrees = run.Distributed
+    return Layout(degrees.dp_degree, degrees.pp_degree, degrees.sharding.sharding_degree, degrees.mp_degree)
 
 
-def resolve(reading: Reading, machines: Machines | None) -> Resolved:
-    derived = derive(reading.values, reading.emptied, machines)
-    run = build(RunConfig, derived.values)
-    judged = [*derived.found, *_check(run, derived, reading, machines)]
-    judged = [finding for finding in judged if not any(reading.is_bad(key) for key in finding.uses)]
-    judged = [finding.at(_place(finding, reading)) for finding in judged]
-    origins = {path: _origin(path, reading, derived) for path in paths_of(RunConfig)}
-    return Resolved(run, derived.layout, derived.batch, in_order([*reading.found, *judged]), origins)
-
-
-def _check(run: RunConfig, derived: Derived, reading: Reading, machines: Machines | None) -> list[Finding]:
-    dp_written = "Distributed.dp_degree" in reading.values
-    unit = "GPUs" if run.Global.device == "gpu" else "ranks"
-    found = []
-    for finding in check_world(derived.layout, machines, dp_written, unit):
-        assert machines is not None
-        hint = _proposal(derived.layout, reading, machines.world, dp_written)
-        found.append(finding._replace(hint=hint))
-    found += check_model(shape_of(run), derived.layout, derived.batch)
-    found += check_mp_in_node(derived.layout, machines)
-    found += check_run(run)
-    written = reading.values.get("Engine.accumulate_steps")
-    if written not in (None, derived.batch.accumulate):
-        message = f"{written} is replaced by local_batch_size / micro_batch_size = {derived.batch.accumulate}"
-        found.append(
-            ACCUMULATE.found("Engine.accumulate_steps", written, message, "delete it, or change the batch sizes")
-        )
-    return found
+def batch_of(run: RunConfig) -> Batch:
+    return Batch(run.Global.global_batch_size, run.Global.local_batch_size, run.Global.micro_batch_size)
 
 
 def shape_of(run: RunConfig) -> Shape:
@@ -125,42 +92,85 @@ def shape_of(run: RunConfig) -> Shape:
     )
 
 
-def _proposal(wish: Layout, reading: Reading, world: int, dp_written: bool) -> str:
+def read_run(
+    tree: Map, found: list[Finding], others: Mapping[str, type] | None = None, unread: tuple[str, ...] = ()
+) -> Reading:
+    """Reads the sections of a run config, and with them those of another program (`others`)."""
+    tree = settle(tree, found)
+    reading = Reading(found, {**sections(), **(others or {})})
+    read_root(tree, reading, unread)
+    if reading.ignored:
+        keys = ", ".join(f"{key} ({place})" for key, place in reading.ignored.items())
+        found.append(IGNORED.found("", list(reading.ignored), f"ignored, nothing here uses them: {keys}"))
+    written = [name for name in NOT_BUILT_YET if name in reading.places]
+    if written:
+        message = f"read and checked, but nothing acts on it yet: {', '.join(written)}"
+        found.append(NOT_BUILT.found("", written, message))
+    return reading
+
+
+def resolve(reading: Reading, machines: Machines | None) -> Resolved:
+    derived = derive(reading.values, reading.emptied, machines)
+    run = build(RunConfig, derived.values)
+    dp_written = DEGREE_KEYS["dp"] in reading.values
+    world = reading.judge(_check_world(run, reading, machines, dp_written))
+    # A dp that could not be derived is nobody's mistake: what follows from it is not worth saying.
+    unsolved = not dp_written and (world or any(reading.is_bad(key) for key in WORLD.uses))
+    unknown = {DEGREE_KEYS["dp"]} if unsolved else set()
+    unknown |= {finding.key for finding in derived.found if finding.code == MISSING_SIZE.code}
+    found = [*derived.found, *check_model(shape_of(run), layout_of(run), batch_of(run)), *check_run(run)]
+    found += _check_replaced(run, reading)
+    if not world:
+        found += check_mp_in_node(layout_of(run), machines)
+    judged = reading.judge(found, unknown)
+    switched_off = {finding.key: OFF.get(finding.key, False) for finding in judged if finding.code == NO_EFFECT.code}
+    derived.values.update(switched_off)
+    derived.origins.update(dict.fromkeys(switched_off, "no effect here"))
+    origins = {path: _origin(path, reading, derived) for path in paths_of(RunConfig)}
+    return Resolved(build(RunConfig, derived.values), in_order([*reading.found, *world, *judged]), origins)
+
+
+def _check_world(run: RunConfig, reading: Reading, machines: Machines | None, dp_written: bool) -> list[Finding]:
+    layout, unit = layout_of(run), "GPUs" if run.Global.device == "gpu" else "ranks"
+    return [
+        finding._replace(hint=_proposal(layout, reading, machines, dp_written))
+        for finding in check_world(layout, machines, dp_written, unit)
+        if machines
+    ]
+
+
+def _check_replaced(run: RunConfig, reading: Reading) -> list[Finding]:
+    """Values that the config writes and something else overrules."""
+    found = []
+    written, accumulate = reading.values.get("Engine.accumulate_steps"), run.Engine.accumulate_steps
+    if written not in (None, accumulate):
+        message = f"{written} is replaced by local_batch_size / micro_batch_size = {accumulate}"
+        hint = "delete it, or change the batch sizes"
+        found.append(ACCUMULATE.found("Engine.accumulate_steps", written, message, hint))
+    if run.Engine.check_accuracy and any(reading.values.get(key, 0.1) for key in DROPOUTS):
+        message = "both dropouts are 0, and nothing is evaluated or saved"
+        found.append(ACCURACY.found("Engine.check_accuracy", True, message))
+    return found
+
+
+def _proposal(wish: Layout, reading: Reading, machines: Machines, dp_written: bool) -> str:
     """The nearest layouts that this config could have on that many GPUs."""
-    if world > MAX_PROPOSED_WORLD:
-        return f"{world:,} GPUs are more than anybody has: check nodes and gpus_per_node"
+    if machines.world > MAX_PROPOSED_WORLD:
+        return f"{machines.world:,} GPUs are more than anybody has: check nodes and gpus_per_node"
 
-    def errors_of(layout: Layout) -> set[str]:
-        derived = derive({**reading.values, **_degrees(layout)}, reading.emptied, None)
+    @cache
+    def errors_of(layout: Layout) -> frozenset[str]:
+        degrees = {path: getattr(layout, axis) for axis, path in DEGREE_KEYS.items()}
+        derived = derive({**reading.values, **degrees}, reading.emptied, None)
         run = build(RunConfig, derived.values)
-        found = [*derived.found, *check_model(shape_of(run), layout, derived.batch)]
-        return {finding.code[0] for finding in errors_in(found) if not any(reading.is_bad(key) for key in finding.uses)}
+        found = reading.judge([*derived.found, *check_model(shape_of(run), layout, batch_of(run)), *check_run(run)])
+        return frozenset(finding.code[0] for finding in errors_in(found))
 
-    if fitting := propose(wish, world, dp_written, lambda layout: not errors_of(layout)):
+    if fitting := propose(wish, machines, dp_written, lambda layout: not errors_of(layout)):
         return "these fit: " + "; ".join(str(layout) for layout in fitting)
-    fitting = propose(wish, world, dp_written, lambda layout: errors_of(layout) <= {"B"})
-    if fitting:
+    if fitting := propose(wish, machines, dp_written, lambda layout: errors_of(layout) <= {"B"}):
         return "these fit with other batch sizes: " + "; ".join(str(layout) for layout in fitting)
     return "no layout of that many GPUs suits this model"
-
-
-def _degrees(layout: Layout) -> dict[str, int]:
-    return {
-        "Distributed.dp_degree": layout.dp,
-        "Distributed.pp_degree": layout.pp,
-        "Distributed.sharding.sharding_degree": layout.sharding,
-        "Distributed.mp_degree": layout.mp,
-    }
-
-
-def _place(finding: Finding, reading: Reading) -> Place | None:
-    """Where the mistake can be mended: the key, its section, or what else the rule looks at."""
-    for path in (finding.key, *finding.uses):
-        while path:
-            if place := reading.place_of(path):
-                return place
-            path = path.rpartition(".")[0]
-    return None
 
 
 def _origin(path: str, reading: Reading, derived: Derived) -> str:
@@ -171,9 +181,3 @@ def _origin(path: str, reading: Reading, derived: Derived) -> str:
     if path in reading.values:
         return str(reading.places[path])
     return "default"
-
-
-def value_at(run: Any, path: str) -> Any:
-    for name in path.split("."):
-        run = getattr(run, name)
-    return run

@@ -6,7 +6,7 @@ The names are those of FleetX and PaddleNLP's GPT. A default of None with `deriv
 
 from __future__ import annotations
 
-from trainer.config.kinds import Integers, boolean, choice, integer, key, number, path, section
+from trainer.config.kinds import Integers, boolean, choice, file_path, integer, key, number, section
 from trainer.config.presets import PRESETS
 from trainer.config.record import record
 
@@ -34,31 +34,31 @@ class MixPrecision:
         "float16", ["float16", "bfloat16"], "float16 | bfloat16", fp16="float16", bf16="bfloat16", half="float16"
     )
     level: str = choice("O1", ["O1", "O2"], "O1 autocast | O2 half parameters + fp32 master weights")
-    scale_loss: float = number(32768.0, "initial dynamic loss scale of float16", above=0)
+    scale_loss: float = number(32768.0, "initial dynamic loss scale of float16", above=0, high=2.0**32)
 
 
 @record(frozen=True)
 class SaveLoad:
-    save_steps: int = integer(1000, "checkpoint every n updates; <= 0: only at the end")
+    save_steps: int = integer(1000, "checkpoint every n updates; <= 0 or empty: only at the end")
     save_epoch: int = integer(1, "checkpoint every n epochs (run_mode epoch)", low=1)
-    output_dir: str | None = path(None, "root of checkpoints; empty: <run_dir>/output, or ./output without gptctl")
-    ckpt_dir: str | None = path(None, "checkpoint to go on from: a path | auto (the latest in output_dir) | empty")
+    output_dir: str | None = file_path(None, "root of checkpoints; empty: <run_dir>/output, or ./output without gptctl")
+    ckpt_dir: str | None = file_path(None, "checkpoint to go on from: a path | auto (the latest in output_dir) | empty")
     keep_last: int | None = integer(None, "checkpoints to keep; empty: all", low=2)
-    snapshot_path: str | None = path(None, "single-file snapshot of the character GPT, every save_epoch epochs")
+    snapshot_path: str | None = file_path(None, "single-file snapshot of the character GPT, every save_epoch epochs")
 
 
 @record(frozen=True)
 class Engine:
     run_mode: str = choice("step", ["step", "epoch"], "step | epoch")
-    max_steps: int = integer(500000, "stop after this many updates", low=1)
+    max_steps: int = integer(500000, "stop after this many updates; <= 0: after num_train_epochs")
     num_train_epochs: int = integer(1, "epochs (run_mode epoch)", low=1)
     accumulate_steps: int = integer(
         None, "micro-batches per update; derived: local_batch_size / micro_batch_size", low=1
     )
     logging_freq: int = integer(1, "log every n updates", low=1)
     eval_freq: int = integer(500, "evaluate every n updates; <= 0: never")
-    eval_iters: int = integer(10, "batches per evaluation", low=1)
-    test_iters: int = integer(None, "batches of the final test run; derived: 10 · eval_iters", low=1)
+    eval_iters: int = integer(10, "batches per evaluation", low=0)
+    test_iters: int = integer(None, "batches of the final test run; derived: 10 · eval_iters", low=0)
     check_accuracy: bool = boolean(False, "compare layouts: dropouts 0, no evaluation, no save")
     log_style: str = choice("fleetx", ["fleetx", "mingpt", "json"], "fleetx | mingpt | json: the form of the log lines")
     mix_precision: MixPrecision = section(MixPrecision)
@@ -78,10 +78,10 @@ class Model:
     num_layers: int = integer(None, "derived: the preset's", low=1, high=1 << 16)
     num_attention_heads: int = integer(None, "derived: the preset's", low=1, high=1 << 16)
     ffn_hidden_size: int = integer(None, "derived: 4 · hidden_size", low=1, high=1 << 22)
-    hidden_dropout_prob: float = number(0.1, "dropout of embeddings and block outputs", low=0, high=1)
-    attention_probs_dropout_prob: float = number(0.1, "dropout of attention weights", low=0, high=1)
+    hidden_dropout_prob: float = number(0.1, "dropout of embeddings and block outputs", low=0, below=1)
+    attention_probs_dropout_prob: float = number(0.1, "dropout of attention weights", low=0, below=1)
     max_position_embeddings: int = integer(None, "derived: 1024; CharDataset: max_seq_len", low=1, high=1 << 24)
-    initializer_range: float = number(0.02, "standard deviation of initial weights", above=0)
+    initializer_range: float = number(0.02, "standard deviation of initial weights", above=0, high=10)
     use_recompute: bool = boolean(False, "recompute activations in the backward pass")
     recompute_granularity: str = choice(
         "full",
@@ -99,10 +99,10 @@ class Model:
 @record(frozen=True)
 class Dataset:
     name: str = choice("GPTDataset", ["GPTDataset", "CharDataset"], "GPTDataset | CharDataset")
-    input_dir: str = path("./data", "GPTDataset: a folder of *_ids.npy + *_idx.npz or *_ids.npz, or one such file")
+    input_dir: str = file_path("./data", "GPTDataset: a folder of *_ids.npy + *_idx.npz or *_ids.npz, or one such file")
     split: tuple[int, ...] = key(Integers(longest=3), (949, 50, 1), "shares of train, valid and test documents")
     max_seq_len: int = integer(1024, "tokens per sample (CharDataset: block_size)", low=1, high=1 << 24)
-    path: str | None = path(None, "CharDataset: a text file, or builtin (the demo corpus)")
+    path: str | None = file_path(None, "CharDataset: a text file, or builtin (the demo corpus)")
     train_split: float = number(0.9, "CharDataset: share of the samples that is trained on", above=0, high=1)
     truncate: float = number(1.0, "CharDataset: share of the text that is used", above=0, high=1)
 
@@ -143,7 +143,7 @@ class LearningRate:
     )
     decay_steps: int = integer(360000, "updates until min_lr is reached; empty: max_steps", low=1)
     warmup_rate: float = number(0.01, "share of decay_steps with a rising rate", low=0, high=1)
-    max_lr: float = number(5.0e-5, "highest learning rate", above=0)
+    max_lr: float = number(5.0e-5, "highest learning rate", above=0, high=100)
     min_lr: float = number(1.0e-5, "learning rate after decay_steps", low=0)
 
 
@@ -157,8 +157,8 @@ class GradClip:
 class Optimizer:
     name: str = choice("AdamW", ["AdamW"], "the only optimizer", fusedadamw="AdamW")
     weight_decay: float = number(0.01, "not applied to biases and norms", low=0)
-    beta1: float = number(0.9, "", low=0, high=1)
-    beta2: float = number(0.999, "", low=0, high=1)
+    beta1: float = number(0.9, "", low=0, below=1)
+    beta2: float = number(0.999, "", low=0, below=1)
     epsilon: float = number(1.0e-8, "", above=0)
     lr: LearningRate = section(LearningRate)
     grad_clip: GradClip = section(GradClip, "a bare number is clip_norm", shorthand="clip_norm")
@@ -183,14 +183,14 @@ class Distributed:
     pp_recompute_interval: int = integer(1, "layers recomputed together (full recompute with pp)", low=1)
     bucket_cap_mb: float = number(25.0, "size of a DDP bucket", above=0)
     backend: str = choice(None, ["nccl", "gloo"], "derived: nccl on gpu, gloo on cpu")
-    timeout_minutes: float = number(30.0, "a collective that takes longer ends the job", above=0, high=1_000_000)
+    timeout_minutes: float = number(30.0, "a collective that takes longer ends the job", low=0.01, high=1_000_000)
 
 
 @record(frozen=True)
 class Profiler:
     enable: bool = boolean(False, "record a profile")
     scheduler: tuple[int, ...] = key(Integers(longest=2), (1, 5), "[first step, step after the last]")
-    profiler_log: str = path("profiler_log", "folder of the traces")
+    profiler_log: str = file_path("profiler_log", "folder of the traces")
     detailed: bool = boolean(False, "print every summary table")
 
 
@@ -202,12 +202,18 @@ class Generation:
     min_dec_len: int = integer(1, "", low=0)
     max_dec_len: int = integer(200, "", low=1)
     num_return_sequences: int = integer(1, "", low=1)
-    decode_strategy: str = choice("sampling", ["sampling", "greedy_search"], "sampling | greedy_search")
+    decode_strategy: str = choice(
+        "sampling",
+        ["sampling", "greedy_search"],
+        "sampling | greedy_search",
+        topk_sampling="sampling",
+        topp_sampling="sampling",
+    )
 
 
 @record(frozen=True)
 class OfflineEval:
-    eval_path: str | None = path(None, "text file (perplexity) or jsonl (cloze)")
+    eval_path: str | None = file_path(None, "text file (perplexity) or jsonl (cloze)")
     cloze_eval: bool = boolean(False, "accuracy of the last word instead of perplexity")
     overlapping_eval: int = integer(32, "tokens by which windows move on", low=1)
     batch_size: int = integer(8, "", low=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -27,7 +28,7 @@ EMPTY = Rule("C007", "a config sets at least one key")
 
 # C0 (but tab and line ends), DEL, C1, line and paragraph separators, direction overrides, BOM, surrogates: none has a
 # use in a config, and each can deceive a reader or a shell.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]")
 
 
 class Scalar(NamedTuple):
@@ -38,7 +39,7 @@ class Scalar(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """Nothing written: the value is derived or the default."""
-        return not self.quoted and self.text in ("", "~", "null", "Null", "NULL", "None")
+        return not self.text or (not self.quoted and self.text in ("~", "null", "Null", "NULL", "None"))
 
 
 class List(NamedTuple):
@@ -75,6 +76,10 @@ def read_file(path: str | os.PathLike[str], found: list[Finding]) -> Map | None:
 
 def _read_bytes(path: str | os.PathLike[str]) -> bytes:
     try:
+        if stat.S_ISFIFO(os.stat(path).st_mode) and not os.fspath(path).startswith("/dev/"):
+            raise UserError(
+                f"{path} is a pipe", "nobody may be writing to it: name a file, or use <(command)", WRONG_USAGE
+            )
         with open(path, "rb") as file:
             return file.read(MAX_BYTES + 1)
     except IsADirectoryError:
@@ -107,6 +112,15 @@ def _decode(data: bytes, file: str, found: list[Finding]) -> str | None:
     return text
 
 
+def checked_text(text: str, place: Place, found: list[Finding]) -> str:
+    """The text, if need be without its control characters, which are a finding."""
+    bad = _CONTROL.search(text)
+    if not bad:
+        return text
+    found.append(ENCODING.found("", None, f"control character {_code_point(bad[0])} in a value", "delete it", place))
+    return _CONTROL.sub("?", text)
+
+
 def _code_point(character: str) -> str:
     return f"U+{ord(character):04X}"
 
@@ -118,12 +132,10 @@ def parse(text: str, file: str, found: list[Finding], first_line: int = 1) -> Ma
     """
     faults = len(found)
     node = parse_value(text, file, found, first_line)
-    if node is None and len(found) > faults:
-        return None
+    if len(found) > faults and (node is None or not isinstance(node, Map) or not node.items):
+        return None  # there is no more to say
     if node is None or is_null(node) or (isinstance(node, Map) and not node.items):
-        found.append(
-            EMPTY.found("", None, "the file sets nothing", "`gptctl init` writes a config to start from", Place(file))
-        )
+        found.append(EMPTY.found("", None, "the file sets nothing", "write at least one key", Place(file)))
         return None
     if not isinstance(node, Map):
         kind = "a list" if isinstance(node, List) else "a single value"
@@ -144,9 +156,10 @@ def parse_value(text: str, file: str, found: list[Finding], first_line: int = 1)
         return None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = mark.line + first_line if mark and first_line else 0
+        line = min(mark.line if mark else 0, max(0, len(text.splitlines()) - 1))  # the end of a file has no line
         problem = " ".join(str(part) for part in (error.context, error.problem) if part)
-        found.append(SYNTAX.found("", None, problem, _syntax_hint(text, mark.line if mark else 0), Place(file, line)))
+        hint = _syntax_hint(text, line) if first_line else "check brackets and quotes"
+        found.append(SYNTAX.found("", None, problem, hint, Place(file, line + first_line if first_line else 0)))
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # yaml's pure-Python scanner leaks ValueError
         found.append(SYNTAX.found("", None, " ".join(str(error).split()), "check the text near there", Place(file)))
     return None
@@ -207,12 +220,12 @@ class _Builder:
             parent = stack[-1]
             parent.height = max(parent.height, size.height + 1)
             if parent.is_map and parent.key is None:
-                self.open_key(parent, size.node, event)
+                self.open_key(parent, size.node, event, [outer.key for outer in stack[:-1] if outer.key])
             else:
                 parent.put(size.node)
         return size.node
 
-    def open_key(self, parent: _Open, node: Node, event: Any) -> None:
+    def open_key(self, parent: _Open, node: Node, event: Any, parents: list[str]) -> None:
         if not isinstance(node, Scalar) or node.text == "<<":
             message = (
                 "merge keys (`<<`) are not supported" if isinstance(node, Scalar) else "a key must be a plain word"
@@ -224,16 +237,14 @@ class _Builder:
         if node.text in parent.items:
             first = parent.items[node.text].place
             message = f"written twice, first in line {first.line}" if first.line else "written twice"
-            self.found.append(TWICE.found(node.text, None, message, "delete one of the two", node.place))
+            path = ".".join([*parents, node.text])
+            self.found.append(TWICE.found(path, None, message, "delete one of the two", node.place))
             parent.ignored = True
 
     def scalar(self, event: Any) -> Scalar:
         self.check_tag(event)
-        if bad := _CONTROL.search(event.value):
-            message = f"control character {_code_point(bad[0])} in a value"
-            self.found.append(ENCODING.found("", None, message, "delete it", self.place(event)))
-            return Scalar(_CONTROL.sub("?", event.value), self.place(event), True)
-        return Scalar(event.value, self.place(event), bool(event.style))
+        place = self.place(event)
+        return Scalar(checked_text(event.value, place, self.found), place, bool(event.style))
 
     def alias(self, stack: list[_Open], event: Any) -> Node:
         size = self.anchors.get(event.anchor)
