@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -108,7 +109,7 @@ def check_arguments(
 @click.option("--strict", is_flag=True, help="Treat warnings as errors.")
 @click.option("--resolved", is_flag=True, help="Print the complete config, with where every value came from.")
 @click.option("--json", "as_json", is_flag=True, help="Print a report for programs.")
-def validate(strict: bool, resolved: bool, as_json: bool, **arguments: Any) -> None:
+def validate(strict: bool, resolved: bool, as_json: bool, **arguments: Any) -> int:
     """Check a run config and its layout, and report every mistake at once.
 
     CONFIG is a path or a bare name: `config` finds config.yaml, config.yml, configs.yaml or configs/config.yaml.
@@ -130,7 +131,7 @@ def validate(strict: bool, resolved: bool, as_json: bool, **arguments: Any) -> N
             ui.say(report.assumptions())
         else:
             ui.print_text(f"{checked.path}: {report.verdict(checked, valid)}")
-    sys.exit(0 if valid else ANSWER_IS_NO)
+    return 0 if valid else ANSWER_IS_NO
 
 
 @cli.command(epilog=examples("gptctl topo config", "gptctl topo run.yaml --nodes 2 --gpus-per-node 8 --rank 3"))
@@ -272,7 +273,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = READER_GONE
     except OSError as error:
-        print(f"error: cannot write the answer: {error.strerror}", file=sys.stderr)
+        with suppress(OSError):
+            print(f"error: cannot write the answer: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = WRONG_USAGE
     sys.exit(code)
@@ -288,10 +290,10 @@ def _make_streams_safe() -> None:
 
 def _run() -> int:
     try:
-        cli(prog_name="gptctl", standalone_mode=False)
-        return 0
-    except SystemExit as end:
-        return int(end.code or 0)
+        code = cli(prog_name="gptctl", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except SystemExit:  # click's answer to a broken pipe
+        return READER_GONE
     except click.ClickException as error:
         if "--json" not in sys.argv:
             error.show()

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from trainer.errors import Finding, UserError
@@ -33,7 +34,8 @@ def print_text(text: str) -> None:
 def say(text: str) -> None:
     """Talk: on stderr, so that stdout stays data."""
     sys.stdout.flush()  # one terminal or log shows both, in the order they were written
-    print(clean(text), file=sys.stderr)
+    with suppress(OSError):  # talk that cannot be said changes no answer
+        print(clean(text), file=sys.stderr)
 
 
 def print_findings(findings: Iterable[Finding], to_stderr: bool = False) -> None:
@@ -104,8 +106,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
         title=Text(clean(title), style="bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     table.pad_edge = False
-    for name in columns:
-        table.add_column(name, overflow="fold")
+    for index, name in enumerate(columns):
+        table.add_column(name, overflow="fold", no_wrap=index == 0)
     for before, row in zip([None, *cells], cells):
         if by_first and before and before[0] != row[0]:
             table.add_section()

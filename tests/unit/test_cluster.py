@@ -7,6 +7,7 @@ import pytest
 from gptctl.cluster import find_profile, known_profiles, load_profile, visible_gpus
 from gptctl.resources import named_files
 from trainer.errors import UserError
+from trainer.estimate import GIB
 
 
 @pytest.mark.parametrize("name", named_files("clusters"))
@@ -95,3 +96,34 @@ def test_without_a_number_of_gpus_the_degrees_ask_for_ranks(check, monkeypatch) 
     assert check("Global: {seed: 1}\n").machines == (1, 4)
     assert check("Global: {device: cpu}\n").machines == (1, 1)
     assert check("Launch: {devices: '0,1'}\n").machines == (1, 2)
+
+
+def test_memory_is_compared_with_the_profile(check, tmp_path) -> None:
+    """The oracle is the estimate itself, a little below and a little above the limit."""
+    profile = tmp_path / "c.yaml"
+
+    def codes_with(limit: float) -> list[str]:
+        profile.write_text(f"gpus_per_node: 1\ngpu_memory_gb: {limit}\n")
+        return [finding.code for finding in check(f"Model: {{name: 345M}}\nLaunch: {{cluster: {profile}}}\n").findings]
+
+    profile.write_text("gpus_per_node: 1\n")
+    need = check(f"Model: {{name: 345M}}\nLaunch: {{cluster: {profile}}}\n").estimate.memory.total / GIB
+    assert codes_with(need * 1.01) == []
+    assert codes_with(need * 0.99) == ["M001"]
+
+
+def test_gpus_per_node_tells_its_origin(check, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    profile = tmp_path / "c.yaml"
+    profile.write_text("gpus_per_node: 2\n")
+    key = "Launch.gpus_per_node"
+    cases = {
+        f"Launch: {{cluster: {profile}}}\n": (2, "profile c"),
+        "Launch: {devices: '0,1,2'}\n": (3, "derived: devices"),
+        "Distributed: {dp_degree: 4}\n": (4, "derived: as many ranks as the degrees ask for"),
+    }
+    for text, (number, origin) in cases.items():
+        checked = check(text)
+        assert (checked.launch.gpus_per_node, checked.launch_origins[key]) == (number, origin)
+    assert check("Launch:\n  gpus_per_node: 5\n").launch_origins[key].endswith("run.yaml:2")
+    assert check("Launch:\n  gpus_per_node: 5\n").launch_origins["Launch.nodes"] == "default"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from trainer import estimate as estimate_module
 from trainer.config import Override, load
 from trainer.estimate import GIB, count_parameters, estimate, flops_per_token, savings
-from trainer.layout import Machines
+from trainer.layout import Machines, segments
 
 MILLIONS = {
     "gpt2-small-en": 102.9,
@@ -119,3 +120,73 @@ def test_what_would_help_is_found_by_trying_it() -> None:
     assert "Model.use_recompute: True" in savings(known.run, known.layout, 40 * GIB)
     assert savings(known.run, known.layout, 1 * GIB) == []
     assert total > 40 * GIB
+
+
+def test_what_is_proposed_to_save_memory_stays_valid(check) -> None:
+    """9 samples per replica: half of a micro-batch of 9 would not divide them, 3 does."""
+    known = resolved(Machines(1, 1), "Model.name=1.3B", "Global.local_batch_size=9", "Global.micro_batch_size=9", *HALF)
+    assert "Global.micro_batch_size: 3" in savings(known.run, known.layout, 60 * GIB)
+
+
+PIPELINE = ("Model.name=1.3B", "pp_degree=4", "Global.local_batch_size=8", "Model.use_flash_attn=True", *HALF)
+
+
+def activations(stage: int, *overrides: str) -> float:
+    """Kept activations of one stage in units of what one layer keeps of one micro-batch."""
+    known = resolved(Machines(1, 4), *PIPELINE, *overrides)
+    alone = resolved(Machines(1, 1), "Model.name=1.3B", "Model.num_layers=1", "Model.use_flash_attn=True", *HALF)
+    one_layer = estimate_module._layer_activations(alone.run, alone.layout).total
+    chunks = segments(24, 4 * known.run.Model.virtual_pp_degree)
+    layers = [layer for chunk in chunks[stage::4] for layer in chunk]
+    logits = estimate_module._logits(known.run, known.layout, stage)
+    return (estimate_module._activation_bytes(known.run, known.layout, stage, layers) - logits) / one_layer
+
+
+def test_1f1b_keeps_fewer_micro_batches_towards_the_end() -> None:
+    """Stage i of 4 runs 4 - i forward passes before its first backward pass; 6 layers each."""
+    assert [round(activations(stage)) for stage in range(4)] == [24, 18, 12, 6]
+
+
+def test_1f1b_keeps_no_more_than_there_is() -> None:
+    assert round(activations(0, "Global.local_batch_size=4")) == 24
+    assert round(activations(3, "Global.local_batch_size=4")) == 6
+
+
+def test_the_interleaved_schedule_keeps_more() -> None:
+    """2 · (4 - 0 - 1) + (2 - 1) · 4 + 1 = 11 chunks of 3 layers on the first stage."""
+    assert round(activations(0, "Model.virtual_pp_degree=2")) == 33
+
+
+def test_with_a_pipeline_gradients_stay_whole_through_the_accumulation() -> None:
+    sharded = ("Model.name=1.3B", "sharding_degree=2", "Global.local_batch_size=4", "Model.num_layers=24")
+    plain = resolved(Machines(1, 2), *sharded)
+    piped = resolved(Machines(1, 4), *sharded, "pp_degree=2")
+    one, two = estimate(plain.run, plain.layout).memory, estimate(piped.run, piped.layout).memory
+    assert one.gradients == pytest.approx(one.optimizer / 2)  # 4 bytes to 8, both over 2 ranks
+    assert two.gradients == pytest.approx(two.optimizer)  # 4 bytes whole, 8 over 2 ranks
+
+
+def test_the_heaviest_stage_counts_also_when_layers_are_uneven() -> None:
+    """10 layers over 8 stages: the stages with two layers come after those with one."""
+    sizes = [
+        "Model.name=1.3B",
+        "Model.num_layers=10",
+        "pp_degree=8",
+        "Global.local_batch_size=32",
+        "Global.micro_batch_size=4",
+    ]
+    known = resolved(Machines(1, 8), *sizes)
+    chunks = segments(10, 8)
+    totals = [
+        estimate_module._stage_memory(known.run, known.layout, stage, list(chunks[stage])).total for stage in range(8)
+    ]
+    assert estimate(known.run, known.layout).memory.total == max(totals) > totals[0]
+
+
+def test_layers_that_are_not_recomputed_keep_everything() -> None:
+    common = ("Model.name=1.3B", "pp_degree=2", "Global.local_batch_size=2", "Model.use_recompute=True")
+    every = "Model.no_recompute_layers=[" + ",".join(str(layer) for layer in range(24)) + "]"
+    whole = resolved(Machines(1, 2), *common, every)
+    grouped = resolved(Machines(1, 2), *common, every, "Distributed.pp_recompute_interval=2")
+    kept = [estimate(each.run, each.layout).memory.activations for each in (whole, grouped)]
+    assert kept[0] <= kept[1]

@@ -82,6 +82,7 @@ OVERRIDES = [
     ("Optimizer.grad_clip=0.5", "Optimizer.grad_clip.clip_norm", 0.5),
     ("Model={name: 345M}", "Model.hidden_size", 1024),
     ("Global.seed=", "Global.seed", 1024),
+    ("Data.Train.dataset.split.000=900", "Data.Train.dataset.split", (900, 50, 1)),
 ]
 
 
@@ -111,7 +112,7 @@ def test_wrong_overrides_are_findings_with_their_own_words(write) -> None:
     assert findings_of(file, "Model=[")[0] == ("C001", "-o Model=[")
 
 
-@pytest.mark.parametrize("text", ["no equals", "=1", ".a=1", "a..b=1", "a.=1"])
+@pytest.mark.parametrize("text", ["no equals", "=1", ".a=1", "a..b=1", "a.=1", "a." * 900 + "a=1"])
 def test_what_is_no_override_is_wrong_usage(text: str) -> None:
     with pytest.raises(UserError) as caught:
         Override.parse(text)
@@ -132,3 +133,55 @@ def test_resolved_json_loads_back_to_the_same_object(write) -> None:
     assert again.run == resolved.run
     assert again.run.Optimizer.lr.decay_steps == 500000
     assert again.as_json() == resolved.as_json()
+
+
+def test_a_long_chain_of_bases_ends(write) -> None:
+    write("0.yaml", "Global: {seed: 1}\n")
+    for number in range(1, 200):
+        write(f"{number}.yaml", f"_base_: {number - 1}.yaml\nGlobal: {{seed: {number}}}\n")
+    assert load(write("run.yaml", "_base_: 40.yaml\n")).run.Global.seed == 40
+    assert [code for code, _ in findings_of(write("run.yaml", "_base_: 199.yaml\n"))] == ["C015"]
+
+
+def test_control_characters_do_not_come_in_through_overrides(write) -> None:
+    file = write("run.yaml", "Global: {seed: 5}\n")
+    assert [code for code, _ in findings_of(file, "Engine.save_load.output_dir=a\x1bb")] == ["C006"]
+
+
+def test_a_pipe_that_nobody_writes_to_is_refused(tmp_path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError) as caught:
+        load(tmp_path / "pipe")
+    assert caught.value.exit_code == 2
+
+
+def test_a_bare_grad_clip_merges_with_its_section(write) -> None:
+    file = write("run.yaml", "Optimizer: {grad_clip: 0.5}\n")
+    assert (
+        load(file, [Override.parse("Optimizer.grad_clip.name=ClipGradByGlobalNorm")]).run.Optimizer.grad_clip.clip_norm
+        == 0.5
+    )
+
+
+def test_an_index_of_eval_changes_what_train_has(write) -> None:
+    file = write("run.yaml", "Data: {Train: {dataset: {split: [1, 2, 3]}}}\n")
+    data = load(file, [Override.parse("Data.Eval.dataset.split.0=9")]).run.Data
+    assert (data.Eval.dataset.split, data.Test.dataset.split) == ((9, 2, 3), (1, 2, 3))
+
+
+EMPTIED = [
+    ("Optimizer: {lr: {decay_steps: }}\nEngine: {max_steps: 77}\n", "Optimizer.lr.decay_steps", 77),
+    ("Engine: {save_load: {save_steps: }}\n", "Engine.save_load.save_steps", 0),
+    ("Engine: {max_steps: -1, num_train_epochs: 3}\n", "Engine.run_mode", "epoch"),
+    ("Model: {no_recompute_layers: [3, 1, 3]}\n", "Model.no_recompute_layers", (1, 3)),
+    ("Engine: {eval_iters: 7}\n", "Engine.test_iters", 70),
+    ("Global: {device: cpu}\n", "Distributed.backend", "gloo"),
+    ("Launch: {entrypoint: ''}\nGlobal: {seed: ''}\n", "Global.seed", 1024),
+]
+
+
+@pytest.mark.parametrize(("text", "path", "value"), EMPTIED)
+def test_what_is_left_empty_is_derived(write, text: str, path: str, value: object) -> None:
+    assert value_at(load(write("run.yaml", text)).run, path) == value
