@@ -189,7 +189,7 @@ def check_world(layout: Layout, machines: Machines | None, dp_written: bool, uni
 
 
 def check_mp_in_node(layout: Layout, machines: Machines | None) -> Iterator[Finding]:
-    if machines and machines.nodes > 1 and machines.per_node % layout.mp:
+    if machines and machines.per_node % layout.mp:
         message = f"groups of {layout.mp} ranks do not fit into nodes of {machines.per_node}: mp talks between nodes"
         hint = f"use {one_of(divisors(machines.per_node))}, and pp between nodes"
         yield MP_IN_NODE.found(DEGREE_KEYS["mp"], layout.mp, message, hint)

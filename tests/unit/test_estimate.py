@@ -190,3 +190,14 @@ def test_layers_that_are_not_recomputed_keep_everything() -> None:
     grouped = resolved(Machines(1, 2), *common, every, "Distributed.pp_recompute_interval=2")
     kept = [estimate(each.run, each.layout).memory.activations for each in (whole, grouped)]
     assert kept[0] <= kept[1]
+
+
+def test_layers_recomputed_together_keep_one_input() -> None:
+    """12 layers, 2 micro-batches alive: half of 24 inputs go, one more layer is at work."""
+    common = ("Model.name=1.3B", "pp_degree=2", "Global.local_batch_size=2", "Model.use_recompute=True")
+    one, two = (
+        resolved(Machines(1, 2), *common, f"Distributed.pp_recompute_interval={together}") for together in (1, 2)
+    )
+    sizes = estimate_module._layer_activations(one.run, one.layout)
+    stage = [estimate_module._activation_bytes(each.run, each.layout, 0, range(12)) for each in (one, two)]
+    assert stage[0] - stage[1] == pytest.approx(12 * sizes.layer_input - sizes.total)

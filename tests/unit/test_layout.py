@@ -123,6 +123,11 @@ def test_proposals_stay_near_the_wish() -> None:
     assert propose(wish, nodes, True, lambda _: False) == []
 
 
+def test_giving_up_pp_costs_less_than_giving_up_mp() -> None:
+    wish = Layout(dp=1, pp=2, sharding=1, mp=4)
+    assert propose(wish, Machines(1, 4), True, lambda _: True)[:2] == [Layout(1, 1, 1, 4), Layout(1, 2, 1, 2)]
+
+
 def test_proposals_keep_mp_inside_a_node() -> None:
     wish = Layout(dp=1, pp=1, sharding=1, mp=8)
     assert propose(wish, Machines(4, 4), True, lambda _: True)[0].mp == 4
