@@ -15,41 +15,18 @@ from typing import NamedTuple
 
 from gptctl.cluster import Cluster, Profile, load_profile, visible_gpus
 from gptctl.environ import Job, lint
-from gptctl.launch import MAX_PER_NODE, Launch, split_endpoint
+from gptctl.launch import Launch
+from gptctl.launch_rules import check_elastic, check_launch, check_spread
 from trainer.config import Override, Resolved, load_tree, read_run, resolve
 from trainer.config.read import Reading, build, paths_of
 from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, errors_in, in_order
 from trainer.estimate import GIB, Estimate, estimate, savings
-from trainer.layout import DEGREE_KEYS, GLOBAL_BATCH, WORLD, Machines, solve_batch
-
-_MACHINES = ("Launch.nodes", "Launch.gpus_per_node", "Launch.devices", "Launch.cluster")
-_RDZV = ("Launch.rdzv.backend", "Launch.rdzv.endpoint", "Launch.rdzv.port", "Launch.nodes", "Launch.cluster")
+from trainer.layout import DEGREE_KEYS, Machines
 
 CLUSTER = Rule("A001", "Launch.cluster names a profile that can be used")
-DEVICES = Rule("A002", "gpus_per_node is the number of devices", uses=("Launch.gpus_per_node", "Launch.devices"))
-PER_NODE = Rule("A003", "a node has at least gpus_per_node GPUs", uses=_MACHINES)
-HOST_COUNT = Rule("A004", "an ssh cluster has at least as many hosts as the job has nodes", uses=_MACHINES)
-ELASTIC = Rule(
-    "A005",
-    "an elastic job (MIN:MAX nodes) leaves dp_degree empty and meets over c10d",
-    uses=("Launch.nodes", "Launch.style", "Launch.rdzv.backend", "Distributed.dp_degree"),
-)
-STYLE = Rule("A006", "the launch style suits the cluster and the number of nodes", uses=("Launch.style", *_MACHINES))
-SECRET = Rule("A007", "a variable is either in env or in secrets", uses=("Launch.env", "Launch.secrets"))
-PORT = Rule("A008", "the rendezvous port is free for users and outside the ephemeral range", "warning", uses=_RDZV)
-LOOPBACK = Rule("A009", "the rendezvous endpoint of several machines is not their own loopback", uses=_RDZV)
-EXTRA = Rule("A011", "slurm.extra repeats no option that gptctl sets itself", uses=("Launch.slurm.extra",))
-AGREE = Rule("A010", "what is said twice of the rendezvous agrees", uses=("Launch.style", *_RDZV))
 MEMORY = Rule("M001", "the estimated memory of a rank is at most gpu_memory_gb", "warning")
 
 AS_ASKED = "derived: as many ranks as the degrees ask for"
-OWN_HOST = ("localhost", "::1", "0.0.0.0", "::")
-SET_BY_GPTCTL = frozenset(
-    "account comment cpus-per-task error gpus-per-node gres hold job-name nodes ntasks ntasks-per-node open-mode "
-    "output partition requeue signal time".split()
-)
-SLURM_STYLES = ("sbatch", "srun-script", "loop")
-FIXED_STYLES = ("standalone", "static", "launch")  # with a number of nodes that is known beforehand
 CONFIG_NAMES = ("{}.yaml", "{}.yml", "{}s.yaml", "configs/{}.yaml")
 
 
@@ -100,10 +77,10 @@ def check_config(path: Path, overrides: Iterable[Override]) -> Checked:
     profile = _profile(launch, reading)
     cluster = profile.cluster if profile else Cluster()
     machines, origin = _machines(launch, cluster, reading)
-    spread = [] if origin != AS_ASKED else [*_check_spread(machines, reading)]
+    spread = [] if origin != AS_ASKED else [*check_spread(machines, _ranks_asked(reading), reading)]
     resolved = resolve(reading, None if spread else machines)
-    judged = [*spread, *_check_launch(launch, cluster, machines)]
-    judged += _check_elastic(launch, resolved, machines, reading)
+    judged = [*spread, *check_launch(launch, cluster, machines)]
+    judged += check_elastic(launch, resolved, machines, reading)
     estimated = None
     if not errors_in(resolved.findings):
         estimated = estimate(resolved.run, resolved.layout)
@@ -144,115 +121,8 @@ def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> tuple[Machi
     return Machines(nodes, per_node), origin
 
 
-def _check_spread(machines: Machines, reading: Reading) -> Iterator[Finding]:
-    """Where nobody says how many GPUs a node has, the ranks that are asked for must at least spread evenly."""
-    asked = _ranks_asked(reading)
-    if (DEGREE_KEYS["dp"] in reading.values and asked % machines.nodes) or machines.per_node > MAX_PER_NODE:
-        message = f"{asked:,} ranks (mp × sharding × pp × dp) cannot be spread over {machines.nodes} nodes"
-        yield WORLD.found("Launch.nodes", machines.nodes, message, "set gpus_per_node, or change nodes or degrees")
-
-
 def _ranks_asked(reading: Reading) -> int:
     return math.prod(reading.values.get(key, 1) for key in DEGREE_KEYS.values())
-
-
-def _check_launch(launch: Launch, cluster: Cluster, machines: Machines) -> list[Finding]:
-    return [
-        *_check_nodes(launch, cluster, machines),
-        *_check_names(launch),
-        *_check_rendezvous(launch, cluster, machines),
-        *_check_style(launch, cluster, machines),
-    ]
-
-
-def _check_nodes(launch: Launch, cluster: Cluster, machines: Machines) -> Iterator[Finding]:
-    if launch.devices and launch.gpus_per_node not in (None, len(launch.devices)):
-        message = f"gpus_per_node is {launch.gpus_per_node}, but {len(launch.devices)} devices are listed"
-        yield DEVICES.found("Launch.devices", list(launch.devices), message, "delete one of the two")
-    if cluster.gpus_per_node and machines.per_node > cluster.gpus_per_node:
-        message = f"{machines.per_node} ranks per node, but nodes of {cluster.name} have {cluster.gpus_per_node} GPUs"
-        hint = f"use {cluster.gpus_per_node}, and more nodes"
-        yield PER_NODE.found("Launch.gpus_per_node", machines.per_node, message, hint)
-    beyond = [
-        device for device in launch.devices or () if device.isdigit() and int(device) >= (cluster.gpus_per_node or 1024)
-    ]
-    if beyond:
-        message = f"there is no device {beyond[0]}: nodes of {cluster.name} have {cluster.gpus_per_node} GPUs"
-        yield PER_NODE.found("Launch.devices", list(launch.devices or ()), message, "count from 0")
-    if cluster.kind == "ssh" and machines.nodes > len(cluster.hosts):
-        message = f"{machines.nodes} nodes, but {cluster.name} lists {len(cluster.hosts)} hosts"
-        yield HOST_COUNT.found("Launch.nodes", machines.nodes, message, "use fewer nodes, or add hosts to the profile")
-
-
-def _check_names(launch: Launch) -> Iterator[Finding]:
-    for option in sorted(set(launch.slurm.extra) & SET_BY_GPTCTL):
-        hint = "use the key of Launch for it, and delete it here"
-        yield EXTRA.found(f"Launch.slurm.extra.{option}", None, f"gptctl sets --{option} itself", hint)
-    for name in sorted(set(launch.env) & set(launch.secrets)):
-        yield SECRET.found(f"Launch.secrets.{name}", None, f"{name} is in Launch.env too", "delete it there")
-
-
-def _check_rendezvous(launch: Launch, cluster: Cluster, machines: Machines) -> Iterator[Finding]:
-    endpoint = launch.rdzv.endpoint
-    host, endpoint_port = split_endpoint(endpoint) if endpoint else ("", None)
-    if machines.nodes > 1 and cluster.kind != "local" and (host in OWN_HOST or host.startswith("127.")):
-        message, hint = f"{host} is a different machine on every node", "leave it empty: the first host is taken"
-        yield LOOPBACK.found("Launch.rdzv.endpoint", endpoint, message, hint)
-    if endpoint_port and launch.rdzv.port not in (None, endpoint_port):
-        message = f"port {launch.rdzv.port}, but the endpoint is {endpoint}"
-        yield AGREE.found("Launch.rdzv.port", launch.rdzv.port, message, "delete one of the two")
-    port = launch.rdzv.port or endpoint_port
-    if port is not None and (port < 1024 or 32768 <= port <= 60999):
-        what = "is reserved for root" if port < 1024 else "may be taken by any outgoing connection (32768-60999)"
-        yield PORT.found("Launch.rdzv.port", port, f"port {port} {what}", "leave it empty, or use 29500")
-
-
-def _check_style(launch: Launch, cluster: Cluster, machines: Machines) -> Iterator[Finding]:
-    if launch.style in SLURM_STYLES and cluster.kind != "slurm":
-        message = f"{launch.style} needs a Slurm cluster, {cluster.name} is {cluster.kind}"
-        yield STYLE.found("Launch.style", launch.style, message, "leave it empty, or choose a Slurm cluster")
-    if launch.style == "standalone" and machines.nodes > 1:
-        message = f"standalone is for one node, the job has {machines.nodes}"
-        yield STYLE.found("Launch.style", launch.style, message, "leave it empty, or use static or c10d")
-    if launch.style in ("static", "c10d") and launch.rdzv.backend not in (None, launch.style):
-        message = f"style {launch.style}, but rdzv.backend {launch.rdzv.backend}"
-        yield AGREE.found("Launch.rdzv.backend", launch.rdzv.backend, message, "delete one of the two")
-
-
-def _check_elastic(launch: Launch, resolved: Resolved, machines: Machines, reading: Reading) -> Iterator[Finding]:
-    fewest, most = launch.node_range
-    if fewest == most:
-        return
-    dp = reading.values.get(DEGREE_KEYS["dp"])
-    if dp:
-        message = f"dp_degree is written, but the job may have {fewest} to {most} nodes"
-        yield ELASTIC.found(DEGREE_KEYS["dp"], dp, message, "leave it empty")
-        return
-    for key, value in (("style", launch.style), ("rdzv.backend", launch.rdzv.backend)):
-        if value in FIXED_STYLES:
-            message = f"{value} has a fixed number of nodes"
-            yield ELASTIC.found(f"Launch.{key}", value, message, "leave it empty, or use c10d")
-    for nodes in range(fewest, most):  # the most nodes are checked as the world of the job
-        if unfit := _unfit(nodes * machines.per_node, resolved, reading):
-            rule, message = unfit
-            yield rule.found("Launch.nodes", launch.nodes, f"on {nodes} nodes {message}", "change the range of nodes")
-            return
-
-
-def _unfit(world: int, resolved: Resolved, reading: Reading) -> tuple[Rule, str] | None:
-    """Why an elastic job could not go on with that many ranks."""
-    layout, batch = resolved.layout, resolved.batch
-    rest = layout.mp * layout.sharding * layout.pp
-    if world % rest:
-        return WORLD, f"mp × sharding × pp = {rest} does not divide {world} ranks"
-    written = reading.values.get("Global.global_batch_size")
-    replicas = world // rest * layout.sharding
-    if written and solve_batch(written, None, batch.micro, replicas)[1]:
-        return (
-            GLOBAL_BATCH,
-            f"{written} samples cannot be shared by {replicas} replicas in micro-batches of {batch.micro}",
-        )
-    return None
 
 
 def _check_memory(resolved: Resolved, estimated: Estimate, cluster: Cluster) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ MODULES = (
     "trainer.layout",
     "gptctl.cluster",
     "gptctl.check",
+    "gptctl.launch_rules",
     "gptctl.environ",
 )
 

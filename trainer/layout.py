@@ -24,13 +24,13 @@ DEGREE_KEYS = {
 MAX_TRIED = 500  # a world of 720,720 has 89,600 layouts, and trying one takes 0.3 ms
 
 _DEGREES = tuple(DEGREE_KEYS.values())
-_MACHINES = ("Launch.nodes", "Launch.gpus_per_node", "Launch.devices", "Launch.cluster")
+MACHINE_KEYS = ("Launch.nodes", "Launch.gpus_per_node", "Launch.devices", "Launch.cluster")
 _BATCH = ("Global.global_batch_size", "Global.local_batch_size", "Global.micro_batch_size", *_DEGREES)
 _MP = ("Model.name", "Distributed.mp_degree")
 _PP = ("Model.name", "Model.num_layers", "Model.virtual_pp_degree", "Distributed.pp_degree")
 
 WORLD = Rule(
-    "L001", "mp_degree × sharding_degree × pp_degree × dp_degree = number of GPUs", uses=(*_DEGREES, *_MACHINES)
+    "L001", "mp_degree × sharding_degree × pp_degree × dp_degree = number of GPUs", uses=(*_DEGREES, *MACHINE_KEYS)
 )
 HEADS = Rule("L002", "num_attention_heads is divisible by mp_degree", uses=("Model.num_attention_heads", *_MP))
 HIDDEN = Rule(
@@ -58,7 +58,7 @@ SEQUENCE = Rule(
     "sequence_parallel: max_seq_len is divisible by mp_degree",
     uses=("Data.Train.dataset.max_seq_len", "Model.sequence_parallel", "Distributed.mp_degree"),
 )
-MP_IN_NODE = Rule("L010", "an mp group stays inside one node", "warning", uses=("Distributed.mp_degree", *_MACHINES))
+MP_IN_NODE = Rule("L010", "an mp group stays inside one node", "warning", uses=("Distributed.mp_degree", *MACHINE_KEYS))
 UNEVEN = Rule("L011", "pipeline stages have the same number of layers", "warning", uses=_PP)
 
 GLOBAL_BATCH = Rule("B001", "global_batch_size = local_batch_size × dp_degree × sharding_degree", uses=_BATCH)
