@@ -270,13 +270,12 @@ def main() -> None:
         code = _run()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader (head, less) has gone: nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = READER_GONE
     except OSError as error:
+        code = WRONG_USAGE
         with suppress(OSError):
             print(f"error: cannot write the answer: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = WRONG_USAGE
+    _abandon_broken_streams()
     sys.exit(code)
 
 
@@ -286,6 +285,15 @@ def _make_streams_safe() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (it lives as long as the process)
         getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+def _abandon_broken_streams() -> None:
+    """What a stream still holds and cannot write would end the interpreter with a code of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run() -> int:

@@ -354,6 +354,7 @@ def test_the_readme_shows_what_the_command_prints(gptctl, tmp_path) -> None:
 
 def shell(command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **environment}
+    env.pop("PYTHONUNBUFFERED", None)  # it would hide what a full buffer does at the end
     return subprocess.run(["bash", "-c", command], cwd=cwd, env=env, capture_output=True, timeout=60)
 
 
