@@ -54,11 +54,9 @@ def _check_nodes(launch: Launch, cluster: Cluster, machines: Machines) -> Iterat
         message = f"{machines.per_node} ranks per node, but nodes of {cluster.name} have {cluster.gpus_per_node} GPUs"
         hint = f"use {cluster.gpus_per_node}, and more nodes"
         yield PER_NODE.found("Launch.gpus_per_node", machines.per_node, message, hint)
-    beyond = [
-        device for device in launch.devices or () if device.isdigit() and int(device) >= (cluster.gpus_per_node or 1024)
-    ]
-    if beyond:
-        message = f"there is no device {beyond[0]}: nodes of {cluster.name} have {cluster.gpus_per_node} GPUs"
+    numbers = [int(device) for device in launch.devices or () if device.isdigit()]
+    if cluster.gpus_per_node and max(numbers, default=0) >= cluster.gpus_per_node >= machines.per_node:
+        message = f"there is no device {max(numbers)}: nodes of {cluster.name} have {cluster.gpus_per_node} GPUs"
         yield PER_NODE.found("Launch.devices", list(launch.devices or ()), message, "count from 0")
     if cluster.kind == "ssh" and machines.nodes > len(cluster.hosts):
         message = f"{machines.nodes} nodes, but {cluster.name} lists {len(cluster.hosts)} hosts"

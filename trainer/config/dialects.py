@@ -211,8 +211,8 @@ class _Walk:
 
     def use_pure_fp16(self, node: Scalar) -> None:
         """All of `PURE_FP16`, or no mixed precision unless use_amp says otherwise."""
-        meant = PURE_FP16 if switch(node, "use_pure_fp16", self.found) else {"Engine.mix_precision.enable": "false"}
-        for key, text in meant.items():
+        meant = {True: PURE_FP16, False: {"Engine.mix_precision.enable": "false"}, None: {}}
+        for key, text in meant[switch(node, "use_pure_fp16", self.found)].items():
             put(self.implied, key, Scalar(text, node.place, True), [])
 
     def grad_clip(self, node: Scalar) -> None:
