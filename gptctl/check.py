@@ -115,10 +115,18 @@ def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> tuple[Machi
         (len(launch.devices or ()), "derived: devices"),
         (cluster.gpus_per_node, f"profile {cluster.name}"),
         (visible_gpus() if cluster.kind == "local" and on_gpus else None, "derived: visible GPUs"),
-        (-(-_ranks_asked(reading) // nodes), AS_ASKED),
+        (_ranks_per_node(reading, nodes), AS_ASKED),
     ]
     per_node, origin = next((number, origin) for number, origin in sources if number)
     return Machines(nodes, per_node), origin
+
+
+def _ranks_per_node(reading: Reading, nodes: int) -> int:
+    """As few as the degrees allow; where dp is free, so many that mp groups stay inside a node."""
+    asked, mp = _ranks_asked(reading), reading.values.get(DEGREE_KEYS["mp"], 1)
+    if DEGREE_KEYS["dp"] in reading.values:
+        return -(-asked // nodes)
+    return math.lcm(mp, asked // math.gcd(asked, nodes))
 
 
 def _ranks_asked(reading: Reading) -> int:

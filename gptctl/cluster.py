@@ -57,9 +57,9 @@ class HostEntry:
         reading = read_section(Host, mapping, [])
         if reading.found:
             first = reading.found[0]
-            raise BadValue(WRONG_TYPE, f"{first.key}: {first.message}", first.hint, node.place)
+            raise BadValue(WRONG_TYPE, f"{first.key}: {first.message}", first.hint)
         if "host" not in reading.values:
-            raise BadValue(WRONG_TYPE, "an entry without host", "write {host: NAME}", node.place)
+            raise BadValue(WRONG_TYPE, "an entry without host", "write {host: NAME}")
         return build(Host, reading.values)
 
     def schema(self) -> dict[str, Any]:

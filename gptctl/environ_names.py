@@ -259,7 +259,7 @@ FOR_DEBUGGING = {
     "NCCL_P2P_DISABLE": "GPUs of one node then exchange data through host memory",
     "NCCL_SHM_DISABLE": "processes of one node then talk through the network",
     "NCCL_ALGO": "NCCL then cannot choose the algorithm by message size and topology",
-    "NCCL_PROTO": "NCCL then cannot choose the protocol, and `LL128` is safe only over links such as NVLink",
+    "NCCL_PROTO": "NCCL then cannot choose the protocol for each size and link",
     "NCCL_CHECK_POINTERS": "every collective then checks its pointers",
     "TORCH_NCCL_DESYNC_DEBUG": "every collective then writes to the store",
     "TORCH_NCCL_ENABLE_TIMING": "every collective then records two events, which can hang the watchdog",

@@ -177,7 +177,9 @@ class Launch:
     files: tuple[str, ...] = key(Words(), (), "further files and folders to ship with a script")
     args: tuple[str, ...] = key(Words(), (), "arguments of the script")
     env: Mapping[str, str] = key(Names(), {}, "environment of every rank")
-    secrets: Mapping[str, Mapping[str, str]] = key(Names(SecretSource()), {}, "NAME: {file: path} or {env: NAME}")
+    secrets: Mapping[str, Mapping[str, str]] = key(
+        Names(SecretSource(), is_secret=True), {}, "NAME: {file: path} or {env: NAME}"
+    )
     slurm: Slurm = section(Slurm)
 
     @property

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from gptctl.cluster import Cluster
 from gptctl.launch import MAX_PER_NODE, Launch, split_endpoint
-from trainer.config import Resolved
+from trainer.config import Resolved, resolve
 from trainer.config.read import Reading
-from trainer.errors import Finding, Rule
-from trainer.layout import DEGREE_KEYS, GLOBAL_BATCH, MACHINE_KEYS, WORLD, Machines, solve_batch
+from trainer.errors import Finding, Rule, errors_in
+from trainer.layout import DEGREE_KEYS, MACHINE_KEYS, WORLD, Machines
 
 _RDZV = ("Launch.rdzv.backend", "Launch.rdzv.endpoint", "Launch.rdzv.port", "Launch.nodes", "Launch.cluster")
 
@@ -33,6 +33,7 @@ SET_BY_GPTCTL = frozenset(
     "account comment cpus-per-task error hold job-name nodes ntasks ntasks-per-node open-mode output partition "
     "time".split()
 )
+MAX_TRIED = 200  # numbers of nodes of an elastic job; each takes some milliseconds
 SLURM_STYLES = ("sbatch", "srun-script", "loop")
 FIXED_STYLES = ("standalone", "static", "launch")  # with a number of nodes that is known beforehand
 
@@ -111,27 +112,13 @@ def check_elastic(launch: Launch, resolved: Resolved, machines: Machines, readin
         if value in FIXED_STYLES:
             message = f"{value} has a fixed number of nodes"
             yield ELASTIC.found(f"Launch.{key}", value, message, "leave it empty, or use c10d")
-    for nodes in range(fewest, most):  # the most nodes are checked as the world of the job
-        if unfit := _unfit(nodes * machines.per_node, resolved, reading):
-            rule, message = unfit
-            yield rule.found("Launch.nodes", launch.nodes, f"on {nodes} nodes {message}", "change the range of nodes")
-            return
-
-
-def _unfit(world: int, resolved: Resolved, reading: Reading) -> tuple[Rule, str] | None:
-    """Why an elastic job could not go on with that many ranks."""
-    layout, batch = resolved.layout, resolved.batch
-    rest = layout.mp * layout.sharding * layout.pp
-    if world % rest:
-        return WORLD, f"mp × sharding × pp = {rest} does not divide {world} ranks"
-    written = reading.values.get("Global.global_batch_size")
-    replicas = world // rest * layout.sharding
-    if written and solve_batch(written, None, batch.micro, replicas)[1]:
-        return (
-            GLOBAL_BATCH,
-            f"{written} samples cannot be shared by {replicas} replicas in micro-batches of {batch.micro}",
-        )
-    return None
+    usual = {finding.code for finding in errors_in(resolved.findings)}
+    for nodes in range(fewest, min(most, fewest + MAX_TRIED)):  # the most nodes are the world of the job itself
+        for finding in errors_in(resolve(reading, Machines(nodes, machines.per_node)).findings):
+            if finding.code not in usual:
+                message, hint = f"on {nodes} nodes: {finding.message}", "change the range of nodes"
+                yield finding._replace(key="Launch.nodes", value=launch.nodes, message=message, hint=hint, place=None)
+                return
 
 
 def check_spread(machines: Machines, asked: int, reading: Reading) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,12 +43,6 @@ def gptctl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 def codes(checked: Checked) -> list[str]:
     return [finding.code for finding in checked.findings]
-
-
-def value_at(run: Any, path: str) -> Any:
-    for name in path.split("."):
-        run = getattr(run, name)
-    return run
 
 
 SIX_MISTAKES = """\

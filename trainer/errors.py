@@ -79,6 +79,10 @@ class Rule(NamedTuple):
     def found(self, key: str, value: Any, message: str, hint: str = "", place: Place | None = None) -> Finding:
         return Finding(self.code, self.level, self.text, key, message, hint, value, place, self.uses)
 
+    def using(self, *keys: str) -> Rule:
+        """The same rule where it looks at these keys only."""
+        return self._replace(uses=keys)
+
 
 class UserError(Exception):
     """A mistake of the user's: a message, a hint and an exit code; never shown with a traceback."""

@@ -25,7 +25,13 @@ MAX_TRIED = 500  # a world of 720,720 has 89,600 layouts, and trying one takes 0
 
 _DEGREES = tuple(DEGREE_KEYS.values())
 MACHINE_KEYS = ("Launch.nodes", "Launch.gpus_per_node", "Launch.devices", "Launch.cluster")
-_BATCH = ("Global.global_batch_size", "Global.local_batch_size", "Global.micro_batch_size", *_DEGREES)
+_BATCH = (
+    "Global.global_batch_size",
+    "Global.local_batch_size",
+    "Global.micro_batch_size",
+    DEGREE_KEYS["dp"],
+    DEGREE_KEYS["sharding"],
+)
 _MP = ("Model.name", "Distributed.mp_degree")
 _PP = ("Model.name", "Model.num_layers", "Model.virtual_pp_degree", "Distributed.pp_degree")
 
@@ -52,7 +58,7 @@ INTERLEAVED = Rule(
     "virtual_pp_degree > 1: pp · virtual_pp divides num_layers, pp divides accumulate_steps",
     uses=(*_PP, *_BATCH),
 )
-MICRO_BATCHES = Rule("L008", "an update has at least pp_degree micro-batches", uses=_BATCH)
+MICRO_BATCHES = Rule("L008", "an update has at least pp_degree micro-batches", uses=("Distributed.pp_degree", *_BATCH))
 SEQUENCE = Rule(
     "L009",
     "sequence_parallel: max_seq_len is divisible by mp_degree",
@@ -191,7 +197,7 @@ def check_world(layout: Layout, machines: Machines | None, dp_written: bool, uni
 def check_mp_in_node(layout: Layout, machines: Machines | None) -> Iterator[Finding]:
     if machines and machines.per_node % layout.mp:
         message = f"groups of {layout.mp} ranks do not fit into nodes of {machines.per_node}: mp talks between nodes"
-        hint = f"use {one_of(divisors(machines.per_node))}, and pp between nodes"
+        hint = f"use a divisor of {machines.per_node}, and pp between nodes"
         yield MP_IN_NODE.found(DEGREE_KEYS["mp"], layout.mp, message, hint)
 
 
@@ -220,7 +226,9 @@ def _global_mismatch(global_size: int, local: int | None, micro: int, replicas: 
     else:
         product = local * replicas
         message = f"{global_size} is not local_batch_size {local} × dp_degree × sharding_degree {replicas} = {product}"
-        hint = f"use {product}, or leave one of the two empty"
+        hint = f"use {product}"
+        if global_size % (replicas * micro) == 0:
+            hint += f", or local_batch_size {global_size // replicas}"
     return GLOBAL_BATCH.found("Global.global_batch_size", global_size, message, hint)
 
 
@@ -243,7 +251,7 @@ def _micro_mismatch(given: int | None, local: int, micro: int, replicas: int) ->
 def check_model(shape: Shape, layout: Layout, batch: Batch) -> Iterator[Finding]:
     """Whether the model can be cut this way."""
     yield from _check_tensor_split(shape, layout.mp)
-    yield from _check_pipeline(shape, layout.pp, batch.accumulate)
+    yield from _check_pipeline(shape, layout.pp, batch, layout.data_ranks)
     if shape.hidden % shape.heads:
         message = f"hidden_size {shape.hidden} is not a multiple of {shape.heads} attention heads"
         near = one_of(nearest_divisors(shape.hidden, shape.heads))
@@ -271,27 +279,29 @@ def _check_tensor_split(shape: Shape, mp: int) -> Iterator[Finding]:
         yield SEQUENCE.found(key, mp, message, f"use a divisor of {shape.seq_len}, or sequence_parallel: False")
 
 
-def _check_pipeline(shape: Shape, pp: int, accumulate: int) -> Iterator[Finding]:
+def _check_pipeline(shape: Shape, pp: int, batch: Batch, replicas: int) -> Iterator[Finding]:
     if pp == 1:
         return
+    accumulate = batch.accumulate
     key, chunks = DEGREE_KEYS["pp"], pp * shape.virtual_pp
     if shape.layers < chunks:
         message = f"{shape.layers} layers cannot fill {chunks} pipeline chunks"
         yield LAYERS.found(key, pp, message, f"use pp_degree {max(1, shape.layers // shape.virtual_pp)} or less")
-    elif shape.virtual_pp > 1 and (shape.layers % chunks or accumulate % pp):
-        message = (
-            f"virtual_pp_degree {shape.virtual_pp}: {shape.layers} layers over {chunks} chunks, "
-            f"{accumulate} micro-batches over {pp} stages"
-        )
-        hint = "make both divide, or use virtual_pp_degree 1"
-        yield INTERLEAVED.found("Model.virtual_pp_degree", shape.virtual_pp, message, hint)
+    elif shape.virtual_pp > 1 and shape.layers % chunks:
+        message = f"{shape.layers} layers cannot be cut into {chunks} equal chunks"
+        yield INTERLEAVED.using(*_PP).found("Model.virtual_pp_degree", shape.virtual_pp, message, "use 1")
+    elif shape.virtual_pp > 1 and accumulate % pp:
+        message = f"{accumulate} micro-batches per update are not a multiple of {pp} stages"
+        yield INTERLEAVED.found("Model.virtual_pp_degree", shape.virtual_pp, message, "use 1")
     elif shape.layers % pp:
         sizes = sorted({len(part) for part in segments(shape.layers, pp)})
         message = f"{shape.layers} layers over {pp} stages: {one_of(sizes)} per stage, the longest sets the pace"
-        yield UNEVEN.found(key, pp, message, f"use {one_of(divisors(shape.layers))}")
+        yield UNEVEN.found(key, pp, message, f"use a divisor of {shape.layers}")
     if accumulate < pp:
         message = f"{accumulate} micro-batches per update cannot fill {pp} pipeline stages"
-        hint = f"raise local_batch_size to {pp} × micro_batch_size or more"
+        hint = (
+            f"raise local_batch_size to {pp * batch.micro} (global_batch_size to {pp * batch.micro * replicas}) or more"
+        )
         yield MICRO_BATCHES.found(key, pp, message, hint)
 
 

@@ -90,7 +90,9 @@ def test_the_environment_is_linted_where_it_is_written(check, tmp_path) -> None:
 def test_without_a_number_of_gpus_the_degrees_ask_for_ranks(check, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert check("Distributed: {dp_degree: 8}\n").machines == (1, 8)
-    assert check("Distributed: {mp_degree: 2}\n", "Launch.nodes=2").machines == (2, 1)
+    assert check("Distributed: {mp_degree: 2}\n", "Launch.nodes=2").machines == (2, 2)
+    assert check("Distributed: {mp_degree: 4}\n", "Launch.nodes=3").machines == (3, 4)
+    assert check("Distributed: {mp_degree: 2, dp_degree: 2}\n", "Launch.nodes=4").machines == (4, 1)
     assert check("Global: {seed: 1}\n", "Launch.nodes=2").machines == (2, 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert check("Global: {seed: 1}\n").machines == (1, 4)

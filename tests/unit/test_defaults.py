@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from gptctl.launch import Launch
-from tests.conftest import value_at
 from trainer.config import RunConfig
 from trainer.config.presets import PRESETS
 from trainer.config.read import paths_of
+from trainer.config.rules import value_at
 
 DEFAULTS = """
 Global.device gpu

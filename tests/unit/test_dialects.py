@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gptctl.launch import Launch
-from tests.conftest import value_at
 from trainer.config import Override, load, load_tree, read_run
 from trainer.config.flags import parse_flags
 from trainer.config.read import build
+from trainer.config.rules import value_at
 from trainer.layout import Machines
 
 # FleetX's tutorial on data parallelism, and the one on group sharding: indented as printed there.
@@ -242,8 +242,24 @@ def test_pure_fp16_and_amp_are_two_flags(tmp_path) -> None:
     assert amp("--use_pure_fp16", "true") == (True, "O2")
     assert amp("--use_amp", "true", "--use_pure_fp16", "false") == (True, "O1")
     assert amp("--use_pure_fp16", "false") == (False, "O1")
+    assert amp("--use_amp", "false", "--use_pure_fp16", "true") == (True, "O2")
     resolved = load_text(tmp_path, PRETRAINING, Machines(1, 8), "use_pure_fp16=false")
     assert resolved.run.Engine.mix_precision.enable is False
+    resolved = load_text(tmp_path, "Engine: {mix_precision: {enable: False}}\n", None, "use_pure_fp16=true")
+    assert resolved.run.Engine.mix_precision.enable is True
+    resolved = load_text(tmp_path, "use_pure_fp16: true\n", None, "Engine.mix_precision.enable=False")
+    assert resolved.run.Engine.mix_precision.enable is False
+
+
+def test_a_switch_can_be_taken_back(check) -> None:
+    assert check("standalone: true\n").launch.style == "standalone"
+    assert check("standalone: true\n", "standalone=false").launch.style is None
+
+
+def test_two_spellings_of_one_value_are_one(check) -> None:
+    assert check("gpt_config: {embd_pdrop: 0.1, resid_pdrop: .1}\n").findings == ()
+    sharding = "Distributed: {sharding: {sharding_degree: 2, comm_overlap: True, reduce_overlap: true}}\nEngine: {logging_freq: 2}\n"
+    assert check(sharding).findings == ()
 
 
 def test_a_preset_wins_over_a_folder_of_its_name(tmp_path, monkeypatch) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import value_at
 from trainer.config import Override, load
+from trainer.config.rules import value_at
 from trainer.errors import UserError
 
 
@@ -171,7 +171,20 @@ def test_an_index_of_eval_changes_what_train_has(write) -> None:
     assert (data.Eval.dataset.split, data.Test.dataset.split) == ((9, 2, 3), (1, 2, 3))
 
 
+def test_an_empty_override_takes_away_what_is_there(check) -> None:
+    text = "Launch: {env: {A: 1}}\nModel: {name: 345M}\n"
+    assert check(text, "Launch.env=").launch.env == {}
+    assert check(text, "Model=").resolved.run.Model.name == "gpt2-en"
+    merged = check(text, "Launch.env={}")
+    assert (merged.launch.env, merged.launch_origins["Launch.env"].rsplit("/", 1)[-1]) == ({"A": "1"}, "run.yaml:1")
+
+
+def test_one_word_with_a_comma_stays_one_word(check) -> None:
+    assert check("Launch: {args: '--x=1,2'}\n", "Launch.args.0=--y").launch.args != ("--y", "2")
+
+
 EMPTIED = [
+    ("Engine: {max_steps: -1}\nOptimizer: {lr: {decay_steps: }}\n", "Optimizer.lr.decay_steps", 360000),
     ("Optimizer: {lr: {decay_steps: }}\nEngine: {max_steps: 77}\n", "Optimizer.lr.decay_steps", 77),
     ("Engine: {save_load: {save_steps: }}\n", "Engine.save_load.save_steps", 0),
     ("Engine: {max_steps: -1, num_train_epochs: 3}\n", "Engine.run_mode", "epoch"),

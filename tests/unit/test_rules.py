@@ -36,6 +36,8 @@ CASES = [
     ("C010", "Distributed:\n  dp_degree: 1\n  mp_degre: 2\n", 3),
     ("C010", "trainer_config:\n  max_epochs: 2\n  save_evry: 1\n", 3),
     ("C010", "Global: {seed: 1}\n_inherited_: False\n", 2),
+    ("C010", "Global: {seed: 1}\n" + "a." * 500 + "a: 1\n", 2),
+    ("C011", "use_sharding: false\nsharding_degree: abc\n", 2),
     ("C011", "Distributed:\n  mp_degree: two\n", 2),
     ("C011", "Global: 3\n", 1),
     ("C011", "Distributed: 8\nmp_degree: 2\n", 1),
@@ -147,6 +149,7 @@ FINE = [
     "use_amp: true\nuse_pure_fp16: false\n",
     "standalone: false\nnnodes: 2\nnproc_per_node: 2\n",
     "use_sharding:\n",
+    "PreTraining:\nGlobal: {seed: 1}\n",
     "trainer_config:\nGlobal: {seed: 1}\n",
 ]
 
@@ -163,6 +166,14 @@ UNRELATED = [
     ("T001", "Data: {Train: {dataset: {max_seq_len: 2048}, loader: {num_workers: -1}}}\n"),
     ("A006", "Launch: {nodes: 2, gpus_per_node: 1, style: standalone, max_restarts: -1}\n"),
     ("E012", "Launch: {env: {A-B: 1, NCCL_DEBUG: LOUD}}\n"),
+    ("T001", "Data: {Train: {dataset: {max_seq_len: 4096}}, Eval: {dataset: {max_seq_len: abc}}}\n"),
+    ("T006", "Data: {Train: {dataset: {name: CharDataset}}, Test: {dataset: {path: 's3://x'}}}\n"),
+    (
+        "L007",
+        "Global: {local_batch_size: abc}\nModel: {num_layers: 10, virtual_pp_degree: 2}\nDistributed: {pp_degree: 4}\n",
+    ),
+    ("B001", "Global: {global_batch_size: 7}\nDistributed: {dp_degree: 2, mp_degree: abc}\n"),
+    ("T021", "Engine: {logging_freq: abc}\nModel: {sequence_parallel: True}\n"),
 ]
 
 
@@ -178,6 +189,11 @@ RELATED = [
     ("C010", "Distributed: {sharding: {sharding_degre: 4}, dp_degree: 2}\nLaunch: {gpus_per_node: 8}\n"),
     ("C002", "Distributed: {mp_degree: 2}\nLaunch: {gpus_per_node: 8}\nDistributed: {dp_degree: 4}\n"),
     ("C013", "Model: {name: gpt5}\nDistributed: {mp_degree: 7}\n"),
+    ("C010", "Distributed: {dp_degree: 1, tp_degree: 8}\nLaunch: {gpus_per_node: 8}\n"),
+    ("C010", "Model: {mp_degree: 4}\nDistributed: {dp_degree: 2}\nLaunch: {gpus_per_node: 8}\n"),
+    ("C010", "dp_degree: 2\nmp_degre: 4\nnproc_per_node: 8\n"),
+    ("C002", "dp_degree: 2\nmp_degree: 4\nmp_degree: 2\nnproc_per_node: 4\n"),
+    ("C010", "gpt_config: {n_layer: 8, n_heads: 8, n_embd: 512}\n"),
     ("C014", "Data: {Train: {dataset: {name: CharDataset, path: 's3://a/b'}}}\n"),
 ]
 
@@ -185,6 +201,42 @@ RELATED = [
 @pytest.mark.parametrize(("code", "text"), RELATED)
 def test_a_value_that_cannot_be_read_silences_the_rules_that_use_it(check, code: str, text: str) -> None:
     assert codes(check(text)) == [code]
+
+
+def test_an_elastic_job_fits_every_number_of_its_nodes(check) -> None:
+    """Each pair of configs differs by the number of nodes only; the oracle is the check of the fixed number."""
+    both = "Global: {global_batch_size: 128, local_batch_size: 8}\n"
+    piped = (
+        "Global: {global_batch_size: 24}\nModel: {num_layers: 16, virtual_pp_degree: 2}\nDistributed: {pp_degree: 4}\n"
+    )
+    for text, nodes, fixed in ((both, "1:2", 1), (piped, "2:3", 2)):
+        launch = "Launch: {{nodes: '{}', gpus_per_node: 8}}\n"
+        expected = codes(check(text + launch.format(fixed)))
+        assert expected
+        assert codes(check(text + launch.format(nodes))) == expected
+
+
+def test_an_error_of_every_layout_does_not_spoil_the_proposals(check) -> None:
+    for other in ("Engine: {run_mode: step, max_steps: 0}\n", "Model: {num_attention_heads: 10}\n"):
+        findings = check(f"Distributed: {{dp_degree: 3}}\nLaunch: {{gpus_per_node: 8}}\n{other}").findings
+        (world,) = [finding for finding in findings if finding.code == "L001"]
+        assert world.hint.startswith("these fit: mp 1 × sharding 1 × pp 1 × dp 8")
+
+
+def test_secrets_are_not_repeated(check) -> None:
+    checked = check("Launch: {secrets: {TOK: hunter2, X: {file: a}}, env: {A: 1, B-C: 2}}\n")
+    shown = [finding.as_json() for finding in checked.findings]
+    assert "hunter2" not in str(shown)
+    assert [(finding["key"], finding["value"]) for finding in shown] == [
+        ("Launch.secrets.TOK", None),
+        ("Launch.env.B-C", "2"),
+    ]
+    assert "hunter2" not in str([finding.as_json() for finding in check("Launch: {secrets: hunter2}\n").findings])
+
+
+def test_separate_datasets_have_splits_of_their_own(check) -> None:
+    text = "Data: {Train: {dataset: {input_dir: a, split: [1, 0, 0]}}, Eval: {dataset: {input_dir: b, split: [0, 1, 0]}}}\n"
+    assert codes(check(text)) == []
 
 
 def test_a_cluster_that_cannot_be_read_is_not_judged(check, tmp_path) -> None:

@@ -94,8 +94,8 @@ def _fill_model(filling: _Filling) -> None:
 
 def _fill_engine(filling: _Filling, emptied: Collection[str]) -> None:
     filling.fill("Engine.test_iters", 10 * filling.get("Engine.eval_iters"), "10 · eval_iters")
-    if "Optimizer.lr.decay_steps" in emptied:
-        filling.fill("Optimizer.lr.decay_steps", max(1, filling.get("Engine.max_steps")), "max_steps")
+    if "Optimizer.lr.decay_steps" in emptied and filling.get("Engine.max_steps") > 0:
+        filling.fill("Optimizer.lr.decay_steps", filling.get("Engine.max_steps"), "max_steps")
     if "Engine.save_load.save_steps" in emptied:
         filling.fill("Engine.save_load.save_steps", 0, "empty: only at the end")
     if filling.get("Engine.max_steps") <= 0:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from trainer.config.kinds import BadValue, Boolean
 from trainer.config.presets import PRESETS
-from trainer.config.tree import TWICE, List, Map, Node, Scalar, is_null, plain
+from trainer.config.tree import MAX_DEPTH, TWICE, List, Map, Node, Scalar, is_null, plain
 from trainer.errors import Finding, Place, Rule, closest
 
 UNKNOWN = Rule("C010", "every key is known")
@@ -112,11 +112,8 @@ IMPLIED: dict[str, dict[str, str]] = {
     "optimizer_config": {"Optimizer.lr.name": "none", "Optimizer.beta2": "0.95"},
 }
 
-PURE_FP16 = {
-    "Engine.mix_precision.enable": "true",
-    "Engine.mix_precision.level": "O2",
-    "Engine.mix_precision.dtype": "float16",
-}
+PURE_FP16 = "Engine.mix_precision.use_pure_fp16"
+BY_PURE_FP16 = "as use_pure_fp16"  # the value of `enable` until all layers are merged
 
 # Groups that are no sections here: a key in them that has no meaning is a mistake in that group.
 FOREIGN_GROUPS = ("data_config", "gpt_config", "trainer_config", "optimizer_config", "Fused")
@@ -157,6 +154,10 @@ def translate(tree: Map, found: list[Finding], implies: bool = True) -> Translat
     for name, node in tree.items.items():
         if name == "_inherited_":
             found.append(UNKNOWN.found(name, plain(node), "it belongs in a section", "leave out _base_", node.place))
+        elif name.count(".") >= MAX_DEPTH:
+            found.append(UNKNOWN.found(name[:60], None, "no key is that long", "delete it", node.place))
+        elif name == "PreTraining" and is_null(node):
+            continue
         elif name == "PreTraining" and isinstance(node, Map):
             for inner, child in node.items.items():
                 walk.visit(inner, child)
@@ -206,14 +207,15 @@ class _Walk:
         put(self.written, "Engine.save_load.ckpt_dir" if is_folder else "Model.name", node, self.found)
 
     def standalone(self, node: Scalar) -> None:
-        if switch(node, "standalone", self.found):
-            put(self.written, "Launch.style", Scalar("standalone", node.place, True), self.found)
+        style = "standalone" if switch(node, "standalone", self.found) else ""  # empty: by the number of nodes
+        put(self.written, "Launch.style", Scalar(style, node.place), self.found)
 
     def use_pure_fp16(self, node: Scalar) -> None:
-        """All of `PURE_FP16`, or no mixed precision unless use_amp says otherwise."""
-        meant = {True: PURE_FP16, False: {"Engine.mix_precision.enable": "false"}, None: {}}
-        for key, text in meant[switch(node, "use_pure_fp16", self.found)].items():
-            put(self.implied, key, Scalar(text, node.place, True), [])
+        """True also switches mixed precision on, here and now; `settle` does the rest when all layers are merged."""
+        wanted = switch(node, "use_pure_fp16", self.found)
+        put(self.written, PURE_FP16, Scalar(str(wanted), node.place), self.found)
+        if wanted:
+            put(self.written, "Engine.mix_precision.enable", Scalar(BY_PURE_FP16, node.place), [])
 
     def grad_clip(self, node: Scalar) -> None:
         """A bare number is the norm."""
@@ -226,7 +228,7 @@ SPECIAL: dict[str, Callable[[_Walk, Scalar], None]] = {
     "model_type": _Walk.model_type,
     "model_name_or_path": _Walk.model_name_or_path,
     "standalone": _Walk.standalone,
-    "Engine.mix_precision.use_pure_fp16": _Walk.use_pure_fp16,
+    PURE_FP16: _Walk.use_pure_fp16,
     "Optimizer.grad_clip": _Walk.grad_clip,
 }
 
@@ -247,11 +249,34 @@ def _unknown_in_group(path: str, node: Node) -> Finding:
     known = [old.partition(".")[2] for old in RENAMED if old.startswith(group + ".")]
     near = closest(name, known)
     hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-    return UNKNOWN.found(path, plain(node), f"{group} has no key {name}", hint, node.place)
+    meant = RENAMED[f"{group}.{near[0]}"] if near else ()
+    return UNKNOWN.using(*meant).found(path, plain(node), f"{group} has no key {name}", hint, node.place)
 
 
 def settle(tree: Map, found: list[Finding]) -> Map:
-    """PaddleNLP's use_sharding, once all layers are merged: false forces sharding_degree 1."""
+    """What switches of PaddleNLP mean, once all layers are merged."""
+    return _settle_pure_fp16(_settle_sharding(tree, found))
+
+
+def _settle_pure_fp16(tree: Map) -> Map:
+    """True: O2 and float16, unless something else is written; `enable` follows unless a later layer sets it."""
+    engine = tree.items.get("Engine")
+    precision = engine.items.get("mix_precision") if isinstance(engine, Map) else None
+    if not isinstance(engine, Map) or not isinstance(precision, Map) or "use_pure_fp16" not in precision.items:
+        return tree
+    keys = {key: node for key, node in precision.items.items() if key != "use_pure_fp16"}
+    switch_node = precision.items["use_pure_fp16"]
+    wanted, enable = plain(switch_node) == "True", keys.get("enable")
+    if isinstance(enable, Scalar) and enable.text == BY_PURE_FP16:
+        keys["enable"] = Scalar(str(wanted), switch_node.place)
+    if wanted:
+        keys = {"level": Scalar("O2", switch_node.place), "dtype": Scalar("float16", switch_node.place), **keys}
+    engine = Map({**engine.items, "mix_precision": Map(keys, precision.place)}, engine.place)
+    return Map({**tree.items, "Engine": engine}, tree.place)
+
+
+def _settle_sharding(tree: Map, found: list[Finding]) -> Map:
+    """use_sharding false forces sharding_degree 1."""
     distributed = tree.items.get("Distributed")
     if not isinstance(distributed, Map) or "use_sharding" not in distributed.items:
         return tree
@@ -264,7 +289,7 @@ def settle(tree: Map, found: list[Finding]) -> Map:
     if wanted and one:
         message, hint = "no effect here: sharding_degree is 1", "write the sharding_degree you want"
         found.append(SWITCH.found("use_sharding", True, message, hint, node.place))
-    if wanted is False and isinstance(sharding, Map):
+    if wanted is False and isinstance(sharding, Map) and (one or str(written).isdigit()):
         if not one:
             message, hint = f"use_sharding is off: sharding_degree {written} is not used", "delete one of the two"
             found.append(SWITCH.found("use_sharding", False, message, hint, node.place))
@@ -294,7 +319,13 @@ def put(tree: Map, path: str, node: Node, found: list[Finding]) -> None:
 
 
 def _same(one: Node, other: Node) -> bool:
-    return isinstance(one, Scalar) and isinstance(other, Scalar) and one.text == other.text
+    """Two spellings of one value."""
+    if not isinstance(one, Scalar) or not isinstance(other, Scalar):
+        return False
+    try:
+        return float(one.text) == float(other.text)
+    except ValueError:
+        return one.text.lower() == other.text.lower()
 
 
 def copied(node: Node) -> Node:

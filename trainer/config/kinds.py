@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from trainer.config.tree import List, Map, Node, Scalar, is_null
-from trainer.errors import Place, Rule, closest, one_of
+from trainer.errors import Rule, closest, one_of
 
 WRONG_TYPE = Rule("C011", "a value has the type its key asks for")
 OUT_OF_RANGE = Rule("C012", "a number is within the range of its key")
@@ -36,9 +36,15 @@ _BLANKS = re.compile(r"[\n\r\t\v]")
 class BadValue(Exception):
     """A node that does not fit its key: the rule, what is wrong, the fix, and the place if not the key's own."""
 
-    def __init__(self, rule: Rule, message: str, hint: str = "", place: Place | None = None, key: str = "") -> None:
+    def __init__(self, rule: Rule, message: str, hint: str = "") -> None:
         super().__init__(message)
-        self.rule, self.message, self.hint, self.place, self.key = rule, message, hint, place, key
+        self.rule, self.message, self.hint = rule, message, hint
+        self.item: Node | None = None  # the item of a list or mapping that it is about
+        self.key = ""
+
+    def of(self, item: Node, key: str = "") -> BadValue:
+        self.item, self.key = self.item or item, key
+        return self
 
 
 class BadItems(Exception):
@@ -219,7 +225,7 @@ class Integers(NamedTuple):
             try:
                 numbers.append(Integer(self.low).read(item))
             except BadValue as bad:
-                raise BadValue(bad.rule, bad.message, bad.hint, item.place) from None
+                raise bad.of(item) from None
         if self.longest and len(numbers) > self.longest:
             raise BadValue(OUT_OF_RANGE, f"{len(numbers)} numbers are too many", f"write at most {self.longest}")
         return tuple(numbers)
@@ -239,7 +245,7 @@ class Words(NamedTuple):
             try:
                 items.append(self.item.read(item))
             except BadValue as bad:
-                faults.append(BadValue(bad.rule, bad.message, bad.hint, bad.place or item.place))
+                faults.append(bad.of(item))
         if faults:
             raise BadItems(faults, tuple(items))
         return tuple(items)
@@ -255,6 +261,7 @@ class Names(NamedTuple):
     item: Kind = Text()
     pattern: str = r"[A-Za-z_][A-Za-z0-9_]*"
     form: str = "a name of letters, digits and _"
+    is_secret: bool = False  # what was written must not be repeated
 
     def read(self, node: Node) -> dict[str, Any]:
         if not isinstance(node, Map):
@@ -268,7 +275,7 @@ class Names(NamedTuple):
                     raise BadValue(NOT_A_NAME, f"{shown(name)} is not {self.form}", f"use {self.form}")
                 values[name] = "" if is_null(item) and isinstance(self.item, Text) else self.item.read(item)
             except BadValue as bad:
-                faults.append(BadValue(bad.rule, bad.message, bad.hint, bad.place or item.place, name))
+                faults.append(bad.of(item, name))
         if faults:
             raise BadItems(faults, values)
         return values

@@ -6,6 +6,7 @@ Later layers win. Every node keeps its own place, so that a finding or a questio
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -45,10 +46,12 @@ def load_tree(path: str | os.PathLike[str] | None, overrides: Iterable[Override]
         if tree is None:
             return None
         layers = _with_bases(tree, os.fspath(path), [], found)
-    layers += [translate(_override_tree(override, found), found, implies=False) for override in overrides]
+    of_overrides = [translate(_override_tree(override, found), found, implies=False) for override in overrides]
     merged: Node = Map({}, Place(os.fspath(path) if path is not None else "command line"))
     for layer in [layer.implied for layer in layers] + [layer.written for layer in layers]:
         merged = merge(merged, layer, found)
+    for override in of_overrides:
+        merged = merge(merged, override.written, found, empties=True)
     assert isinstance(merged, Map)
     return merged
 
@@ -96,11 +99,14 @@ def _override_tree(override: Override, found: list[Finding]) -> Map:
     return node
 
 
-def merge(under: Node, over: Node, found: list[Finding]) -> Node:
-    """Mappings merge key by key; a list takes single items by index; anything else is replaced."""
+def merge(under: Node, over: Node, found: list[Finding], empties: bool = False, path: str = "") -> Node:
+    """Mappings merge key by key; a list takes single items by index; anything else is replaced.
+
+    An empty section in a file says nothing; an empty override (`empties`) takes away what is there.
+    """
     if isinstance(over, Map) and is_items(over) and (base := _as_items(under)) is not None:
-        return replace_items(base, over, found)
-    if isinstance(under, Map) and under.items and is_null(over):
+        return replace_items(base, over, found, path)
+    if isinstance(under, Map) and under.items and is_null(over) and not empties:
         return under
     if not isinstance(over, Map):
         return over
@@ -109,8 +115,9 @@ def merge(under: Node, over: Node, found: list[Finding]) -> Node:
     items = dict(under.items) if isinstance(under, Map) and inherits else {}
     for key, node in over.items.items():
         if key != "_inherited_":
-            items[key] = merge(items[key], node, found) if key in items else merge(Map({}, node.place), node, found)
-    return Map(items, over.place)
+            below = items.get(key, Map({}, node.place))
+            items[key] = merge(below, node, found, empties, f"{path}.{key}" if path else key)
+    return Map(items, over.place if over.items else under.place)
 
 
 def is_items(node: Map) -> bool:
@@ -120,17 +127,19 @@ def is_items(node: Map) -> bool:
 def _as_items(node: Node) -> Sequence[Node] | None:
     if isinstance(node, List):
         return node.items
-    if isinstance(node, Scalar) and "," in node.text:  # split: '949,50,1'
+    if isinstance(node, Scalar) and re.fullmatch("[0-9, ]*,[0-9, ]*", node.text):  # split: '949,50,1'
         return [Scalar(part.strip(), node.place, node.quoted) for part in node.text.split(",")]
     return None
 
 
-def replace_items(base: Sequence[Node], over: Map, found: list[Finding]) -> List:
+def replace_items(base: Sequence[Node], over: Map, found: list[Finding], path: str) -> List:
     items = list(base)
     for key, node in over.items.items():
         if int(key) >= len(items):
             hint = f"use 0 to {len(items) - 1}" if items else "write the whole list"
-            found.append(INDEX.found("", plain(node), f"index {int(key)} of a list of {len(items)}", hint, node.place))
+            found.append(
+                INDEX.found(path, plain(node), f"index {int(key)} of a list of {len(items)}", hint, node.place)
+            )
         else:
             items[int(key)] = copied(node)
     return List(tuple(items), over.place)

@@ -52,14 +52,16 @@ class Reading:
         self.values: dict[str, Any] = {}
         self.places: dict[str, Place] = {}
         self.emptied: set[str] = set()  # written, but with nothing behind the colon
-        self.bad = {finding.key for finding in found if finding.code == TWICE.code}
+        self.bad = {path for finding in found for path in _doubtful(finding)}
         self.ignored: dict[str, Place] = {}  # keys that mean something to others only
 
-    def refuse(self, path: str, node: Node, faults: Iterable[BadValue]) -> None:
+    def refuse(self, path: str, node: Node, kind: Kind, faults: Iterable[BadValue]) -> None:
         self.bad.add(path)
         for bad in faults:
+            item = bad.item or node
+            value = None if isinstance(kind, Names) and kind.is_secret else plain(item)
             full = join(path, bad.key) if bad.key else path
-            self.found.append(bad.rule.found(full, plain(node), bad.message, bad.hint, bad.place or node.place))
+            self.found.append(bad.rule.found(full, value, bad.message, bad.hint, item.place))
 
     def judge(self, findings: Iterable[Finding], unknown: Collection[str] = ()) -> list[Finding]:
         """Of what rules found, that which rests on readable keys, each at the place where it can be mended."""
@@ -108,10 +110,9 @@ def _read_keys(keys: Mapping[str, Key], node: Map, path: str, reading: Reading) 
         elif ignored := _ignored(child_path, child):
             reading.ignored.update(ignored)
         else:
-            near = closest(name, keys) if len(reading.found) < MANY and name not in OTHER_WORDS else []
+            meant, hint = _suggestion(name, child, path, keys, reading)
             # A rule must not judge the default of a key that was written, only misspelt.
-            reading.bad |= {child_path, *(join(path, other) for other in near)}
-            hint = f"did you mean {near[0]}?" if near else _suggestion(name, keys, reading)
+            reading.bad |= {child_path, *([meant] if meant else [])}
             where = f"{path} has no key {name}" if path else f"there is no section or key {name}"
             reading.found.append(UNKNOWN.found(child_path, plain(child), where, hint, child.place))
 
@@ -137,9 +138,9 @@ def _read_key(key: Key, node: Node, path: str, reading: Reading) -> None:
             reading.values[path] = kind.read(_with_default_items(key, node, path, reading))
         except BadItems as bad:
             reading.values[path] = bad.rest  # the lint of an environment goes on with the variables that are right
-            reading.refuse(path, node, bad.faults)
+            reading.refuse(path, node, kind, bad.faults)
         except BadValue as bad:
-            reading.refuse(path, node, [bad])
+            reading.refuse(path, node, kind, [bad])
 
 
 def _read_nested(kind: Section, node: Node, path: str, reading: Reading) -> None:
@@ -164,25 +165,33 @@ def _with_default_items(key: Key, node: Node, path: str, reading: Reading) -> No
     if isinstance(key.kind, (Integers, Words)) and isinstance(node, Map) and is_items(node):
         as_train = path.replace("Data.Eval.", "Data.Train.").replace("Data.Test.", "Data.Train.")
         items = reading.values.get(as_train, key.default)
-        return replace_items([Scalar(str(item), node.place) for item in items], node, reading.found)
+        return replace_items([Scalar(str(item), node.place) for item in items], node, reading.found, path)
     return node
 
 
-def _suggestion(name: str, keys: Mapping[str, Key], reading: Reading) -> str:
-    """What may have been meant by a key that resembles none of its neighbours."""
+def _suggestion(name: str, node: Node, path: str, keys: Mapping[str, Key], reading: Reading) -> tuple[str, str]:
+    """The key that may have been meant, if any, and a hint that says so."""
     if len(reading.found) >= MANY:
-        return "is this a run config?"
-    if name in OTHER_WORDS:
-        return f"it is called {OTHER_WORDS[name]} here"
-    paths = [path for section, cls in reading.sections.items() for path in paths_of(cls, section)]
-    elsewhere = [path for path in paths if path.rpartition(".")[2] == name]
-    if elsewhere:
-        return f"it belongs in {elsewhere[0].rpartition('.')[0]}"
-    by_name = {path.rpartition(".")[2]: path for path in [*RENAMED, *paths]}
+        return "", "is this a run config?"
+    paths = [known for section, cls in reading.sections.items() for known in paths_of(cls, section)]
+    if name in OTHER_WORDS and isinstance(node, Scalar):
+        word = OTHER_WORDS[name]
+        return next((known for known in paths if known.endswith(word)), ""), f"it is called {word} here"
+    if near := closest(name, keys):
+        return join(path, near[0]), f"did you mean {near[0]}?"
+    if elsewhere := [known for known in paths if known.rpartition(".")[2] == name]:
+        return elsewhere[0], f"it belongs in {elsewhere[0].rpartition('.')[0]}"
+    by_name = {known.rpartition(".")[2]: known for known in [*RENAMED, *paths]}
     if near := closest(name, by_name, likeness=0.85):
-        return f"did you mean {by_name[near[0]]}?"
-    known = list(keys)
-    return f"known here: {', '.join(known[:12])}{', …' if len(known) > 12 else ''}"
+        known = by_name[near[0]]
+        return RENAMED.get(known, (known,))[0], f"did you mean {known}?"
+    return "", f"known here: {', '.join(list(keys)[:12])}{', …' if len(keys) > 12 else ''}"
+
+
+def _doubtful(finding: Finding) -> Iterable[str]:
+    """The keys whose value is in doubt after a finding of the layers below."""
+    key = finding.key.removeprefix("PreTraining.")
+    return (key, *RENAMED.get(key, ()), *finding.uses) if finding.code in (TWICE.code, UNKNOWN.code) else ()
 
 
 def join(path: str, name: str) -> str:

@@ -164,7 +164,8 @@ def _proposal(wish: Layout, reading: Reading, machines: Machines, dp_written: bo
         derived = derive({**reading.values, **degrees}, reading.emptied, None)
         run = build(RunConfig, derived.values)
         found = reading.judge([*derived.found, *check_model(shape_of(run), layout, batch_of(run)), *check_run(run)])
-        return frozenset(finding.code[0] for finding in errors_in(found))
+        of_layout = [finding for finding in errors_in(found) if set(finding.uses) & set(DEGREE_KEYS.values())]
+        return frozenset(finding.code[0] for finding in of_layout)
 
     if fitting := propose(wish, machines, dp_written, lambda layout: not errors_of(layout)):
         return "these fit: " + "; ".join(str(layout) for layout in fitting)

@@ -10,15 +10,10 @@ from trainer.errors import Finding, Rule, one_of
 from trainer.layout import DEGREE_KEYS, segments
 
 _LAYERS = ("Model.name", "Model.num_layers")
-_SEQ_LENS = tuple(f"Data.{part}.dataset.max_seq_len" for part in ("Train", "Eval", "Test"))
-_TEXTS = tuple(f"Data.{part}.dataset.{key}" for part in ("Train", "Eval", "Test") for key in ("name", "path"))
+MP, PP = DEGREE_KEYS["mp"], DEGREE_KEYS["pp"]
 _SHARDING = ("Distributed.sharding.sharding_degree", "Distributed.sharding.sharding_stage")
 
-POSITIONS = Rule(
-    "T001",
-    "max_seq_len is at most max_position_embeddings",
-    uses=(*_SEQ_LENS, "Model.max_position_embeddings", "Model.name"),
-)
+POSITIONS = Rule("T001", "max_seq_len is at most max_position_embeddings")
 NO_RECOMPUTE = Rule("T002", "no_recompute_layers are numbers of layers", uses=("Model.no_recompute_layers", *_LAYERS))
 INTERVAL = Rule(
     "T003",
@@ -27,7 +22,7 @@ INTERVAL = Rule(
 )
 STAGE = Rule("T004", "sharding_degree > 1 needs sharding_stage 1, 2 or 3", uses=_SHARDING)
 BACKEND = Rule("T005", "nccl needs GPUs", uses=("Global.device", "Distributed.backend"))
-CHAR_PATH = Rule("T006", "a CharDataset names its text", uses=_TEXTS)
+CHAR_PATH = Rule("T006", "a CharDataset names its text")
 SPLIT = Rule("T007", "some documents are trained on", uses=("Data.Train.dataset.split",))
 PROFILE_STEPS = Rule("T008", "the profiled steps are [first, last + 1]", uses=("Profiler.scheduler",))
 DECODE = Rule("T009", "min_dec_len is at most max_dec_len", uses=("Generation.min_dec_len", "Generation.max_dec_len"))
@@ -38,14 +33,12 @@ LR_ORDER = Rule(
     "warning",
     uses=("Optimizer.lr.min_lr", "Optimizer.lr.max_lr", "Optimizer.lr.name"),
 )
-NO_EFFECT = Rule(
-    "T021",
-    "a setting that is switched on has an effect",
-    "warning",
-    uses=(*DEGREE_KEYS.values(), *_SHARDING, "Distributed.sharding.sharding_offload", "Engine.logging_freq"),
-)
+NO_EFFECT = Rule("T021", "a setting that is switched on has an effect", "warning")
 NO_EVALUATION = Rule(
-    "T026", "some documents are evaluated on", "warning", uses=("Data.Train.dataset.split", "Engine.eval_freq")
+    "T026",
+    "some documents are evaluated on",
+    "warning",
+    uses=("Data.Eval.dataset.split", "Data.Train.dataset.split", "Engine.eval_freq"),
 )
 GLOO_ON_GPU = Rule("T022", "GPUs talk over nccl", "warning", uses=("Global.device", "Distributed.backend"))
 MANY_CHUNKS = Rule("T023", "virtual_pp_degree is at most 2", "warning", uses=("Model.virtual_pp_degree",))
@@ -70,17 +63,18 @@ def _check_data(run: RunConfig) -> Iterator[Finding]:
         if dataset not in seen:  # what Eval and Test take over from Train is one mistake
             yield from _check_dataset(dataset, f"Data.{part}.dataset", run.Model.max_position_embeddings)
         seen.append(dataset)
-    if run.Data.Train.dataset.name == "GPTDataset":
-        yield from _check_split(run.Data.Train.dataset.split, run.Engine.eval_freq)
+    yield from _check_split(run)
 
 
-def _check_split(split: tuple[int, ...], eval_freq: int) -> Iterator[Finding]:
-    key, hint = "Data.Train.dataset.split", "write shares such as [949, 50, 1]"
-    if not any(split[:1]):
-        yield SPLIT.found(key, list(split), f"{list(split)} leaves nothing to train on", hint)
-    elif eval_freq > 0 and not any(split[1:2]):
+def _check_split(run: RunConfig) -> Iterator[Finding]:
+    train, evaluation, hint = run.Data.Train.dataset, run.Data.Eval.dataset, "write shares such as [949, 50, 1]"
+    if train.name == "GPTDataset" and not any(train.split[:1]):
+        message = f"{list(train.split)} leaves nothing to train on"
+        yield SPLIT.found("Data.Train.dataset.split", list(train.split), message, hint)
+    elif evaluation.name == "GPTDataset" and run.Engine.eval_freq > 0 and not any(evaluation.split[1:2]):
+        message = f"{list(evaluation.split)} leaves nothing to evaluate on"
         yield NO_EVALUATION.found(
-            key, list(split), f"{list(split)} leaves nothing to evaluate on", f"{hint}, or eval_freq: 0"
+            "Data.Eval.dataset.split", list(evaluation.split), message, f"{hint}, or eval_freq: 0"
         )
 
 
@@ -88,9 +82,11 @@ def _check_dataset(dataset: Dataset, path: str, positions: int) -> Iterator[Find
     if dataset.max_seq_len > positions:
         message = f"samples of {dataset.max_seq_len} tokens, but the model has {positions} positions"
         hint = f"set Model.max_position_embeddings to {dataset.max_seq_len}, or shorten the samples"
-        yield POSITIONS.found(f"{path}.max_seq_len", dataset.max_seq_len, message, hint)
+        rule = POSITIONS.using(f"{path}.max_seq_len", "Model.max_position_embeddings", "Model.name")
+        yield rule.found(f"{path}.max_seq_len", dataset.max_seq_len, message, hint)
     if dataset.name == "CharDataset" and not dataset.path:
-        yield CHAR_PATH.found(f"{path}.path", None, "no text is named", "write a path, or builtin for the demo corpus")
+        rule = CHAR_PATH.using(f"{path}.path", f"{path}.name")
+        yield rule.found(f"{path}.path", None, "no text is named", "write a path, or builtin for the demo corpus")
 
 
 def _check_recompute(run: RunConfig) -> Iterator[Finding]:
@@ -145,26 +141,41 @@ def _check_other_sections(run: RunConfig) -> Iterator[Finding]:
 
 def _without_effect(run: RunConfig) -> Iterator[Finding]:
     """Settings that FleetX switches off with a warning; `resolve.py` does so too."""
-    model, distributed = run.Model, run.Distributed
+    distributed = run.Distributed
     mp, pp, sharding = distributed.mp_degree, distributed.pp_degree, distributed.sharding
     overlaps = sharding.sharding_degree > 1 and sharding.sharding_stage == 2 and not sharding.sharding_offload
     overlap_needs = "it needs sharding_degree > 1, stage 2 and no offload"
+    overlap_keys = (*_SHARDING, "Distributed.sharding.sharding_offload")
     offloads = sharding.sharding_degree > 1 and run.Global.device == "gpu"
     broadcasts = overlaps and run.Engine.logging_freq > 1
     broadcast_needs = f"{overlap_needs}, and logging_freq > 1: a log line waits for the broadcast"
-    settings = [
-        ("Model.sequence_parallel", model.sequence_parallel, mp > 1, "it needs mp_degree > 1"),
-        ("Model.virtual_pp_degree", model.virtual_pp_degree > 1, pp > 1, "it needs pp_degree > 1"),
-        ("Distributed.sharding.reduce_overlap", sharding.reduce_overlap, overlaps, overlap_needs),
-        ("Distributed.sharding.broadcast_overlap", sharding.broadcast_overlap, broadcasts, broadcast_needs),
+    fuses = mp * pp == 1
+    settings: list[tuple[str, bool, tuple[str, ...], str]] = [
+        ("Model.sequence_parallel", mp > 1, (MP,), "it needs mp_degree > 1"),
+        ("Model.virtual_pp_degree", pp > 1, (PP,), "it needs pp_degree > 1"),
+        ("Distributed.sharding.reduce_overlap", overlaps, overlap_keys, overlap_needs),
+        (
+            "Distributed.sharding.broadcast_overlap",
+            broadcasts,
+            (*overlap_keys, "Engine.logging_freq"),
+            broadcast_needs,
+        ),
         (
             "Distributed.sharding.sharding_offload",
-            sharding.sharding_offload,
             offloads,
+            (_SHARDING[0], "Global.device"),
             "it needs sharding_degree > 1 and a GPU",
         ),
-        ("Optimizer.tensor_fusion", run.Optimizer.tensor_fusion, mp * pp == 1, "it needs mp_degree 1 and pp_degree 1"),
+        ("Optimizer.tensor_fusion", fuses, (MP, PP), "it needs mp_degree 1 and pp_degree 1"),
     ]
-    for key, is_on, works, needs in settings:
-        if is_on and not works:
-            yield NO_EFFECT.found(key, True, f"no effect here: {needs}", "delete the key")
+    for key, works, uses, needs in settings:
+        value = value_at(run, key)
+        if value != OFF.get(key, False) and not works:
+            yield NO_EFFECT.using(key, *uses).found(key, value, f"no effect here: {needs}", "delete the key")
+
+
+def value_at(run: RunConfig, path: str) -> Any:
+    value: Any = run
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
