@@ -180,7 +180,7 @@ def test_an_empty_override_takes_away_what_is_there(check) -> None:
 
 
 def test_one_word_with_a_comma_stays_one_word(check) -> None:
-    assert check("Launch: {args: '--x=1,2'}\n", "Launch.args.0=--y").launch.args != ("--y", "2")
+    assert check("Launch: {args: '--x=1,2'}\n", "Launch.args.0=--y").launch.args == ("--y",)
 
 
 EMPTIED = [

@@ -129,7 +129,7 @@ def _as_items(node: Node) -> Sequence[Node] | None:
         return node.items
     if isinstance(node, Scalar) and re.fullmatch("[0-9, ]*,[0-9, ]*", node.text):  # split: '949,50,1'
         return [Scalar(part.strip(), node.place, node.quoted) for part in node.text.split(",")]
-    return None
+    return [node] if isinstance(node, Scalar) and not node.is_empty else None
 
 
 def replace_items(base: Sequence[Node], over: Map, found: list[Finding], path: str) -> List:

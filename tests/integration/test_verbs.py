@@ -1,0 +1,133 @@
+"""The other verbs as a person types them. The oracle is what the process prints and its exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gptctl.resources import named_files
+from trainer.config.tree import parse
+
+TEMPLATES = named_files("templates/configs")
+
+
+def test_topo_of_two_nodes(gptctl, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("Model: {name: 345M}\nGlobal: {local_batch_size: 2}\n")
+    degrees = ["-o", "mp_degree=2", "-o", "pp_degree=2", "-o", "sharding_degree=2"]
+    arguments = ["topo", "config", "--nodes", "2", "--gpus-per-node", "8", *degrees]
+    answer = json.loads(gptctl(*arguments, "--json").stdout)
+    rows = answer["ranks"]
+    assert [row["rank"] for row in rows] == list(range(16))
+    assert rows[11] == {
+        "rank": 11, "node": 1, "local_rank": 3, "dp": 1, "pp": 0, "sharding": 1, "mp": 1, "data_rank": 3,
+    }  # fmt: skip
+    for axis, group in {"dp": [3, 11], "pp": [11, 15], "sharding": [9, 11], "mp": [10, 11]}.items():
+        assert group in answer["groups"][axis]
+        assert len(answer["groups"][axis]) == 8
+    table = gptctl(*arguments).stdout.splitlines()
+    assert len(table) == 18
+    assert table[-5].split() == ["1", "11", "3", "1", "0", "1", "1", "10,11", "9,11", "11,15", "3,11"]
+    assert len(gptctl(*arguments, "--rank", "3").stdout.splitlines()) == 3
+    assert gptctl(*arguments, "--rank", "16").returncode == 2
+    assert gptctl("topo", "config", "--gpus-per-node", "3", "-o", "mp_degree=2").returncode == 1
+
+
+def test_init_writes_a_config_and_never_overwrites(gptctl, tmp_path) -> None:
+    assert gptctl("init").returncode == 0
+    assert (tmp_path / "config.yaml").read_text() == TEMPLATES["char-gpt"].read_text()
+    assert gptctl("validate", "config").returncode == 0
+    refused = gptctl("init", "dp8")
+    assert (refused.returncode, (tmp_path / "config.yaml").read_text()) == (2, TEMPLATES["char-gpt"].read_text())
+    assert gptctl("init", "dp8", "--force").returncode == 0
+    assert (tmp_path / "config.yaml").read_text() == TEMPLATES["dp8"].read_text()
+    assert gptctl("init", "dp8", "--output", "no/such/folder.yaml").returncode == 2
+    unknown = gptctl("init", "sharding-8")
+    assert unknown.returncode == 2
+    assert "did you mean sharding8?" in unknown.stderr
+    assert set(json.loads(gptctl("init", "--list", "--json").stdout)) == set(TEMPLATES)
+
+
+def test_the_schema_accepts_every_template_and_refuses_a_wrong_key(gptctl) -> None:
+    """The oracle is the jsonschema package."""
+    import jsonschema
+
+    schema = json.loads(gptctl("schema").stdout)
+    jsonschema.Draft7Validator.check_schema(schema)
+    for name, file in TEMPLATES.items():
+        config = json.loads(gptctl("validate", str(file), "--json", "--resolved").stdout)["resolved"]
+        jsonschema.validate(config, schema)
+        assert parse(file.read_text(), name, []) is not None
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"Distributed": {"mp_degre": 2}}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"Global": {"device": "tpu"}}, schema)
+    assert "Launch" in schema["properties"]
+    assert schema["properties"]["Distributed"]["properties"]["mp_degree"]["description"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(gptctl, shell: str) -> None:
+    result = gptctl("completion", shell)
+    assert result.returncode == 0
+    assert "_GPTCTL_COMPLETE" in result.stdout
+
+
+COMPLETIONS = [
+    ("gptctl va", ["validate"]),
+    ("gptctl validate -o Distributed.mp", ["Distributed.mp_degree="]),
+    ("gptctl validate --cluster slurm", ["slurm-example"]),
+    ("gptctl init sh", ["sharding8"]),
+]
+
+
+@pytest.mark.parametrize(("typed", "completed"), COMPLETIONS)
+def test_bash_completes(gptctl, tmp_path, typed: str, completed: list[str]) -> None:
+    """Real bash, asked as it asks on the tabulator key."""
+    script = tmp_path / "completion.bash"
+    script.write_text(gptctl("completion", "bash").stdout)
+    program = f'PATH="{Path(sys.executable).parent}:$PATH"; source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(typed.split()) - 1}; _gptctl_completion gptctl; echo "${{COMPREPLY[@]}}"'
+    result = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == completed
+
+
+def test_rules_are_listed(gptctl) -> None:
+    assert "num_attention_heads is divisible by mp_degree" in gptctl("rules", "l002").stdout
+    assert len(json.loads(gptctl("rules", "--json").stdout)) > 80
+    assert gptctl("rules", "X999").returncode == 2
+
+
+def test_help_pages_end_with_two_examples(gptctl) -> None:
+    pages = [["--help"]] + [
+        [verb, "--help"] for verb in ("validate", "topo", "init", "keys", "schema", "rules", "completion")
+    ]
+    for page in pages:
+        text = gptctl(*page).stdout
+        examples = text.split("Examples:")[1].strip().splitlines()
+        assert len(examples) == 2, page
+
+
+def test_topo_of_a_large_world_is_quick(gptctl, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("Global: {seed: 1}\n")
+    start = time.perf_counter()
+    answer = json.loads(gptctl("topo", "config", "--nodes", "512", "--gpus-per-node", "8", "--json").stdout)
+    one = gptctl("topo", "config", "--nodes", "65536", "--gpus-per-node", "1024", "--rank", "5")
+    assert time.perf_counter() - start < 5
+    assert (len(answer["ranks"]), len(answer["groups"]["dp"][0])) == (4096, 4096)
+    assert one.stdout.splitlines()[-1].split()[-1] == "0-67108863"
+    assert gptctl("topo", "config", "--nodes", "65536", "--gpus-per-node", "1024").returncode == 2
+
+
+def test_keys_are_listed(gptctl) -> None:
+    rows = json.loads(gptctl("keys", "distributed.sharding", "--json").stdout)
+    assert rows[0] == {
+        "key": "Distributed.sharding.sharding_degree",
+        "default": "1",
+        "meaning": "ranks that share one copy of the states",
+    }
+    assert "Launch.rdzv.port" in gptctl("keys").stdout
+    assert gptctl("keys", "nothing").returncode == 2
