@@ -87,7 +87,8 @@ def check_config(path: Path, overrides: Iterable[Override]) -> Checked:
         judged += _check_memory(resolved, estimated, cluster)
     linted = _lint(launch, profile, machines, resolved, reading)
     findings = [*resolved.findings, *(profile.findings if profile else ()), *reading.judge(judged), *linted]
-    origins = {key: str(reading.places.get(key, "default")) for key in paths_of(Launch, "Launch")}
+    written = reading.values
+    origins = {key: str(reading.places[key]) if key in written else "default" for key in paths_of(Launch, "Launch")}
     launch = replace(launch, gpus_per_node=machines.per_node)
     origins["Launch.gpus_per_node"] = origin
     return Checked(path, in_order(findings), launch, cluster, machines, resolved, estimated, origins)
@@ -109,16 +110,16 @@ def _profile(launch: Launch, reading: Reading) -> Profile | None:
 def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> tuple[Machines, str]:
     """Nodes × ranks per node, and where the latter came from."""
     nodes = launch.node_range[1]
+    if launch.gpus_per_node:
+        return Machines(nodes, launch.gpus_per_node), str(reading.places["Launch.gpus_per_node"])
+    if launch.devices:
+        return Machines(nodes, len(launch.devices)), "derived: devices"
+    if cluster.gpus_per_node:
+        return Machines(nodes, cluster.gpus_per_node), f"profile {cluster.name}"
     on_gpus = reading.values.get("Global.device", "gpu") == "gpu"
-    sources = [
-        (launch.gpus_per_node, str(reading.places.get("Launch.gpus_per_node"))),
-        (len(launch.devices or ()), "derived: devices"),
-        (cluster.gpus_per_node, f"profile {cluster.name}"),
-        (visible_gpus() if cluster.kind == "local" and on_gpus else None, "derived: visible GPUs"),
-        (_ranks_per_node(reading, nodes), AS_ASKED),
-    ]
-    per_node, origin = next((number, origin) for number, origin in sources if number)
-    return Machines(nodes, per_node), origin
+    if cluster.kind == "local" and on_gpus and (visible := visible_gpus()):
+        return Machines(nodes, visible), "derived: visible GPUs"
+    return Machines(nodes, _ranks_per_node(reading, nodes)), AS_ASKED
 
 
 def _ranks_per_node(reading: Reading, nodes: int) -> int:

@@ -39,12 +39,9 @@ def cli() -> None:
 
 
 def complete_override(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    from gptctl.launch import Launch
-    from trainer.config.read import paths_of
-    from trainer.config.resolve import sections
+    from gptctl.report import key_rows
 
-    keys = [f"{path}=" for name, cls in {**sections(), "Launch": Launch}.items() for path in paths_of(cls, name)]
-    return [key for key in keys if key.startswith(incomplete)]
+    return [f"{row['key']}=" for row in key_rows(incomplete)]
 
 
 def complete_cluster(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -177,8 +174,7 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
 def init(name: str | None, output: str, force: bool, list_them: bool, as_json: bool) -> None:
     """Write a commented run config to start from. Without NAME: char-gpt, which trains on any machine."""
     from gptctl import ui
-    from gptctl.resources import named_files
-    from trainer.errors import closest
+    from gptctl.resources import choose, named_files
 
     configs = named_files("templates/configs")
     if list_them:
@@ -186,13 +182,10 @@ def init(name: str | None, output: str, force: bool, list_them: bool, as_json: b
         ui.print_json(about) if as_json else ui.print_pairs("gptctl init NAME", list(about.items()))
         return
     name = name or "char-gpt"
-    if name not in configs:
-        near = closest(name, configs)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"no config is called {name}", f"{hint}known: {', '.join(configs)}", WRONG_USAGE)
+    text = choose("config", name, configs).read_text(encoding="utf-8")
     try:
         with open(output, "w" if force else "x", encoding="utf-8") as file:
-            file.write(configs[name].read_text(encoding="utf-8"))
+            file.write(text)
     except FileExistsError:
         raise UserError(f"{output} exists", "use --output FILE, or --force to overwrite it", WRONG_USAGE) from None
     except OSError as error:
@@ -274,7 +267,8 @@ def main() -> None:
     except OSError as error:
         code = WRONG_USAGE
         with suppress(OSError):
-            print(f"error: cannot write the answer: {error.strerror}", file=sys.stderr)
+            what = f"cannot use {error.filename}" if error.filename else "cannot write the answer"
+            print(f"error: {what}: {error.strerror}", file=sys.stderr)
     _abandon_broken_streams()
     sys.exit(code)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.launch import MAX_PER_NODE, SLURM_WORD
-from gptctl.resources import named_files
+from gptctl.resources import choose, named_files
 from trainer.config.kinds import (
     WRONG_TYPE,
     BadValue,
@@ -27,7 +27,7 @@ from trainer.config.kinds import (
 from trainer.config.read import Reading, build, read_section
 from trainer.config.record import record
 from trainer.config.tree import Map, Node, read_file
-from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError, closest, in_order
+from trainer.errors import Finding, Place, Rule, in_order
 
 HOSTS = Rule("P001", "an ssh cluster lists its hosts, each once", uses=("kind", "hosts"))
 RUN_ROOT = Rule("P002", "run_root of a cluster of several machines is an absolute path", uses=("kind", "run_root"))
@@ -128,12 +128,7 @@ def known_profiles() -> dict[str, Path]:
 def find_profile(name: str) -> Path:
     if "/" in name or name.endswith((".yaml", ".yml")):
         return Path(name)
-    known = known_profiles()
-    if name in known:
-        return known[name]
-    near = closest(name, known)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"no cluster is called {name}", f"{hint}known: {', '.join(sorted(known))}", WRONG_USAGE)
+    return choose("cluster", name, known_profiles())
 
 
 def load_profile(name: str) -> Profile:

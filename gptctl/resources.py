@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+from trainer.errors import WRONG_USAGE, UserError, closest
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -15,3 +18,12 @@ def folder(name: str) -> Path:
 def named_files(name: str, suffix: str = ".yaml") -> dict[str, Path]:
     """The files of a bundled folder by name, sorted."""
     return {file.stem: file for file in sorted(folder(name).glob(f"*{suffix}"))}
+
+
+def choose(what: str, name: str, files: Mapping[str, Path]) -> Path:
+    """The file of that name; a wrong name is answered with the nearest and with all known ones."""
+    if name in files:
+        return files[name]
+    near = closest(name, files)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"no {what} is called {name}", f"{hint}known: {', '.join(sorted(files))}", WRONG_USAGE)

@@ -45,11 +45,7 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         where = f" ({self.place})" if self.place else ""
         subject = f"{self.key}{where}".strip()
-        return (
-            f"{self.level}: {self.code} {subject}: {self.message}"
-            if subject
-            else f"{self.level}: {self.code} {self.message}"
-        )
+        return f"{self.level}: {self.code} {subject + ': ' if subject else ''}{self.message}"
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -48,9 +48,9 @@ def on_a_terminal(*arguments: str, cwd: Path, columns: int = 100, **environment:
 
 def test_colours_on_a_terminal_only(gptctl, tmp_path) -> None:
     (tmp_path / "config.yaml").write_text(SIX_MISTAKES)
-    environment = {name: "" for name in ("NO_COLOR",) if name in os.environ}
-    assert "\x1b[" in on_a_terminal("validate", "config", cwd=tmp_path, **environment)
-    assert "\x1b[1" not in on_a_terminal("validate", "config", cwd=tmp_path, NO_COLOR="1").replace("\x1b[1m", "")
+    red = "\x1b[1;31m"
+    assert red in on_a_terminal("validate", "config", cwd=tmp_path, NO_COLOR="")
+    assert red not in on_a_terminal("validate", "config", cwd=tmp_path, NO_COLOR="1")
     assert "\x1b" not in gptctl("validate", "config").stdout
 
 
@@ -96,6 +96,15 @@ def test_streams_that_break(tmp_path, command: str, code: int, word: bytes) -> N
     assert b"bug" not in result.stderr
     assert word in result.stderr
     assert result.returncode in ((code, 0, 141) if "head" in command else (code,))
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path) -> None:
+    """A real signal while the command waits for its config on a pipe."""
+    result = shell(
+        "sleep 5 | timeout --preserve-status -s INT 1 gptctl validate /dev/stdin; exit ${PIPESTATUS[1]}", tmp_path
+    )
+    assert result.returncode == 130
+    assert b"Traceback" not in result.stderr
 
 
 def test_a_file_name_that_is_no_text(tmp_path) -> None:

@@ -129,3 +129,4 @@ def test_gpus_per_node_tells_its_origin(check, tmp_path, monkeypatch) -> None:
         assert (checked.launch.gpus_per_node, checked.launch_origins[key]) == (number, origin)
     assert check("Launch:\n  gpus_per_node: 5\n").launch_origins[key].endswith("run.yaml:2")
     assert check("Launch:\n  gpus_per_node: 5\n").launch_origins["Launch.nodes"] == "default"
+    assert check("Launch:\n  gpus_per_node: 5\n  job_name:\n").launch_origins["Launch.job_name"] == "default"

@@ -20,9 +20,10 @@ def load(
     """The run config of a file, as the trainer wants it: mistakes are one UserError, `Launch` stays unread."""
     found: list[Finding] = []
     tree = load_tree(path, overrides, found)
+    source = path or "the command line"
     if tree is None:
-        raise UserError(f"{path} cannot be used", findings=found)
+        raise UserError(f"{source} cannot be used", findings=found)
     resolved = resolve(read_run(tree, found, unread=("Launch",)), machines)
     if errors_in(resolved.findings):
-        raise UserError(f"{path} cannot be used", findings=resolved.findings)
+        raise UserError(f"{source} cannot be used", findings=resolved.findings)
     return resolved

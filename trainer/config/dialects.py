@@ -154,8 +154,6 @@ def translate(tree: Map, found: list[Finding], implies: bool = True) -> Translat
     for name, node in tree.items.items():
         if name == "_inherited_":
             found.append(UNKNOWN.found(name, plain(node), "it belongs in a section", "leave out _base_", node.place))
-        elif name.count(".") >= MAX_DEPTH:
-            found.append(UNKNOWN.found(name[:60], None, "no key is that long", "delete it", node.place))
         elif name == "PreTraining" and is_null(node):
             continue
         elif name == "PreTraining" and isinstance(node, Map):
@@ -300,6 +298,9 @@ def _settle_sharding(tree: Map, found: list[Finding]) -> Map:
 def put(tree: Map, path: str, node: Node, found: list[Finding]) -> None:
     """Places a node at a path of a tree under construction; two different values for one key are a finding."""
     *parents, name = path.split(".")
+    if len(parents) >= MAX_DEPTH:  # a key with dots in it is a path
+        found.append(UNKNOWN.found(path[:60], None, "no key is that long", "delete it", node.place))
+        return
     for parent in parents:
         child = tree.items.get(parent)
         if child is not None and not isinstance(child, Map) and not is_null(child):

@@ -34,7 +34,7 @@ _BLANKS = re.compile(r"[\n\r\t\v]")
 
 
 class BadValue(Exception):
-    """A node that does not fit its key: the rule, what is wrong, the fix, and the place if not the key's own."""
+    """A node, or an item of it, that does not fit its key: the rule, what is wrong, and the fix."""
 
     def __init__(self, rule: Rule, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -220,15 +220,10 @@ class Integers(NamedTuple):
     longest: int | None = None
 
     def read(self, node: Node) -> tuple[int, ...]:
-        numbers = []
-        for item in list_items(node):
-            try:
-                numbers.append(Integer(self.low).read(item))
-            except BadValue as bad:
-                raise bad.of(item) from None
+        numbers = Words(Integer(self.low)).read(List(tuple(list_items(node)), node.place))
         if self.longest and len(numbers) > self.longest:
             raise BadValue(OUT_OF_RANGE, f"{len(numbers)} numbers are too many", f"write at most {self.longest}")
-        return tuple(numbers)
+        return numbers
 
     def schema(self) -> dict[str, Any]:
         return {"type": ["array", "string", "null"], "items": {"type": "integer", "minimum": self.low}}

@@ -147,7 +147,7 @@ def _check_replaced(run: RunConfig, reading: Reading) -> list[Finding]:
         message = f"{written} is replaced by local_batch_size / micro_batch_size = {accumulate}"
         hint = "delete it, or change the batch sizes"
         found.append(ACCUMULATE.found("Engine.accumulate_steps", written, message, hint))
-    if run.Engine.check_accuracy and any(reading.values.get(key, 0.1) for key in DROPOUTS):
+    if run.Engine.check_accuracy and any(reading.values.get(key) != 0 for key in DROPOUTS):
         message = "both dropouts are 0, and nothing is evaluated or saved"
         found.append(ACCURACY.found("Engine.check_accuracy", True, message))
     return found

@@ -125,13 +125,10 @@ def _code_point(character: str) -> str:
     return f"U+{ord(character):04X}"
 
 
-def parse(text: str, file: str, found: list[Finding], first_line: int = 1) -> Map | None:
-    """The root mapping of a document, or None when there is none; every fault is added to `found`.
-
-    `first_line` 0 means that the text came from a flag: no line is reported.
-    """
+def parse(text: str, file: str, found: list[Finding]) -> Map | None:
+    """The root mapping of a document, or None when there is none; every fault is added to `found`."""
     faults = len(found)
-    node = parse_value(text, file, found, first_line)
+    node = parse_value(text, file, found)
     if len(found) > faults and (node is None or not isinstance(node, Map) or not node.items):
         return None  # there is no more to say
     if node is None or is_null(node) or (isinstance(node, Map) and not node.items):
@@ -146,6 +143,7 @@ def parse(text: str, file: str, found: list[Finding], first_line: int = 1) -> Ma
 
 
 def parse_value(text: str, file: str, found: list[Finding], first_line: int = 1) -> Node | None:
+    """Any value; `first_line` 0 means that the text came from a flag, and no line is reported."""
     import yaml
 
     loader = getattr(yaml, "CLoader", yaml.Loader)  # only its parser runs: no constructor, no resolver
