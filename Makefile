@@ -25,20 +25,23 @@ $(VENV)/bin/python:
 
 # PYTHONDONTWRITEBYTECODE would leave every start to compile again: imports take twice as long.
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "== installing gptctl"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@echo "== installing gptctl and torch (a minute or two)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[train]'
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q $(VENV)/lib gptctl trainer || true
 	@touch $@
 
 $(READY): $(VENV)/.ready
 	@echo "== installing what the tests need"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[train,test]'
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q $(VENV)/lib || true
 	@touch $@
 
 demo: $(VENV)/.ready
-	@echo "== gptctl validate templates/configs/char-gpt.yaml --nodes 2"
-	@$(BIN)/gptctl validate templates/configs/char-gpt.yaml --nodes 2
+	@rm -rf demo-output
+	@echo "== gptctl validate templates/configs/char-gpt.yaml"
+	@$(BIN)/gptctl validate templates/configs/char-gpt.yaml
+	@echo "== torchrun --standalone --nproc-per-node 2 -m trainer -c templates/configs/char-gpt.yaml -o Engine.save_load.output_dir=demo-output"
+	@$(BIN)/torchrun --standalone --nproc-per-node 2 -m trainer -c templates/configs/char-gpt.yaml -o Engine.save_load.output_dir=demo-output
 
 test: $(READY) lint types
 	@echo "== all tests"
@@ -69,4 +72,4 @@ format: $(READY)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) demo-output dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -107,7 +107,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
 
 # What a foreign group of keys says by being there; anything written wins over it.
 IMPLIED: dict[str, dict[str, str]] = {
-    "data_config": {"Data.Train.dataset.name": "CharDataset"},
+    "data_config": {"Data.Train.dataset.name": "CharDataset", "Data.Train.sampler.drop_last": "False"},
     "trainer_config": {"Engine.run_mode": "epoch", "Engine.log_style": "mingpt"},
     "optimizer_config": {"Optimizer.lr.name": "none", "Optimizer.beta2": "0.95"},
 }

@@ -1,0 +1,126 @@
+"""Trains the GPT of a run config.
+
+usage: python -m trainer -c run.yaml [-o KEY=VALUE]... [KEY=VALUE]...
+       torchrun --nproc-per-node 2 -m trainer -c run.yaml
+       python -m trainer --model_name_or_path gpt2-en --input_dir ./data --max_steps 20 ...
+
+  -c, --config FILE    run config: YAML, or the JSON that `gptctl validate --resolved --json` prints
+  -o, --override K=V   overrides one key; KEY=VALUE alone does the same (trainer_config.max_epochs=2)
+  --NAME VALUE         the flags of PaddleNLP's GPT: --mp_degree 2 --use_amp true --max_lr 0.00015 ...
+  -h, --help           this text
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from trainer.config import Override, Resolved, load
+from trainer.config.flags import parse_flags
+from trainer.errors import WRONG_USAGE, UserError
+
+CANNOT_BE_HELPED = 93  # the exit code that tells a launcher not to try again
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
+        print((__doc__ or "").strip())
+        return 0
+    _settle_threads()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(_run)(arguments) or 0
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        _train(arguments)
+    except UserError as error:
+        _report(error)
+        return CANNOT_BE_HELPED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read the log is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
+def _train(arguments: Sequence[str]) -> None:
+    from trainer.mesh import join
+    from trainer.metrics import Log
+    from trainer.parallel import check_built
+    from trainer.train import train
+
+    resolved = _load(arguments)
+    check_built(resolved.layout)
+    with join(resolved.run, resolved.layout) as mesh:
+        log = Log(resolved.run.Engine.log_style, mesh.rank)
+        for finding in resolved.findings:
+            if mesh.is_first:
+                log.warn(str(finding))
+        train(resolved.run, mesh, log)
+
+
+def _load(arguments: Sequence[str]) -> Resolved:
+    from trainer.mesh import machines
+
+    path, overrides = parse(arguments)
+    return load(path, overrides, machines())
+
+
+def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
+    """The config file and the overrides, in the order they were written."""
+    path, overrides, flags, rest = None, [], [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name in ("-c", "--config", "-o", "--override"):
+            if not equals and not rest:
+                raise UserError(f"{word} needs a value", "python -m trainer --help", WRONG_USAGE)
+            value = value if equals else rest.pop(0)
+            if name in ("-c", "--config"):
+                path = value
+            else:
+                overrides.append(Override.parse(value))
+        elif word.startswith("--"):
+            flags.append(word)
+            if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+                flags.append(rest.pop(0))
+        elif equals and not word.startswith("-"):
+            overrides.append(Override.parse(word))
+        else:
+            raise UserError(f"{word} is neither a flag nor KEY=VALUE", "python -m trainer --help", WRONG_USAGE)
+    return path, [*parse_flags(flags), *overrides]
+
+
+def _settle_threads() -> None:
+    """Before torch is loaded: idle OpenMP threads sleep, and the ranks of a node share its cores."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    ranks = (
+        int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if (os.environ.get("LOCAL_WORLD_SIZE") or "1").isdecimal() else 1
+    )
+    given_by_torchrun = os.environ.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    if "OMP_NUM_THREADS" not in os.environ or given_by_torchrun:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // max(1, ranks)))
+
+
+def _report(error: UserError) -> None:
+    """To stderr, and into the error file that torchrun reads."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    rank = os.environ.get("RANK", "0")
+    prefix = "" if rank == "0" else f"rank {rank}: "
+    for finding in error.findings:
+        print(f"{prefix}{finding}", *([f"hint: {finding.hint}"] if finding.hint else []), sep="\n", file=sys.stderr)
+    print(
+        f"{prefix}error: {error.message}", *([f"hint: {error.hint}"] if error.hint else []), sep="\n", file=sys.stderr
+    )
+    get_error_handler().record_exception(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Keeps a run's state so that no step is lost for good: checkpoints of all ranks, written beside the training.
+
+A checkpoint holds tensors under global names and a manifest of facts. Reading takes the newest one that is whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.manifest import NAME, file_facts, read_manifest, write_manifest
+from trainer.checkpoint.store import Store, damage_of
+from trainer.errors import UserError
+from trainer.mesh import Mesh
+
+Facts = dict[str, Any]
+METADATA = ".metadata"
+SPARE_BYTES = 1 << 20  # for the manifest and metadata, when free space is looked at
+
+
+class Checkpoints:
+    def __init__(
+        self, output: Path, keep_last: int | None, mesh: Mesh, say: Callable[[str], None], warn: Callable[[str], None]
+    ) -> None:
+        self.store, self.keep_last, self.mesh = Store(output), keep_last, mesh
+        self.say, self.warn = say, warn
+        self.saved_step: int | None = None  # of the newest checkpoint that this run wrote or began from
+        self.stall = 0.0  # seconds that the training loop waited for the last save
+        self._buffers: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._failure = ""
+
+    def find(self, ckpt_dir: str) -> Path | None:
+        """The newest whole checkpoint at a path, or of this run (`auto`); None when `auto` finds nothing at all."""
+        where = self.store.folder if ckpt_dir == "auto" else Path(ckpt_dir)
+        named = (where / NAME).exists()
+        candidates = self.mesh.gather([where] if named else Store(where).checkpoints())[0]
+        for folder in candidates:
+            damage = next(filter(None, self.mesh.gather(damage_of(folder, self.mesh.rank, self.mesh.world))), "")
+            if not damage:
+                return folder
+            self.warn(f"{folder} cannot be used: {damage}" + ("" if named else "; trying the one before"))
+        if candidates or ckpt_dir != "auto":
+            hint = "name another one as Engine.save_load.ckpt_dir, or leave it empty to start anew"
+            raise UserError(f"{where} holds no checkpoint that can be used", hint)
+        return None
+
+    def load(self, folder: Path, tensors: dict[str, Tensor], check: Callable[[Facts], None]) -> Facts:
+        """Overwrites the tensors with a checkpoint that `find` returned, once `check` agrees with its facts."""
+        from trainer.checkpoint.shards import Untrusted, load_shards  # torch's part takes a second to import
+
+        self.say(f"Try to load checkpoint from {folder}")
+        facts = read_manifest(folder)
+        check(facts)
+        try:
+            load_shards(folder, tensors, facts["files"])
+        except Untrusted as error:
+            raise UserError(
+                f"{folder} is refused: {error}", "use only checkpoints that you or your team wrote"
+            ) from None
+        except ValueError as error:
+            raise UserError(
+                f"{folder} is a checkpoint of another model: {error}", "use the config it was made with"
+            ) from None
+        self.say("successfully load checkpoints")
+        return facts
+
+    def go_on_from(self, step: int) -> None:
+        """This run goes on from an own checkpoint; newer ones, damaged or not wanted, step aside."""
+        self.saved_step = step
+        if self.mesh.is_first:
+            for folder, aside in self.store.set_aside(step):
+                self.warn(f"{folder} is newer than what this run goes on from: renamed to {aside.name}")
+        self.mesh.barrier()
+
+    def save(self, step: int, tensors: dict[str, Tensor], facts: Facts) -> None:
+        """Copies the tensors and returns; a thread writes them. Waits first for the save before, if it still runs."""
+        began = time.perf_counter()
+        self.wait()
+        if step == self.saved_step:
+            return
+        mine = self._staged(tensors)
+        wanted = sum(tensor.nbytes for tensor in tensors.values()) + SPARE_BYTES
+        arguments = (step, mine, {"step": step, **facts}, wanted)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+        self._thread.start()
+        self.stall = time.perf_counter() - began
+
+    def wait(self) -> str:
+        """Until the last save has ended; what went wrong with it, or nothing."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        return self._failure
+
+    def close(self) -> None:
+        self.wait()
+        self.store.close()
+
+    def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of this rank's share: what all ranks hold alike is written by one of them."""
+        by_size = sorted(tensors, key=lambda name: (-tensors[name].numel(), name))
+        mine = {name: tensors[name] for name in by_size[self.mesh.rank :: self.mesh.world]}
+        for name, tensor in mine.items():
+            if name not in self._buffers:
+                self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._buffers[name].copy_(tensor)
+        return self._buffers
+
+    def _write(self, step: int, tensors: dict[str, Tensor], facts: Facts, wanted: int) -> None:
+        """In the thread. Ranks agree after each part, so that all of them end together, in success or failure."""
+        part = self.store.part(step)
+        files: dict[str, Facts] = {}
+        try:
+            failure = self._agree(lambda: self._prepare(part, wanted))
+            failure = failure or self._agree(lambda: files.update(self._write_shards(part, tensors)))
+            everything = {name: known for share in self.mesh.gather(files) for name, known in share.items()}
+            failure = failure or self._agree(lambda: self._commit(part, facts, everything))
+        except RuntimeError as error:  # a rank is gone; the training loop will notice as well
+            failure = _reason(error)
+        self._failure = failure
+        if failure and self.mesh.is_first:
+            self.store.discard(part)
+            self.warn(f"checkpoint of step {step} is not saved: {failure}; the one before is kept")
+        if not failure:
+            self.saved_step = step
+            self.say(f"Save model to {part.with_suffix('')}")
+
+    def _agree(self, part: Callable[[], None]) -> str:
+        """Does a part; the first failure of any rank, or nothing."""
+        failure = ""
+        try:
+            part()
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            failure = _reason(error)
+        return next(filter(None, self.mesh.gather(failure)), "")
+
+    def _prepare(self, part: Path, wanted: int) -> None:
+        from trainer.checkpoint import shards  # noqa: F401 - imported by the thread, not by the first step
+
+        if self.mesh.is_first:
+            self.store.discard(part)
+            self.store.require_space(wanted)
+            part.mkdir()
+
+    def _write_shards(self, part: Path, tensors: dict[str, Tensor]) -> dict[str, Facts]:
+        from trainer.checkpoint.shards import save_shards
+
+        save_shards(part, tensors, self.mesh.saving)
+        return {file.name: file_facts(file) for file in part.glob(f"__{self.mesh.rank}_*")}
+
+    def _commit(self, part: Path, facts: Facts, files: dict[str, Facts]) -> None:
+        if not self.mesh.is_first:
+            return
+        metadata = part / METADATA
+        write_manifest(part, facts, {**files, metadata.name: file_facts(metadata)})
+        self.store.commit(part)
+        if self.keep_last:
+            self.store.prune(self.keep_last)
+
+
+def _reason(error: BaseException) -> str:
+    """The cause in one line: torch wraps the errors of all ranks into one."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    strerror = getattr(error, "strerror", None)
+    text = strerror or str(error) or type(error).__name__
+    return text.strip().splitlines()[-1][:300]

@@ -1,0 +1,81 @@
+"""minGPT's snapshot: the whole state in one file, written by the first rank, read by all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.manifest import write_durably
+from trainer.errors import UserError
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def save_snapshot(file: Path, tensors: dict[str, Tensor], facts: dict[str, Any], finished_epoch: int) -> None:
+    content = {
+        "model_state": _under(tensors, "model."),
+        "optimizer_state": {moment: _under(tensors, f"optim.{moment}.") for moment in _MOMENTS},
+        "finished_epoch": finished_epoch,
+        "facts": json.dumps(facts),
+        "checksum": _checksum(tensors, facts, finished_epoch),
+    }
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(file, buffer.getbuffer().tobytes())
+
+
+def load_snapshot(
+    file: Path, tensors: dict[str, Tensor], check: Callable[[dict[str, Any]], None]
+) -> tuple[dict[str, Any], int]:
+    """Overwrites the tensors once `check` agrees; the facts and the number of finished epochs."""
+    hint = "delete it to train from scratch, or name another Engine.save_load.snapshot_path"
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        stored = {f"model.{name}": tensor for name, tensor in content["model_state"].items()}
+        for moment in _MOMENTS:
+            states = content["optimizer_state"][moment]
+            stored |= {f"optim.{moment}.{name}": tensor for name, tensor in states.items()}
+        facts, finished = json.loads(content["facts"]), int(content["finished_epoch"])
+        whole = content["checksum"] == _checksum(stored, facts, finished)
+    except (
+        OSError,
+        RuntimeError,
+        pickle.UnpicklingError,
+        EOFError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{file} is no snapshot that can be used: {reason}", hint) from None
+    if not whole:
+        raise UserError(f"{file} is damaged: its checksum is another", hint)
+    check(facts)
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    if shapes != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+        raise UserError(f"{file} is a snapshot of another model", hint)
+    for name, tensor in tensors.items():
+        tensor.copy_(stored[name])
+    return facts, finished
+
+
+def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor.cpu() for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _checksum(tensors: dict[str, Tensor], facts: dict[str, Any], finished_epoch: int) -> str:
+    digest = hashlib.sha256(json.dumps([facts, finished_epoch], sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

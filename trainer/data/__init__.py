@@ -1,0 +1,177 @@
+"""What a run reads: three splits of samples, and the batches of this rank, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trainer.config.resolve import batch_of
+from trainer.config.sections import RunConfig
+from trainer.data.chars import Characters, CharSplit
+from trainer.data.gpt import check_vocabulary, documents_of, open_split
+from trainer.data.order import Numbers, permuted
+from trainer.data.tokens import open_corpus
+from trainer.errors import UserError
+from trainer.layout import Batch
+from trainer.mesh import Mesh
+
+IGNORED = -100  # the label of a token that is not predicted
+
+
+class Split(Protocol):
+    size: int  # samples before they repeat
+    eos: int | None
+
+    def read(self, epochs: Numbers, numbers: Numbers) -> npt.NDArray[np.int64]: ...
+
+
+class Splits(NamedTuple):
+    train: Split
+    valid: Split | None
+    test: Split | None
+    characters: Characters | None  # of a CharDataset
+
+
+class MicroBatches(NamedTuple):
+    """The samples of one rank for one update. Both (samples, T); labels are IGNORED where nothing is predicted."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    @property
+    def num_predicted(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+    def micro(self, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        for inputs, labels in zip(self.inputs.split(size), self.labels.split(size)):
+            yield inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+
+class Length(NamedTuple):
+    """How long a run is, and where its epochs end."""
+
+    max_steps: int
+    steps_per_epoch: int
+
+    def epoch_and_batch(self, step: int) -> tuple[int, int]:
+        """Of the step with this number, all counted from 0."""
+        return divmod(step, self.steps_per_epoch)
+
+
+def open_data(run: RunConfig, mesh: Mesh, say: Callable[[str], None]) -> tuple[RunConfig, Splits, Length]:
+    """The splits, the config with the vocabulary counted in the data, and the length of the run."""
+    if run.Data.Train.dataset.name == "CharDataset":
+        return _open_characters(run)
+    return _open_tokens(run, mesh, say)
+
+
+def _open_characters(run: RunConfig) -> tuple[RunConfig, Splits, Length]:
+    characters, seed = Characters(run.Data.Train.dataset), run.Global.seed
+    train, valid = CharSplit(characters, "train", seed), CharSplit(characters, "valid", seed)
+    counted = len(characters.vocabulary)
+    if run.Model.vocab_size is not None and run.Model.vocab_size < counted:
+        message = f"the text has {counted} different characters, Model.vocab_size is {run.Model.vocab_size}"
+        raise UserError(message, "leave Model.vocab_size empty: it is counted in the data")
+    run = replace(run, Model=replace(run.Model, vocab_size=run.Model.vocab_size or counted))
+    evaluated = valid if valid.size else None
+    return run, Splits(train, evaluated, evaluated, characters), _length(run, train.size)
+
+
+def _open_tokens(run: RunConfig, mesh: Mesh, say: Callable[[str], None]) -> tuple[RunConfig, Splits, Length]:
+    engine, batch, seed = run.Engine, batch_of(run).global_size, run.Global.seed
+    folders = dict.fromkeys(part.dataset.input_dir for part in (run.Data.Train, run.Data.Eval, run.Data.Test))
+    opened = {input_dir: open_corpus(input_dir) for input_dir in folders}
+    for corpus in opened.values():
+        check_vocabulary(corpus, run.Model.vocab_size or 0, mesh)
+    train = run.Data.Train.dataset
+    trained = opened[train.input_dir].lengths[documents_of(opened[train.input_dir], train, "train")]
+    length = _length(run, (int(trained.sum()) - 1) // train.max_seq_len)
+    evaluations = length.max_steps // engine.eval_freq + 1 if engine.eval_freq > 0 else 1
+    wanted = {
+        "train": (run.Data.Train, batch * length.max_steps),
+        "valid": (run.Data.Eval, batch * evaluations * max(1, engine.eval_iters)),
+        "test": (run.Data.Test, batch * max(1, engine.test_iters)),
+    }
+    splits = [
+        open_split(opened[part.dataset.input_dir], part.dataset, name, number, seed, run.Model, mesh, say)
+        for name, (part, number) in wanted.items()
+    ]
+    assert splits[0] is not None
+    return run, Splits(splits[0], splits[1], splits[2], None), length
+
+
+def _length(run: RunConfig, samples_per_epoch: int) -> Length:
+    """In step mode an epoch is one pass over the characters; token samples are mapped as one long pass."""
+    batch, engine = run.Global.global_batch_size, run.Engine
+    whole = samples_per_epoch // batch if run.Data.Train.sampler.drop_last else math.ceil(samples_per_epoch / batch)
+    per_epoch = max(1, whole)
+    if engine.run_mode == "step":
+        is_mapped = run.Data.Train.dataset.name == "GPTDataset"
+        return Length(engine.max_steps, engine.max_steps if is_mapped else per_epoch)
+    steps = per_epoch * engine.num_train_epochs
+    return Length(min(steps, engine.max_steps) if engine.max_steps > 0 else steps, per_epoch)
+
+
+class Reader:
+    """Batches of one split for one rank, from any position, in an order that does not depend on the layout.
+
+    The samples of a batch have global numbers first, first + 1, …; each data rank takes a contiguous part of them.
+    """
+
+    def __init__(self, split: Split, batch: Batch, data_rank: int, epoch_length: int, shuffle_key: int | None) -> None:
+        self.split, self.batch, self.data_rank = split, batch, data_rank
+        self.epoch_length = (
+            epoch_length  # numbers per epoch; those beyond the split's size take its first samples again
+        )
+        self.shuffle_key = shuffle_key
+
+    def read(self, first: int) -> MicroBatches:
+        numbers = first + self.data_rank * self.batch.local + np.arange(self.batch.local, dtype=np.int64)
+        epochs, numbers = np.divmod(numbers, self.epoch_length)
+        if self.shuffle_key is not None:
+            numbers = permuted(numbers % self.split.size, self.split.size, self.shuffle_key)
+        tokens = self.split.read(epochs, numbers)
+        inputs, labels = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:].copy())
+        if self.split.eos is not None:
+            labels[inputs == self.split.eos] = IGNORED
+        return MicroBatches(inputs, labels)
+
+    def ahead(self, first: int, count: int) -> Iterator[MicroBatches]:
+        """The next `count` batches, the following ones read by a thread meanwhile."""
+        waiting: queue.Queue[MicroBatches | BaseException] = queue.Queue(maxsize=2)
+        ended = threading.Event()
+
+        def put(item: MicroBatches | BaseException) -> None:
+            while not ended.is_set():
+                with contextlib.suppress(queue.Full):
+                    waiting.put(item, timeout=0.1)
+                    return
+
+        def fill() -> None:
+            try:
+                for number in range(count):
+                    if ended.is_set():
+                        return
+                    put(self.read(first + number * self.batch.global_size))
+            except BaseException as error:  # the training loop is the one to report it
+                put(error)
+
+        threading.Thread(target=fill, name="reader", daemon=True).start()
+        try:
+            for _ in range(count):
+                item = waiting.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            ended.set()

@@ -1,0 +1,150 @@
+"""Token files: `*_ids.npz` (ids, lens), or `*_ids.npy` with `*_idx.npz` (lens, docs). All files are one corpus.
+
+ids holds the tokens of all documents one after another; lens the tokens of each document, or of each sentence when
+docs says how many sentences the documents before have. Files are mapped into memory, not read.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.errors import UserError
+
+_FORMATS = "*_ids.npz (arrays ids, lens), or *_ids.npy with *_idx.npz (arrays lens, docs)"
+_CHUNK = 1 << 24  # tokens looked at together when a file is checked
+
+
+class TokenFile(NamedTuple):
+    prefix: Path  # without _ids.npz or _ids.npy
+    ids: npt.NDArray[Any]  # one dimension, in the file
+    lengths: npt.NDArray[np.int64]  # tokens per document
+    changed: float = 0.0  # when the file was written
+
+    def largest_id(self) -> int:
+        """Reads the whole file once; a negative id is as bad as a large one and is returned first."""
+        largest = 0
+        for first in range(0, len(self.ids), _CHUNK):
+            part = self.ids[first : first + _CHUNK]
+            if part.min() < 0:
+                return int(part.min())
+            largest = max(largest, int(part.max()))
+        return largest
+
+
+class Corpus:
+    """The documents of several files under one numbering."""
+
+    def __init__(self, files: list[TokenFile]) -> None:
+        self.files = files
+        self.lengths = np.concatenate([file.lengths for file in files])
+        self.file_of = np.repeat(np.arange(len(files)), [len(file.lengths) for file in files])
+        self.start_of = np.concatenate([np.cumsum(file.lengths) - file.lengths for file in files])
+
+    def read(self, document: int, offset: int, count: int) -> npt.NDArray[Any]:
+        """Up to `count` tokens of a document."""
+        start = int(self.start_of[document]) + offset
+        stop = min(start + count, int(self.start_of[document] + self.lengths[document]))
+        return self.files[self.file_of[document]].ids[start:stop]
+
+
+def open_corpus(input_dir: str) -> Corpus:
+    files = [_open(prefix) for prefix in _prefixes(Path(input_dir))]
+    return Corpus(files)
+
+
+def _prefixes(path: Path) -> list[Path]:
+    if not path.exists() and not list(_matches(path.parent, path.name)):
+        raise UserError(
+            f"there is no data at {path}", f"set Data.Train.dataset.input_dir to a folder or file of {_FORMATS}"
+        )
+    found = sorted(set(_matches(path, "*"))) if path.is_dir() else [path.with_name(_stem(path.name))]
+    if not found:
+        raise UserError(f"{path} holds no token files", f"wanted: {_FORMATS}")
+    return found
+
+
+def _matches(folder: Path, name: str) -> Iterator[Path]:
+    for ending in ("_ids.npz", "_idx.npz"):
+        for file in folder.glob(name + ending) if folder.is_dir() else ():
+            yield file.with_name(_stem(file.name))
+
+
+def _stem(name: str) -> str:
+    for ending in ("_ids.npz", "_ids.npy", "_idx.npz"):
+        name = name.removesuffix(ending)
+    return name
+
+
+def _open(prefix: Path) -> TokenFile:
+    pair, single = prefix.with_name(prefix.name + "_idx.npz"), prefix.with_name(prefix.name + "_ids.npz")
+    try:
+        if pair.exists():
+            file = prefix.with_name(prefix.name + "_ids.npy")
+            ids = np.load(file, mmap_mode="r", allow_pickle=False)
+            lengths = _document_lengths(pair)
+        else:
+            file, ids = single, _mapped_member(single, "ids")
+            lengths = _member(single, "lens").astype(np.int64)
+        changed = file.stat().st_mtime
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{prefix}: not readable as token files: {error}", f"wanted: {_FORMATS}") from None
+    return _checked(TokenFile(prefix, ids, lengths, changed))
+
+
+def _checked(file: TokenFile) -> TokenFile:
+    ids, lengths = file.ids, file.lengths
+    if ids.ndim != 1 or ids.dtype.kind not in "ui" or lengths.ndim != 1:
+        message = f"{file.prefix}: ids are {ids.dtype} in {ids.ndim} dimensions, lens in {lengths.ndim}"
+        raise UserError(message, "ids and lens are whole numbers in one dimension")
+    if len(lengths) and lengths.min() < 0:
+        raise UserError(f"{file.prefix}: document {int(lengths.argmin())} has a negative length", "write lens anew")
+    if lengths.sum() != len(ids):
+        message = f"{file.prefix}: lens add up to {int(lengths.sum())}, but there are {len(ids)} ids"
+        raise UserError(message, "ids and lens belong to different data, or a file is cut off: make them anew")
+    return file
+
+
+def _document_lengths(index: Path) -> npt.NDArray[np.int64]:
+    lens, docs = _member(index, "lens").astype(np.int64), _member(index, "docs").astype(np.int64)
+    if docs.ndim != 1 or not len(docs) or docs[0] != 0 or docs[-1] != len(lens) or (np.diff(docs) < 0).any():
+        hint = f"docs counts sentences from 0 to {len(lens)}, never falling"
+        raise UserError(f"{index}: docs do not fit the {len(lens)} sentences of lens", hint)
+    total = np.concatenate([[0], np.cumsum(lens)])
+    return np.diff(total[docs])
+
+
+def _member(file: Path, name: str) -> npt.NDArray[Any]:
+    with np.load(file, allow_pickle=False) as arrays:
+        if name not in arrays:
+            raise UserError(f"{file} has no array {name}", f"it has {', '.join(arrays) or 'none'}; wanted: {_FORMATS}")
+        return np.asarray(arrays[name])
+
+
+def _mapped_member(file: Path, name: str) -> npt.NDArray[Any]:
+    """An array inside an npz, mapped where np.savez put it; only a compressed one has to be read."""
+    with zipfile.ZipFile(file) as archive:
+        info = next((info for info in archive.infolist() if info.filename == f"{name}.npy"), None)
+        if info is None or info.compress_type != zipfile.ZIP_STORED:
+            return _member(file, name)
+    with open(file, "rb") as stream:
+        stream.seek(info.header_offset + 26)  # the local header ends with the lengths of two fields that follow it
+        sizes = np.frombuffer(stream.read(4), dtype="<u2")
+        stream.seek(info.header_offset + 30 + int(sizes.sum()))
+        version = np.lib.format.read_magic(stream)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, _, dtype = read_header[version](stream)
+        if dtype.hasobject:
+            raise UserError(f"{file}: {name} holds Python objects", "ids are whole numbers")
+        return (
+            np.memmap(file, dtype=dtype, mode="r", offset=stream.tell(), shape=shape)
+            if shape != (0,)
+            else np.empty(0, dtype)
+        )

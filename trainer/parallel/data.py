@@ -1,0 +1,17 @@
+"""Data parallel: the same model on every rank, gradients averaged in buckets while the backward pass still runs."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.mesh import Mesh
+
+
+def replicate(model: nn.Module, bucket_cap_mb: float, mesh: Mesh) -> nn.Module:
+    return DistributedDataParallel(
+        model,
+        device_ids=[mesh.local_rank] if mesh.kind == "cuda" else None,
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=True,  # the gradient is the bucket: no copy
+    )

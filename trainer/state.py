@@ -1,0 +1,39 @@
+"""Everything a run consists of while it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from trainer.config.sections import RunConfig
+from trainer.data import Length, Splits
+from trainer.mesh import Mesh
+from trainer.metrics import Log, Metrics
+from trainer.model import GPT
+from trainer.optim import Optimizer, Precision
+
+
+@dataclass
+class Progress:
+    step: int = 0  # updates so far, those that were skipped included
+    updates: int = 0  # updates that changed the weights: the position in the learning-rate schedule
+    samples: int = 0  # consumed so far: the position in the data
+    skipped: int = 0  # updates skipped in a row, up to now
+
+
+@dataclass
+class Training:
+    """Everything a run consists of."""
+
+    run: RunConfig
+    mesh: Mesh
+    log: Log
+    splits: Splits
+    length: Length
+    model: GPT
+    parallel: nn.Module  # the model as the layout runs it
+    precision: Precision
+    optimizer: Optimizer
+    metrics: Metrics
+    progress: Progress

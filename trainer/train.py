@@ -1,0 +1,268 @@
+"""Training, from top to bottom: `train` tells the story, the functions below it are its chapters.
+
+    python -m trainer -c run.yaml                        on one process
+    torchrun --nproc-per-node 2 -m trainer -c run.yaml   on several
+
+What this file does not know: how a model is cut or copied (`parallel`), who the ranks are (`mesh`), how data is laid
+out (`data`), how a state is kept (`checkpoint`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.banner import announce
+from trainer.checkpoint import Checkpoints
+from trainer.config.resolve import batch_of
+from trainer.config.sections import RunConfig
+from trainer.data import IGNORED, MicroBatches, Reader, open_data
+from trainer.errors import UserError
+from trainer.estimate import flops_per_token
+from trainer.generate import generate
+from trainer.logline import epoch_line, evaluation_line
+from trainer.mesh import Mesh
+from trainer.metrics import Log, Metrics, peak_flops
+from trainer.model import build_model
+from trainer.optim import Optimizer, Precision, learning_rate
+from trainer.parallel import parallelize, without_sync
+from trainer.resume import output_dir, output_folder, restore, save
+from trainer.state import Progress, Training
+from trainer.stop import STATUS, StopRequest, write_status
+
+MAX_SKIPPED = 100  # updates in a row without a finite gradient: nothing will come of this run any more
+MINGPT_FREQ = 100  # iterations between the lines of minGPT
+
+
+def train(run: RunConfig, mesh: Mesh, log: Log) -> None:
+    with StopRequest() as stop, output_folder(run, mesh, log) as checkpoints:
+        training = prepare(run, mesh, log)
+        restore(training, checkpoints)
+        tell(training, "running")
+        if run_steps(training, checkpoints, stop):
+            save(training, checkpoints, is_regular=False)
+            require_saved(checkpoints)
+            tell(training, "stopped", signal=stop.signal or "sent to another rank")
+            log.info(f"Stopped on purpose at global step {training.progress.step}; ckpt_dir: auto goes on from here.")
+        else:
+            finish(training, checkpoints)
+            tell(training, "finished")
+            log.info("The training process is complete.")
+
+
+def prepare(run: RunConfig, mesh: Mesh, log: Log) -> Training:
+    """Data, model and optimizer, all at step 0."""
+    run, splits, length = open_data(run, mesh, log.warn)
+    model = build_model(run.Model, run.Global.seed, mesh.device)
+    precision = Precision(run.Engine.mix_precision, mesh.kind)
+    optimizer = Optimizer(model, run.Optimizer, precision)
+    tokens_per_step = run.Global.global_batch_size * run.Data.Train.dataset.max_seq_len
+    file = output_dir(run) / "metrics.jsonl" if mesh.is_first else None
+    metrics = Metrics(log, file, tokens_per_step, mesh.world, flops_per_token(run), peak_flops(mesh.device))
+    announce(run, mesh, log, splits, length)
+    parallel = parallelize(model, run, mesh)
+    return Training(run, mesh, log, splits, length, model, parallel, precision, optimizer, metrics, Progress())
+
+
+def run_steps(t: Training, checkpoints: Checkpoints, stop: StopRequest) -> bool:
+    """From where the progress stands to the last step; True when it was stopped on purpose."""
+    clock, remaining = t.metrics.clock, t.length.max_steps - t.progress.step
+    batches = reader(t, "train").ahead(t.progress.samples, max(0, remaining))
+    t.parallel.train()
+    clock.begin()
+    for batch in batches:
+        clock.data_is_here()
+        num_predicted, stops = t.mesh.total(batch.num_predicted, bool(stop.signal))
+        if stops:
+            return True
+        loss = compute_gradients(t, batch, num_predicted)
+        norm = update_weights(t)
+        clock.end()
+        log_step(t, loss, norm)
+        if save_is_due(t):
+            save(t, checkpoints, is_regular=True)
+        if evaluation_is_due(t):
+            evaluate_and_log(t)
+        clock.begin()
+    return False
+
+
+def compute_gradients(t: Training, batch: MicroBatches, num_predicted: float) -> Tensor:
+    """Forward and backward of one update, micro-batch by micro-batch; this rank's part of the mean loss.
+
+    The sum over all predicted tokens of the whole batch is divided by their number, so that the loss does not depend on
+    how the batch is cut. Gradients are averaged over the data ranks: the factor data_ranks makes that a sum.
+    """
+    weight = t.mesh.layout.data_ranks / num_predicted
+    last = t.run.Engine.accumulate_steps - 1
+    mean = torch.zeros((), device=t.mesh.device)
+    for number, (inputs, labels) in enumerate(batch.micro(t.run.Global.micro_batch_size, t.mesh.device)):
+        seed_dropout(t, number)
+        with without_sync(t.parallel, is_last_micro_batch=number == last):
+            with t.precision.autocast():
+                loss = summed_loss(t, t.parallel(inputs), labels) * weight
+            (loss * t.precision.scale).backward()
+        mean += loss.detach()
+    return mean
+
+
+def summed_loss(t: Training, logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy over the true vocabulary: logits of padding rows take no part."""
+    logits = logits[..., : t.run.Model.vocab_size].flatten(0, 1).float()
+    return F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def seed_dropout(t: Training, number: int) -> None:
+    """Randomness as a function of seed, step and micro-batch: a resumed run drops what the uninterrupted one drops."""
+    if not (t.run.Model.hidden_dropout_prob or t.run.Model.attention_probs_dropout_prob):
+        return
+    micro_batch = t.mesh.data_rank * t.run.Engine.accumulate_steps + number
+    key = hashlib.sha256(f"{t.run.Global.seed}:{t.progress.step}:{micro_batch}".encode()).digest()
+    generators = torch.cuda.default_generators if t.mesh.kind == "cuda" else [torch.default_generator]
+    generators[t.mesh.device.index or 0].manual_seed(int.from_bytes(key[:7], "big"))
+
+
+def update_weights(t: Training) -> float:
+    """One step of the optimizer, unless the gradient is not finite; the norm of the gradient.
+
+    Gradients are the same on all ranks by now, so all of them skip or none.
+    """
+    norm = t.optimizer.gradient_norm(t.precision.scale)
+    progress, is_finite = t.progress, math.isfinite(norm)
+    progress.step += 1
+    progress.samples += t.run.Global.global_batch_size
+    if is_finite:
+        t.optimizer.step(learning_rate(t.run.Optimizer.lr, progress.updates + 1), norm, t.precision.scale)
+        progress.updates, progress.skipped = progress.updates + 1, 0
+    else:
+        progress.skipped += 1
+    t.precision.judge(is_finite)
+    t.optimizer.zero_grad()
+    if not is_finite:
+        warn_of_skip(t, norm)
+    return norm
+
+
+def warn_of_skip(t: Training, norm: float) -> None:
+    scale = f", loss scale is now {t.precision.scale:g}" if t.precision.is_dynamic else ""
+    if t.mesh.is_first:
+        t.log.warn(f"global step {t.progress.step}: the gradient norm is {norm}, update skipped{scale}")
+    if t.progress.skipped == MAX_SKIPPED:
+        hint = "lower Optimizer.lr.max_lr, use bfloat16, or look at the data of these steps"
+        raise UserError(f"no progress: {MAX_SKIPPED} updates in a row had no finite gradient", hint)
+
+
+def log_step(t: Training, loss: Tensor, norm: float) -> None:
+    step, (epoch, batch) = t.progress.step, t.length.epoch_and_batch(t.progress.step - 1)
+    if t.log.style == "mingpt" and batch % MINGPT_FREQ == 0:
+        t.log.plain(epoch_line(t.mesh.rank, epoch + 1, batch, "Train", float(loss)))
+    if step % t.run.Engine.logging_freq == 0:
+        (total,) = t.mesh.total(float(loss))
+        next_lr = learning_rate(t.run.Optimizer.lr, t.progress.updates + 1)
+        t.metrics.logged(step, epoch, batch, total / t.mesh.world, next_lr, norm, t.precision.scale)
+
+
+def is_due(t: Training, steps: int, epochs: int) -> bool:
+    """Whether something that comes every n steps, or in epoch mode every n epochs, comes now."""
+    if t.run.Engine.run_mode == "epoch":
+        return t.progress.step % (t.length.steps_per_epoch * epochs) == 0
+    return steps > 0 and t.progress.step % steps == 0
+
+
+def save_is_due(t: Training) -> bool:
+    keeping = t.run.Engine.save_load
+    return not t.run.Engine.check_accuracy and is_due(t, keeping.save_steps, keeping.save_epoch)
+
+
+def evaluation_is_due(t: Training) -> bool:
+    return not t.run.Engine.check_accuracy and is_due(t, t.run.Engine.eval_freq, 1)
+
+
+def evaluate_and_log(t: Training) -> None:
+    engine = t.run.Engine
+    if t.log.style == "mingpt":
+        everything = math.ceil(t.splits.valid.size / t.run.Global.global_batch_size) if t.splits.valid else 0
+        evaluate(t, "valid", 0, everything)
+    else:  # every evaluation goes on where the one before ended
+        period = t.length.steps_per_epoch if engine.run_mode == "epoch" else engine.eval_freq
+        evaluations = t.progress.step // period - 1
+        evaluate(t, "valid", evaluations * engine.eval_iters, engine.eval_iters)
+
+
+@torch.no_grad()
+def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
+    """The mean loss over some batches of a split, from the `first` one on."""
+    if getattr(t.splits, name) is None or iterations == 0:
+        return
+    began, batches = time.perf_counter(), reader(t, name)
+    total, count = torch.zeros((), dtype=torch.float64, device=t.mesh.device), 0
+    epoch, _ = t.length.epoch_and_batch(t.progress.step - 1)
+    t.model.eval()
+    for number in range(iterations):
+        batch = batches.read((first + number) * t.run.Global.global_batch_size)
+        loss = torch.zeros_like(total)
+        for inputs, labels in batch.micro(t.run.Global.micro_batch_size, t.mesh.device):
+            with t.precision.autocast():
+                loss += summed_loss(t, t.model(inputs), labels)
+        total, count = total + loss, count + batch.num_predicted
+        if t.log.style == "mingpt" and number % MINGPT_FREQ == 0:
+            t.log.plain(epoch_line(t.mesh.rank, epoch + 1, number, "Eval", float(loss) / batch.num_predicted))
+    t.model.train()
+    loss_sum, num_predicted = t.mesh.total(float(total), count)
+    mean, speed = loss_sum / num_predicted, iterations / (time.perf_counter() - began)
+    t.log.info(evaluation_line(name, t.progress.step, epoch, iterations - 1, mean, speed))
+    t.metrics.record({"step": t.progress.step, f"{name}_loss": mean})
+
+
+def finish(t: Training, checkpoints: Checkpoints) -> None:
+    """The last save, the test run, and a sample of what a character GPT has learnt."""
+    if t.run.Engine.check_accuracy:
+        return
+    if not save_is_due(t):
+        save(t, checkpoints, is_regular=False)
+    if t.log.style != "mingpt":
+        evaluate(t, "test", 0, t.run.Engine.test_iters)
+        write_sample(t)
+    require_saved(checkpoints)
+
+
+def require_saved(checkpoints: Checkpoints) -> None:
+    """Waits until the last checkpoint is on the disk."""
+    if failure := checkpoints.wait():
+        hint = "make room and start again with Engine.save_load.ckpt_dir: auto"
+        raise UserError(f"the last checkpoint could not be saved: {failure}", hint)
+
+
+def write_sample(t: Training) -> None:
+    characters = t.splits.characters
+    if characters is None or not t.mesh.is_first:
+        return
+    context = t.run.Data.Train.dataset.max_seq_len
+    prompt = reader(t, "test" if t.splits.test else "train").read(0).inputs[0, : context // 2 + 1].tolist()
+    tokens = generate(t.model, prompt, len(characters.vocabulary), context, t.run.Generation, t.run.Global.seed)
+    t.log.info(f"A sample, after {characters.decode(prompt)!r}:\n{characters.decode(tokens)}")
+
+
+def reader(t: Training, name: str) -> Reader:
+    split, batch = getattr(t.splits, name), batch_of(t.run)
+    part = getattr(t.run.Data, {"train": "Train", "valid": "Eval", "test": "Test"}[name])
+    # In epoch mode every epoch begins with a whole batch; otherwise one sample follows another without a gap.
+    by_epoch = t.run.Engine.run_mode == "epoch" and name == "train" and t.splits.characters is not None
+    epoch_length = t.length.steps_per_epoch * batch.global_size if by_epoch else split.size
+    shuffle_key = t.run.Global.seed if part.sampler.shuffle else None
+    return Reader(split, batch, t.mesh.data_rank, epoch_length, shuffle_key)
+
+
+def tell(t: Training, state: str, **facts: Any) -> None:
+    """Leaves word for the launcher: an exit code cannot tell a run that stopped on purpose from one that failed."""
+    if t.mesh.is_first:
+        try:
+            write_status(output_dir(t.run) / STATUS, state, step=t.progress.step, max_steps=t.length.max_steps, **facts)
+        except OSError as error:
+            t.log.warn(f"{STATUS} cannot be written: {error.strerror}")
