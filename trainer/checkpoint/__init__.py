@@ -111,7 +111,7 @@ class Checkpoints:
             if name not in self._buffers:
                 self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._buffers[name].copy_(tensor)
-        return self._buffers
+        return {name: self._buffers[name] for name in mine}
 
     def _write(self, step: int, tensors: dict[str, Tensor], facts: Facts, wanted: int) -> None:
         """In the thread. Ranks agree after each part, so that all of them end together, in success or failure."""

@@ -1,0 +1,376 @@
+"""Checkpoints: whole or not there. Oracles: the tensors that were saved, and files damaged on purpose."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.checkpoint import Checkpoints
+from trainer.checkpoint.manifest import read_manifest, write_manifest
+from trainer.checkpoint.shards import Untrusted, load_shards, read_metadata
+from trainer.checkpoint.snapshot import load_snapshot, save_snapshot
+from trainer.checkpoint.store import Store, damage_of
+from trainer.errors import UserError
+from trainer.layout import Layout
+from trainer.mesh import Mesh
+
+MESH = Mesh(Layout(), 0, 0, torch.device("cpu"))
+
+
+class Keeper:
+    """Checkpoints in a folder, and what they said."""
+
+    def __init__(self, folder: Path, keep_last: int | None = None) -> None:
+        self.said: list[str] = []
+        self.warned: list[str] = []
+        self.checkpoints = Checkpoints(folder, keep_last, MESH, self.said.append, self.warned.append)
+        self.checkpoints.store.open_for_writing()
+
+    def save(self, step: int, tensors: dict[str, Tensor] | None = None) -> str:
+        self.checkpoints.save(step, tensors or state(step), {"step": step})
+        return self.checkpoints.wait()
+
+    def load(self, where: str = "auto") -> tuple[Path, dict[str, Tensor]]:
+        folder = self.checkpoints.find(where)
+        assert folder is not None
+        tensors = {name: torch.zeros_like(tensor) for name, tensor in state(0).items()}
+        self.checkpoints.load(folder, tensors, lambda facts: None)
+        return folder, tensors
+
+
+def state(step: int) -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(step)
+    return {f"model.{n}": torch.randn(8, n + 1, generator=source) for n in range(4)}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Keeper:
+    return Keeper(tmp_path / "output")
+
+
+def test_what_is_saved_is_loaded(keeper: Keeper) -> None:
+    assert keeper.save(5) == keeper.save(10) == ""
+    folder, tensors = keeper.load()
+    assert folder.name == "step_10"
+    assert same(tensors, state(10))
+    assert (folder.parent / "latest").read_text() == "step_10\n"
+    assert keeper.said == [f"Save model to {folder.parent}/step_5", f"Save model to {folder}", f"Try to load checkpoint from {folder}", "successfully load checkpoints"]  # fmt: skip
+    assert not list(folder.parent.glob("*.tmp"))
+
+
+def test_saving_goes_on_while_tensors_change(keeper: Keeper) -> None:
+    """The copy is taken when `save` is called, whatever the training does afterwards."""
+    tensors = state(1)
+    keeper.checkpoints.save(1, tensors, {"step": 1})
+    for tensor in tensors.values():
+        tensor.zero_()
+    keeper.checkpoints.wait()
+    assert same(keeper.load()[1], state(1))
+
+
+def test_a_step_is_saved_once(keeper: Keeper) -> None:
+    keeper.save(1)
+    keeper.save(1)
+    assert len(keeper.said) == 1
+
+
+def test_one_named_checkpoint(keeper: Keeper) -> None:
+    keeper.save(5)
+    keeper.save(10)
+    named = keeper.checkpoints.store.folder / "step_5"
+    assert same(keeper.load(str(named))[1], state(5))
+    assert keeper.load(str(named.parent))[0].name == "step_10"
+
+
+def test_auto_without_a_checkpoint_starts_anew_and_a_path_does_not(keeper: Keeper, tmp_path: Path) -> None:
+    assert keeper.checkpoints.find("auto") is None
+    with pytest.raises(UserError, match="no checkpoint that can be used"):
+        keeper.checkpoints.find(str(tmp_path / "nowhere"))
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "cut manifest": lambda folder: (folder / "manifest.json").write_text((folder / "manifest.json").read_text()[:-20]),
+    "empty manifest": lambda folder: (folder / "manifest.json").write_text(""),
+    "other manifest": lambda folder: (folder / "manifest.json").write_text(
+        '{"version": 1, "files": {}, "checksum": "0"}'
+    ),
+    "missing shard": lambda folder: next(folder.glob("*.distcp")).unlink(),
+    "cut shard": lambda folder: os.truncate(next(folder.glob("*.distcp")), 100),
+    "longer shard": lambda folder: os.truncate(next(folder.glob("*.distcp")), 100_000),
+    "no metadata": lambda folder: (folder / ".metadata").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_one_before_is_taken(keeper: Keeper, damage: str) -> None:
+    keeper.save(5)
+    keeper.save(10)
+    newest = keeper.checkpoints.store.folder / "step_10"
+    DAMAGE[damage](newest)
+    folder, tensors = keeper.load()
+    assert folder.name == "step_5"
+    assert same(tensors, state(5))
+    assert keeper.warned[0].startswith(f"{newest} cannot be used: ")
+    assert keeper.warned[0].endswith("; trying the one before")
+
+
+def test_when_all_are_damaged_it_says_so(keeper: Keeper) -> None:
+    keeper.save(5)
+    DAMAGE["cut shard"](keeper.checkpoints.store.folder / "step_5")
+    with pytest.raises(UserError, match="no checkpoint that can be used"):
+        keeper.load()
+
+
+def test_no_bit_flip_loads_silently(keeper: Keeper) -> None:
+    """1,000 flips of one bit, each somewhere in any of the files: every one is noticed."""
+    keeper.save(5)
+    folder = keeper.checkpoints.store.folder / "step_5"
+    files = sorted(folder.iterdir())
+    assert {file.name for file in files} == {".metadata", "__0_0.distcp", "manifest.json"}
+    source = random.Random(0)
+    for _ in range(1000):
+        file = source.choice(files)
+        good = file.read_bytes()
+        flipped, place = bytearray(good), source.randrange(len(good))
+        flipped[place] ^= 1 << source.randrange(8)
+        file.write_bytes(flipped)
+        assert damage_of(folder), f"byte {place} of {file.name}"
+        file.write_bytes(good)
+    assert not damage_of(folder)
+
+
+class Malicious:
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (os.system, ("touch executed",)),
+        (eval, ("__import__('os').system('touch executed')",)),
+        (subprocess.check_output, (["touch", "executed"],)),
+        (__import__, ("antigravity",)),
+    ],
+)
+def test_malicious_metadata_does_not_execute(
+    keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any
+) -> None:
+    """A crafted checkpoint whose checksums are all right: torch itself would run the command."""
+    monkeypatch.chdir(tmp_path)
+    keeper.save(5)
+    folder = keeper.checkpoints.store.folder / "step_5"
+    (folder / ".metadata").write_bytes(pickle.dumps(Malicious(call)))
+    _sign(folder)
+    assert not damage_of(folder)
+    with pytest.raises(UserError, match="is refused: its metadata names"):
+        keeper.load()
+    assert not (tmp_path / "executed").exists()
+
+
+def _sign(folder: Path) -> None:
+    from trainer.checkpoint.manifest import file_facts
+
+    files = {file.name: file_facts(file) for file in folder.iterdir() if file.name != "manifest.json"}
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, {"step": 5}, files)
+
+
+def test_metadata_cannot_point_outside(keeper: Keeper) -> None:
+    keeper.save(5)
+    folder = keeper.checkpoints.store.folder / "step_5"
+    files = read_manifest(folder)["files"]
+    metadata = read_metadata(folder, files)
+    place = next(iter(metadata.storage_data.values()))
+    for change in ({"relative_path": "../../etc/passwd"}, {"offset": 10**9}, {"length": 10**12}, {"offset": -1}):
+        before = {key: getattr(place, key) for key in change}
+        for key, value in change.items():
+            object.__setattr__(place, key, value)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(Untrusted, match="outside of its files"):
+            read_metadata(folder, files)
+        for key, value in before.items():
+            object.__setattr__(place, key, value)
+
+
+def test_a_manifest_cannot_name_files_outside(keeper: Keeper) -> None:
+    keeper.save(5)
+    folder = keeper.checkpoints.store.folder / "step_5"
+    write_manifest(folder, {"step": 5}, {"../secret": {"bytes": 0, "sha256": ""}})
+    assert "outside of the folder" in damage_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.0"), "it has model.0, which this model lacks"),
+        (lambda t: t.update(extra=torch.zeros(1)), "it lacks extra"),
+        (lambda t: t.update({"model.1": torch.zeros(3)}), r"model.1 has the shape \(8, 2\) there and \(3,\) here"),
+    ],
+)
+def test_a_checkpoint_of_another_model(
+    keeper: Keeper, change: Callable[[dict[str, Tensor]], Any], message: str
+) -> None:
+    keeper.save(5)
+    tensors = state(5)
+    change(tensors)
+    folder = keeper.checkpoints.store.folder / "step_5"
+    with pytest.raises(ValueError, match=message):
+        load_shards(folder, tensors, read_manifest(folder)["files"])
+
+
+def test_old_ones_are_deleted_only_when_newer_ones_are_whole(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path / "output", keep_last=2)
+    store = keeper.checkpoints.store
+    for step in (1, 2, 3):
+        keeper.save(step)
+    assert [folder.name for folder in store.checkpoints()] == ["step_3", "step_2"]
+    DAMAGE["cut shard"](store.folder / "step_3")
+    keeper.save(4)
+    assert [folder.name for folder in store.checkpoints()] == ["step_4", "step_3", "step_2"]
+    keeper.save(5)
+    assert [folder.name for folder in store.checkpoints()] == ["step_5", "step_4"]
+
+
+def test_a_step_that_exists_is_replaced(keeper: Keeper) -> None:
+    """A run that fell back to an older checkpoint comes by the same step again."""
+    keeper.save(5)
+    keeper.checkpoints.saved_step = None
+    keeper.save(5, state(77))
+    assert same(keeper.load()[1], state(77))
+    assert not list(keeper.checkpoints.store.folder.glob("*.old"))
+
+
+def test_newer_ones_step_aside(keeper: Keeper) -> None:
+    for step in (5, 10, 15):
+        keeper.save(step)
+    keeper.checkpoints.go_on_from(5)
+    names = {folder.name for folder in keeper.checkpoints.store.folder.glob("step*")}
+    assert names == {"step_5", "step_10.aside1", "step_15.aside1"}
+    assert [folder.name for folder in keeper.checkpoints.store.checkpoints()] == ["step_5"]
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path / "output")
+    keeper.save(5)
+    keeper.checkpoints.close()
+    folder = tmp_path / "output"
+    (folder / "step_9.tmp").mkdir()
+    (folder / "step_9.tmp" / "__0_0.distcp").write_text("half")
+    (folder / "step_5").rename(folder / "step_5.old")  # killed between the two renames of a replacement
+    keeper = Keeper(folder)
+    assert same(keeper.load()[1], state(5))
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+    """A file system of 1 MiB: the second save does not fit."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    keeper = Keeper(folder)
+    try:
+        keeper.checkpoints.store.require_space = lambda wanted: None  # type: ignore[method-assign]
+        assert keeper.save(5) == ""
+        failure = keeper.save(10, {"large": torch.zeros(400_000)})
+        assert "space" in failure or "unexpected pos" in failure
+        assert keeper.warned[0].startswith("checkpoint of step 10 is not saved: ")
+        assert [entry.name for entry in keeper.checkpoints.store.checkpoints()] == ["step_5"]
+        assert not list(folder.glob("*.tmp"))
+        assert same(keeper.load()[1], state(5))
+    finally:
+        keeper.checkpoints.close()
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_space_is_looked_at_first(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a nearly full disk: what the system call reports."""
+    usage = type("usage", (), {"free": 10})
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    assert "MiB are needed, 0.0 MiB are free" in keeper.save(5)
+    assert not list(keeper.checkpoints.store.folder.glob("step*"))
+
+
+def test_an_error_while_committing_is_a_warning(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a file system that fails at the last moment."""
+
+    def fail(part: Path) -> Path:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(keeper.checkpoints.store, "commit", fail)
+    assert keeper.save(5) == "Input/output error"
+    assert not list(keeper.checkpoints.store.folder.glob("step*"))
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path)
+    with pytest.raises(UserError, match=f"another run writes to {tmp_path} .process {os.getpid()} on "):
+        Store(tmp_path).open_for_writing()
+    keeper.checkpoints.close()
+    Store(tmp_path).open_for_writing()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        Store(tmp_path / "file" / "output").open_for_writing()
+
+
+SNAPSHOT = {
+    f"{kind}.{n}": torch.randn(3, 2) for n in range(2) for kind in ("model", "optim.exp_avg", "optim.exp_avg_sq")
+}
+
+
+def test_a_snapshot_is_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "snapshot.pt"
+    save_snapshot(file, SNAPSHOT, {"step": 7}, 3)
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in SNAPSHOT.items()}
+    assert load_snapshot(file, tensors, lambda facts: None) == ({"step": 7}, 3)
+    assert same(tensors, SNAPSHOT)
+    assert [entry.name for entry in file.parent.iterdir()] == ["snapshot.pt"]
+    content = torch.load(file, weights_only=True)
+    assert {"model_state", "optimizer_state", "finished_epoch"} <= set(content)
+
+
+def test_bad_snapshots_are_one_clear_message(tmp_path: Path) -> None:
+    file = tmp_path / "snapshot.pt"
+    save_snapshot(file, SNAPSHOT, {"step": 7}, 3)
+    good = file.read_bytes()
+    place = good.index(SNAPSHOT["model.0"].numpy().tobytes())
+    flipped = bytearray(good)
+    flipped[place] ^= 1
+    torch.save({"model_state": {}}, tmp_path / "foreign.pt")
+    with open(tmp_path / "malicious.pt", "wb") as stream:
+        pickle.dump(Malicious((os.system, ("touch executed",))), stream)
+    cases = {
+        b"nonsense": "no snapshot that can be used",
+        good[: len(good) // 2]: "no snapshot that can be used",
+        bytes(flipped): "is damaged",
+        (tmp_path / "foreign.pt").read_bytes(): "no snapshot that can be used",
+        (tmp_path / "malicious.pt").read_bytes(): "no snapshot that can be used",
+    }
+    for content, message in cases.items():
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            load_snapshot(file, {name: t.clone() for name, t in SNAPSHOT.items()}, lambda facts: None)
+    assert not (Path.cwd() / "executed").exists()
