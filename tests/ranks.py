@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # which DDP imports
 
 import trainer.checkpoint.shards
 import trainer.train  # noqa: F401 - imported once, for all forks
@@ -179,7 +180,7 @@ TINY = {
     "dataset": "CharDataset",
     "path": "builtin",
     "global_batch": 8,
-    "micro_batch": 8,
+    "micro_batch": 4,
     "max_steps": 10,
     "eval_freq": 0,
     "eval_iters": 0,

@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
             if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
                 flags.append(rest.pop(0))
         elif equals and not word.startswith("-"):
-            overrides.append(Override.parse(word))
+            overrides.append(Override.parse(word, flag=""))
         else:
             raise UserError(f"{word} is neither a flag nor KEY=VALUE", "python -m trainer --help", WRONG_USAGE)
     return path, [*parse_flags(flags), *overrides]

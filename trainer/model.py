@@ -23,13 +23,23 @@ from trainer.layout import padded_vocab
 INIT_BLOCK = 1 << 22  # elements that one random stream fills, so that a rank can make only the rows it holds
 
 
+class Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Nothing: `build_model` gives the values, and torch's own way imports its compiler, which takes a second."""
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Nothing, as above."""
+
+
 class SelfAttention(nn.Module):
     def __init__(self, model: Model, layer: int) -> None:
         super().__init__()
         hidden = model.hidden_size
         self.head_dim = hidden // model.num_attention_heads
-        self.qkv_proj = nn.Linear(hidden, 3 * hidden)  # rows are (head, 3, D): cutting them cuts between heads
-        self.out_proj = nn.Linear(hidden, hidden)
+        self.qkv_proj = Linear(hidden, 3 * hidden)  # rows are (head, 3, D): cutting them cuts between heads
+        self.out_proj = Linear(hidden, hidden)
         self.dropout, self.out_dropout = model.attention_probs_dropout_prob, model.hidden_dropout_prob
         # fp16 overflows less when QK is small; the softmax sees the same numbers.
         self.shrink = layer + 1 if model.scale_qk_by_layer_num else 1
@@ -57,8 +67,8 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(model.hidden_size)
         self.self_attn = SelfAttention(model, layer)
         self.norm2 = nn.LayerNorm(model.hidden_size)
-        self.linear1 = nn.Linear(model.hidden_size, model.ffn_hidden_size)
-        self.linear2 = nn.Linear(model.ffn_hidden_size, model.hidden_size)
+        self.linear1 = Linear(model.hidden_size, model.ffn_hidden_size)
+        self.linear2 = Linear(model.ffn_hidden_size, model.hidden_size)
         self.dropout = model.hidden_dropout_prob
         self.has_dropout = max(model.hidden_dropout_prob, model.attention_probs_dropout_prob)
         self.recompute_attention = _recomputes(model, layer, "full_attn")
@@ -93,9 +103,9 @@ class GPT(nn.Module):
         assert model.vocab_size is not None, "a character vocabulary is counted before the model is built"
         if self.is_first or self.is_last:
             vocab = padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)
-            self.word_embeddings = nn.Embedding(vocab, model.hidden_size)
+            self.word_embeddings = Embedding(vocab, model.hidden_size)
         if self.is_first:
-            self.position_embeddings = nn.Embedding(model.max_position_embeddings, model.hidden_size)
+            self.position_embeddings = Embedding(model.max_position_embeddings, model.hidden_size)
         self.layers = nn.ModuleDict({str(layer): Block(model, layer) for layer in layers})
         if self.is_last:
             self.norm = nn.LayerNorm(model.hidden_size)

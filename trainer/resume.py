@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from trainer.errors import UserError
 from trainer.mesh import Mesh
 from trainer.metrics import Log
 from trainer.state import Progress, Training
+from trainer.stop import STATUS, write_status
 
 MODEL_KEYS = (
     "num_layers hidden_size num_attention_heads ffn_hidden_size vocab_size vocab_size_divisible_unit "
@@ -38,8 +40,20 @@ def output_folder(run: RunConfig, mesh: Mesh, log: Log) -> Iterator[Checkpoints]
     mesh.barrier()
     try:
         yield checkpoints
+    except UserError as error:
+        tell(run, mesh, log, "failed", reason=error.message)
+        raise
     finally:
         checkpoints.close()
+
+
+def tell(run: RunConfig, mesh: Mesh, log: Log, state: str, **facts: Any) -> None:
+    """Leaves word for the launcher: an exit code cannot tell a run that stopped on purpose from one that failed."""
+    if mesh.is_first:
+        try:
+            write_status(output_dir(run) / STATUS, state, **facts)
+        except OSError as error:
+            log.warn(f"{STATUS} cannot be written: {error.strerror}")
 
 
 def restore(t: Training, checkpoints: Checkpoints) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +31,9 @@ from trainer.metrics import Log, Metrics, peak_flops
 from trainer.model import build_model
 from trainer.optim import Optimizer, Precision, learning_rate
 from trainer.parallel import parallelize, without_sync
-from trainer.resume import output_dir, output_folder, restore, save
+from trainer.resume import output_dir, output_folder, restore, save, tell
 from trainer.state import Progress, Training
-from trainer.stop import STATUS, StopRequest, write_status
+from trainer.stop import StopRequest
 
 MAX_SKIPPED = 100  # updates in a row without a finite gradient: nothing will come of this run any more
 MINGPT_FREQ = 100  # iterations between the lines of minGPT
@@ -44,15 +43,16 @@ def train(run: RunConfig, mesh: Mesh, log: Log) -> None:
     with StopRequest() as stop, output_folder(run, mesh, log) as checkpoints:
         training = prepare(run, mesh, log)
         restore(training, checkpoints)
-        tell(training, "running")
+        tell(run, mesh, log, "running", step=training.progress.step)
         if run_steps(training, checkpoints, stop):
             save(training, checkpoints, is_regular=False)
             require_saved(checkpoints)
-            tell(training, "stopped", signal=stop.signal or "sent to another rank")
-            log.info(f"Stopped on purpose at global step {training.progress.step}; ckpt_dir: auto goes on from here.")
+            step = training.progress.step
+            tell(run, mesh, log, "stopped", step=step, signal=stop.signal or "sent to another rank")
+            log.info(f"Stopped on purpose at global step {step}; ckpt_dir: auto goes on from here.")
         else:
             finish(training, checkpoints)
-            tell(training, "finished")
+            tell(run, mesh, log, "finished", step=training.progress.step)
             log.info("The training process is complete.")
 
 
@@ -257,12 +257,3 @@ def reader(t: Training, name: str) -> Reader:
     epoch_length = t.length.steps_per_epoch * batch.global_size if by_epoch else split.size
     shuffle_key = t.run.Global.seed if part.sampler.shuffle else None
     return Reader(split, batch, t.mesh.data_rank, epoch_length, shuffle_key)
-
-
-def tell(t: Training, state: str, **facts: Any) -> None:
-    """Leaves word for the launcher: an exit code cannot tell a run that stopped on purpose from one that failed."""
-    if t.mesh.is_first:
-        try:
-            write_status(output_dir(t.run) / STATUS, state, step=t.progress.step, max_steps=t.length.max_steps, **facts)
-        except OSError as error:
-            t.log.warn(f"{STATUS} cannot be written: {error.strerror}")

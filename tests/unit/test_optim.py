@@ -60,11 +60,10 @@ def module() -> nn.Module:
 def test_biases_and_norms_do_not_decay() -> None:
     model = module()
     optimizer = Optimizer(model, replace(RUN.Optimizer, weight_decay=0.5), NO_AMP)
-    decayed, others = optimizer.adam.param_groups
-    assert decayed["weight_decay"] == 0.5
-    assert others["weight_decay"] == 0.0
-    assert [tuple(p.shape) for p in decayed["params"]] == [(8, 4), (2, 8)]
-    assert [tuple(p.shape) for p in others["params"]] == [(8,), (8,), (8,), (2,)]
+    (decayed, rate), (others, none) = optimizer.groups
+    assert (rate, none) == (0.5, 0.0)
+    assert [weight.name for weight in decayed] == ["0.weight", "2.weight"]
+    assert [weight.name for weight in others] == ["0.bias", "1.weight", "1.bias", "2.bias"]
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1, 1e9])

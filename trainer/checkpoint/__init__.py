@@ -21,7 +21,7 @@ from trainer.mesh import Mesh
 
 Facts = dict[str, Any]
 METADATA = ".metadata"
-SPARE_BYTES = 1 << 20  # for the manifest and metadata, when free space is looked at
+OVERHEAD = 1.05  # headers, manifest and metadata, when free space is looked at
 
 
 class Checkpoints:
@@ -86,7 +86,7 @@ class Checkpoints:
         if step == self.saved_step:
             return
         mine = self._staged(tensors)
-        wanted = sum(tensor.nbytes for tensor in tensors.values()) + SPARE_BYTES
+        wanted = int(OVERHEAD * sum(tensor.nbytes for tensor in tensors.values()))
         arguments = (step, mine, {"step": step, **facts}, wanted)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()

@@ -34,8 +34,8 @@ class Override(NamedTuple):
         names = key.split(".")
         if not equals or not all(names) or len(names) > MAX_DEPTH:
             hint = "write it as Section.key=value, such as Distributed.mp_degree=2"
-            raise UserError(f"{flag} {text[:200]}: not an override", hint, WRONG_USAGE)
-        return Override(key, value.strip(), f"{flag} {text}")
+            raise UserError(f"{flag} {text[:200]}: not an override".lstrip(), hint, WRONG_USAGE)
+        return Override(key, value.strip(), f"{flag} {text}".lstrip())
 
 
 def load_tree(path: str | os.PathLike[str] | None, overrides: Iterable[Override], found: list[Finding]) -> Map | None:

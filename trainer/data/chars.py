@@ -35,9 +35,11 @@ class Characters:
                 f"{dataset.path} has {self.length} characters, one sample needs {self.block + 1}",
                 "shorten Data.Train.dataset.max_seq_len, raise truncate, or use a longer text",
             )
-        unique, tokens = np.unique(codes, return_inverse=True)
+        unique = np.flatnonzero(np.bincount(codes))
         self.vocabulary = "".join(map(chr, unique))
-        self.tokens = tokens.astype(np.uint16 if len(unique) < 1 << 16 else np.int32)
+        token_of = np.zeros(unique[-1] + 1, dtype=np.uint16 if len(unique) < 1 << 16 else np.int32)
+        token_of[unique] = np.arange(len(unique))
+        self.tokens = token_of[codes]
         self.num_train = max(1, int(self.windows * dataset.train_split))
 
     def encode(self, text: str) -> list[int]:

@@ -1,0 +1,213 @@
+"""Going on after a stop, wanted or not. Oracle: the run that was never interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import fork, run, start, tiny
+from trainer.checkpoint import Checkpoints
+from trainer.checkpoint.manifest import read_manifest
+from trainer.checkpoint.shards import load_shards, read_metadata
+from trainer.checkpoint.store import Store
+from trainer.layout import Layout
+from trainer.mesh import Mesh
+
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1, "micro_batch": 2}
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    files = read_manifest(folder)["files"]
+    stored = read_metadata(folder, files).state_dict_metadata
+    tensors = {name: torch.zeros(facts.size) for name, facts in stored.items()}
+    load_shards(folder, tensors, files)
+    return tensors
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    """Weights and moments, bit for bit."""
+    here, there = tensors_of(one), tensors_of(other)
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[name], there[name]) for name in here)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ten_and_ten_are_twenty(tmp_path: Path, world: int) -> None:
+    """With dropout on, and with accumulation."""
+    whole = run(tmp_path / "whole", *tiny(max_steps=20, **DROPOUT), world=world)
+    half = run(tmp_path / "half", *tiny(max_steps=10, **DROPOUT), world=world)
+    rest = run(tmp_path / "half", *tiny(max_steps=20, ckpt_dir="auto", **DROPOUT), world=world)
+    assert whole.ok, whole.text
+    assert half.ok, half.text
+    assert rest.ok, rest.text
+    assert rest.metrics() == whole.metrics()
+    assert rest.metrics("grad_norm") == whole.metrics("grad_norm")
+    assert rest.metrics("lr") == whole.metrics("lr")
+    assert_equal(rest.folder / "output" / "step_20", whole.folder / "output" / "step_20")
+    assert "Try to load checkpoint from output/step_10" in rest.out[0]
+    assert "successfully load checkpoints" in rest.out[0]
+
+
+def test_dropout_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    """Its seed is a function of the step and the micro-batch, so dp2 drops what one process drops."""
+    alone = run(tmp_path / "one", *tiny(**DROPOUT))
+    two = run(tmp_path / "two", *tiny(**DROPOUT), world=2)
+    without = run(tmp_path / "without", *tiny())
+    differences = [abs(a - b) for a, b in zip(alone.metrics(), two.metrics())]
+    assert max(differences) <= 5e-6
+    assert max(abs(a - b) for a, b in zip(alone.metrics(), without.metrics())) > 1e-3
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", *tiny(max_steps=20))
+    run(tmp_path / "part", *tiny(max_steps=10), world=2)
+    rest = run(tmp_path / "part", *tiny(max_steps=20, ckpt_dir="auto"))
+    assert rest.ok, rest.text
+    assert max(abs(a - b) for a, b in zip(rest.metrics(), whole.metrics())) <= 5e-6
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_signal_saves_and_stops(tmp_path: Path, number: int, world: int) -> None:
+    """One rank hears it, several times; all of them stop at the same step, and the next run goes on from there."""
+    ranks = start(tmp_path, *tiny(max_steps=100_000), world=world)
+    ranks.wait_for("global step 3,")
+    for _ in range(3):
+        ranks.kill(number, rank=world - 1)
+    ended = ranks.wait()
+    assert ended.ok, ended.text
+    status = ended.status()
+    assert status["state"] == "stopped"
+    assert status["step"] >= 3
+    assert Store(tmp_path / "output").checkpoints()[0].name == f"step_{status['step']}"
+    assert f"Stopped on purpose at global step {status['step']}" in ended.out[0]
+    rest = run(tmp_path, *tiny(max_steps=status["step"] + 2, ckpt_dir="auto"), world=world)
+    assert rest.ok, rest.text
+    steps = [json.loads(line)["step"] for line in (tmp_path / "output/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, status["step"] + 3))
+    assert rest.status()["state"] == "finished"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_killed_run_goes_on(tmp_path: Path, world: int) -> None:
+    """SIGKILL at random moments of whole runs, until 40 steps are done: the losses are those of one run."""
+    whole = run(tmp_path / "whole", *tiny(max_steps=40, save_steps=2, **DROPOUT), world=world)
+    source, folder = random.Random(world), tmp_path / "killed"
+    for attempt in range(4):
+        ranks = start(folder, *tiny(max_steps=40, save_steps=2, ckpt_dir="auto", **DROPOUT), world=world)
+        if attempt < 3:
+            ranks.wait_for("global step")
+            time.sleep(source.uniform(0, 0.3))
+            ranks.kill(signal.SIGKILL)
+        ended = ranks.wait()
+    assert ended.ok, ended.text
+    by_step = {}
+    for line in (folder / "output/metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        assert by_step.setdefault(record["step"], record["loss"]) == record["loss"]
+    assert [by_step[step] for step in range(1, 41)] == whole.metrics()
+
+
+MESH = Mesh(Layout(), 0, 0, torch.device("cpu"))
+
+
+def state(step: int) -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(step)
+    return {f"model.{n}": torch.randn(64, 64, generator=source) for n in range(8)}
+
+
+def save_loop(folder: Path, first: int) -> int:
+    """Saves one step after another until it is killed, and says what it has begun and what is done."""
+    checkpoints = Checkpoints(folder, 3, MESH, lambda text: None, lambda text: None)
+    checkpoints.store.open_for_writing()
+    for step in range(first, first + 10_000):
+        os.write(1, f"begun {step}\n".encode())
+        checkpoints.save(step, state(step), {"step": step})
+        checkpoints.wait()
+        os.write(1, f"done {step}\n".encode())
+    return 0
+
+
+def kill_many(tmp_path: Path, kills: int) -> None:
+    source, first = random.Random(0), 1
+    log, folder = tmp_path / "log", tmp_path / "output"
+    for _ in range(kills):
+        pid = fork(partial(save_loop, folder, first), tmp_path, {}, log, tmp_path / "err")
+        while "begun" not in log.read_text():
+            time.sleep(0.001)
+        time.sleep(source.uniform(0, 0.08))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        words = [line.split() for line in log.read_text().splitlines()]
+        begun = max(int(step) for word, step in words if word == "begun")
+        done = max((int(step) for word, step in words if word == "done"), default=first - 1)
+        checkpoints = Checkpoints(folder, 3, MESH, lambda text: None, lambda text: None)
+        found = checkpoints.find("auto")
+        newest = int(found.name.removeprefix("step_")) if found else 0
+        assert done <= newest <= begun <= newest + 1
+        if found:
+            tensors = {name: torch.zeros_like(tensor) for name, tensor in state(0).items()}
+            checkpoints.load(found, tensors, lambda facts: None)
+            assert all(torch.equal(tensors[name], right) for name, right in state(newest).items())
+        first = newest + 1
+    assert first > kills / 4  # saves did succeed in between
+
+
+def test_twenty_kills_in_a_save_loop(tmp_path: Path) -> None:
+    kill_many(tmp_path, 20)
+
+
+@pytest.mark.long
+def test_two_hundred_kills_in_a_save_loop(tmp_path: Path) -> None:
+    kill_many(tmp_path, 200)
+
+
+def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", *tiny(max_steps=20, save_steps=5))
+    part = run(tmp_path / "part", *tiny(max_steps=10, save_steps=5))
+    assert part.ok, part.text
+    shard = tmp_path / "part/output/step_10/__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    rest = run(tmp_path / "part", *tiny(max_steps=20, save_steps=5, ckpt_dir="auto"))
+    assert rest.ok, rest.text
+    assert (
+        "output/step_10 cannot be used: __0_0.distcp is damaged: its checksum is another; trying the one before"
+        in rest.out[0]
+    )
+    assert "output/step_10 is newer than what this run goes on from: renamed to step_10.aside1" in rest.out[0]
+    assert_equal(rest.folder / "output/step_20", whole.folder / "output/step_20")
+
+
+def test_a_restart_by_torchrun_goes_on_by_itself(tmp_path: Path) -> None:
+    """No ckpt_dir is written; the variable that torchrun sets for a second attempt is enough, on any of the ranks."""
+    run(tmp_path, *tiny(max_steps=5), world=2)
+    rest = run(tmp_path, *tiny(max_steps=8), world=2, TORCHELASTIC_RESTART_COUNT="1")
+    assert rest.ok, rest.text
+    assert "Try to load checkpoint from output/step_5" in rest.out[0]
+
+
+def test_an_earlier_run_is_not_overwritten(tmp_path: Path) -> None:
+    run(tmp_path, *tiny(max_steps=2))
+    again = run(tmp_path, *tiny(max_steps=2))
+    assert again.codes == [93]
+    assert "error: output holds the checkpoints of an earlier run" in again.err[0]
+    assert "Traceback" not in again.text
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    run(tmp_path, *tiny(max_steps=2))
+    again = run(tmp_path, *tiny(max_steps=2, ckpt_dir="auto"))
+    assert again.ok, again.text
+    assert "The training process is complete." in again.out[0]
+    assert again.metrics("step") == [1, 2]
