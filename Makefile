@@ -1,13 +1,13 @@
 # Two commands do everything from an empty machine with Python >= 3.10:
 #   make demo    runs the main job            make test    runs what CI runs: lint, types, tests
-# For the hand: make quick (at most 60 s). Big counts and slow faults: make test-long. Timings: make bench.
+# For the hand: make quick (at most 60 s). Big counts and slow faults: make test-long. Timings: make bench, make bench-peers.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-test
 
-.PHONY: help demo test quick test-long bench lint types format clean
+.PHONY: help demo test quick test-long bench bench-peers lint types format clean
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
@@ -57,6 +57,18 @@ test-long: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python tests/bench/startup.py
+	@$(BIN)/python tests/bench/training.py
+
+# Hugging Face's Trainer and Lightning, in an environment of their own.
+$(VENV)-peers/.ready: | $(VENV)/bin/python
+	@echo "== installing the peers"
+	@$(PYTHON) -m venv $(VENV)-peers
+	@$(VENV)-peers/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch numpy pyyaml transformers accelerate lightning
+	@env -u PYTHONDONTWRITEBYTECODE $(VENV)-peers/bin/python -m compileall -q $(VENV)-peers/lib || true
+	@touch $@
+
+bench-peers: $(VENV)-peers/.ready
+	@$(VENV)-peers/bin/python tests/bench/peers.py
 
 lint: $(READY)
 	@echo "== ruff"
@@ -72,4 +84,4 @@ format: $(READY)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) demo-output dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-peers demo-output dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -57,7 +57,7 @@ class Ranks:
     def __init__(self, arguments: Sequence[str], world: int, folder: Path, environ: Mapping[str, str]) -> None:
         self.folder = folder
         self.logs = [(folder / f"out.{rank}", folder / f"err.{rank}") for rank in range(world)]
-        port = str(_free_port())
+        port = str(free_port())
         common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", **environ}
         self.pids = []
@@ -192,7 +192,7 @@ def tiny(**changes: object) -> list[str]:
     return overrides(**{**TINY, **changes})
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -305,7 +305,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(folder)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(folder)], capture_output=True
+    ).returncode:
         pytest.skip("mounting a tmpfs needs root")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
