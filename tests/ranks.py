@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +55,14 @@ class Ended(NamedTuple):
 class Ranks:
     """Ranks that are running."""
 
-    def __init__(self, arguments: Sequence[str], world: int, folder: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        world: int,
+        folder: Path,
+        environ: Mapping[str, str],
+        entry: Callable[[Sequence[str]], int] = main,
+    ) -> None:
         self.folder = folder
         self.logs = [(folder / f"out.{rank}", folder / f"err.{rank}") for rank in range(world)]
         port = str(free_port())
@@ -63,7 +71,7 @@ class Ranks:
         self.pids = []
         for rank in range(world):
             variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else dict(environ)
-            self.pids.append(fork(lambda: main(list(arguments)), folder, variables, *self.logs[rank]))
+            self.pids.append(fork(partial(entry, list(arguments)), folder, variables, *self.logs[rank]))
         self.codes: dict[int, int] = {}
 
     def kill(self, number: int, rank: int | None = None) -> None:

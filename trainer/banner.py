@@ -6,7 +6,7 @@ from trainer.config.read import paths_of
 from trainer.config.rules import value_at
 from trainer.config.sections import RunConfig
 from trainer.data import Length, Splits
-from trainer.estimate import _layer_parameters, count_parameters
+from trainer.estimate import count_parameters, layer_parameters
 from trainer.layout import AXES
 from trainer.mesh import Mesh
 from trainer.metrics import Log
@@ -16,7 +16,7 @@ def announce(run: RunConfig, mesh: Mesh, log: Log, splits: Splits, length: Lengt
     if log.style == "mingpt":
         if splits.characters:
             log.plain(f"Data has {splits.characters.length} characters, {len(splits.characters.vocabulary)} unique.")
-        blocks = run.Model.num_layers * _layer_parameters(run.Model, 1)
+        blocks = run.Model.num_layers * layer_parameters(run.Model, 1)
         log.plain(f"number of parameters: {blocks / 1e6:.2f}M")
         return
     log.info("\n".join(f"{path:<44} {value_at(run, path)}" for path in paths_of(RunConfig)))
@@ -26,6 +26,8 @@ def announce(run: RunConfig, mesh: Mesh, log: Log, splits: Splits, length: Lengt
     log.write(f"rank {mesh.rank}: {layout} on {mesh.device}, groups: {groups}", "INFO")
     if splits.characters:
         log.info(f"Data has {splits.characters.length} characters, {len(splits.characters.vocabulary)} unique.")
+    if splits.valid is None and run.Engine.eval_freq > 0 and run.Engine.eval_iters and mesh.is_first:
+        log.warn("the valid split has not one whole sample: nothing is evaluated")
     log.info(f"Model Size: {count_parameters(run.Model) / 1e9:.2f} B ({count_parameters(run.Model):,} parameters)")
     log.info(
         f"{length.max_steps} steps of {run.Global.global_batch_size} samples, {splits.train.size} samples to train on"

@@ -60,10 +60,10 @@ def count_parameters(model: Model) -> int:
     """Exact, with the tied embedding counted once and without padding."""
     h = model.hidden_size
     vocab = model.vocab_size or UNKNOWN_VOCAB
-    return (vocab + model.max_position_embeddings) * h + model.num_layers * _layer_parameters(model, 1) + 2 * h
+    return (vocab + model.max_position_embeddings) * h + model.num_layers * layer_parameters(model, 1) + 2 * h
 
 
-def _layer_parameters(model: Model, mp: int) -> int:
+def layer_parameters(model: Model, mp: int) -> int:
     """One block on one rank: the products are split over mp, their output biases and the norms are not."""
     h, f = model.hidden_size, model.ffn_hidden_size
     split = 4 * h * h + 3 * h + 2 * h * f + f
@@ -93,7 +93,7 @@ def _vocab(model: Model) -> int:
 
 def _stage_parameters(model: Model, layout: Layout, stage: int, num_layers: int) -> int:
     h = model.hidden_size
-    held = num_layers * _layer_parameters(model, layout.mp)
+    held = num_layers * layer_parameters(model, layout.mp)
     embedding = _vocab(model) * h // layout.mp
     if stage == 0:
         held += embedding + model.max_position_embeddings * h
@@ -114,7 +114,7 @@ def _state_bytes(run: RunConfig, layout: Layout, held: int) -> tuple[float, floa
     if stage >= 2 and layout.pp == 1:  # with pp the whole gradient of a stage lives through the accumulation
         gradients /= degree
     if stage == 3:
-        gathered = 2 * _layer_parameters(run.Model, layout.mp) * per_parameter  # this layer and the next
+        gathered = 2 * layer_parameters(run.Model, layout.mp) * per_parameter  # this layer and the next
         parameters = gathered + (0.0 if sharding.sharding_offload else parameters / degree)
     return parameters, gradients, optimizer
 

@@ -107,8 +107,10 @@ def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
         epoch = t.progress.step // t.length.steps_per_epoch
         try:
             save_snapshot(Path(snapshot_path), t.optimizer.tensors(), _facts_of(t), epoch)
+            checkpoints.failure = ""
             t.log.plain(f"Snapshot saved at epoch {epoch}" if is_regular else f"Save model to {snapshot_path}")
         except OSError as error:
+            checkpoints.failure = f"{snapshot_path}: {error.strerror}"
             t.log.warn(f"{snapshot_path} is not saved: {error.strerror}; the one before is kept")
 
 
@@ -134,8 +136,11 @@ def _order(t: Training) -> list[int]:
 
 def _check_same_model(t: Training, facts: Facts, where: Path) -> None:
     """Raises UserError when a checkpoint's model is another one, even where the shapes agree."""
+    lacking = [key for key in _facts_of(t) if key not in facts]
+    if lacking:
+        raise UserError(f"{where} is refused: it does not say its {lacking[0]}", "use a checkpoint of this program")
     there, here = facts["config"]["Model"], asdict(t.run.Model)
-    different = [f"{key} {there[key]} there, {here[key]} here" for key in MODEL_KEYS if there[key] != here[key]]
+    different = [f"{key} {there.get(key)} there, {here[key]} here" for key in MODEL_KEYS if there.get(key) != here[key]]
     vocabulary = t.splits.characters.vocabulary if t.splits.characters else None
     if not different and facts["vocabulary"] != vocabulary:
         different = ["its vocabulary has other characters"]

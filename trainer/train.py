@@ -73,7 +73,8 @@ def prepare(run: RunConfig, mesh: Mesh, log: Log) -> Training:
 def run_steps(t: Training, checkpoints: Checkpoints, stop: StopRequest) -> bool:
     """From where the progress stands to the last step; True when it was stopped on purpose."""
     clock, remaining = t.metrics.clock, t.length.max_steps - t.progress.step
-    batches = reader(t, "train").ahead(t.progress.samples, max(0, remaining))
+    num_workers = t.run.Data.Train.loader.num_workers
+    batches = reader(t, "train").batches(t.progress.samples, max(0, remaining), num_workers)
     t.parallel.train()
     clock.begin()
     for batch in batches:
@@ -99,7 +100,7 @@ def compute_gradients(t: Training, batch: MicroBatches, num_predicted: float) ->
     The sum over all predicted tokens of the whole batch is divided by their number, so that the loss does not depend on
     how the batch is cut. Gradients are averaged over the data ranks: the factor data_ranks makes that a sum.
     """
-    weight = t.mesh.layout.data_ranks / num_predicted
+    weight = t.mesh.layout.data_ranks / max(1.0, num_predicted)
     last = t.run.Engine.accumulate_steps - 1
     mean = torch.zeros((), device=t.mesh.device)
     for number, (inputs, labels) in enumerate(batch.micro(t.run.Global.micro_batch_size, t.mesh.device)):
@@ -224,7 +225,7 @@ def finish(t: Training, checkpoints: Checkpoints) -> None:
     """The last save, the test run, and a sample of what a character GPT has learnt."""
     if t.run.Engine.check_accuracy:
         return
-    if not save_is_due(t):
+    if not save_is_due(t) or checkpoints.wait():  # or once more, if the regular one has failed
         save(t, checkpoints, is_regular=False)
     if t.log.style != "mingpt":
         evaluate(t, "test", 0, t.run.Engine.test_iters)
@@ -245,8 +246,10 @@ def write_sample(t: Training) -> None:
         return
     context = t.run.Data.Train.dataset.max_seq_len
     prompt = reader(t, "test" if t.splits.test else "train").read(0).inputs[0, : context // 2 + 1].tolist()
-    tokens = generate(t.model, prompt, len(characters.vocabulary), context, t.run.Generation, t.run.Global.seed)
-    t.log.info(f"A sample, after {characters.decode(prompt)!r}:\n{characters.decode(tokens)}")
+    for number in range(t.run.Generation.num_return_sequences):
+        seed = t.run.Global.seed + number
+        tokens = generate(t.model, prompt, len(characters.vocabulary), context, t.run.Generation, seed)
+        t.log.info(f"A sample, after {characters.decode(prompt)!r}:\n{characters.decode(tokens)}")
 
 
 def reader(t: Training, name: str) -> Reader:

@@ -340,8 +340,9 @@ def test_shuffling_on_top_takes_every_sample_once() -> None:
 
 def test_reading_ahead_gives_the_same_batches_and_the_same_errors() -> None:
     reader = Reader(Counting(), Batch(8, 8, 8), 0, 100, None)
-    ahead = [batch.inputs.tolist() for batch in reader.ahead(16, 5)]
-    assert ahead == [reader.read(16 + 8 * n).inputs.tolist() for n in range(5)]
+    right = [reader.read(16 + 8 * n).inputs.tolist() for n in range(5)]
+    for num_workers in (0, 1, 4):
+        assert [batch.inputs.tolist() for batch in reader.batches(16, 5, num_workers)] == right
 
     class Broken(Counting):
         def read(self, epochs: Any, numbers: Any) -> Any:
@@ -349,7 +350,7 @@ def test_reading_ahead_gives_the_same_batches_and_the_same_errors() -> None:
                 raise UserError("the disk is gone")
             return super().read(epochs, numbers)
 
-    batches = Reader(Broken(), Batch(8, 8, 8), 0, 100, None).ahead(0, 5)
+    batches = Reader(Broken(), Batch(8, 8, 8), 0, 100, None).batches(0, 5, 1)
     assert next(batches).num_predicted == next(batches).num_predicted == 8
     with pytest.raises(UserError, match="the disk is gone"):
         next(batches)

@@ -34,7 +34,7 @@ class Checkpoints:
         self.stall = 0.0  # seconds that the training loop waited for the last save
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._failure = ""
+        self.failure = ""  # what went wrong with the last save
 
     def find(self, ckpt_dir: str) -> Path | None:
         """The newest whole checkpoint at a path, or of this run (`auto`); None when `auto` finds nothing at all."""
@@ -45,7 +45,8 @@ class Checkpoints:
             damage = next(filter(None, self.mesh.gather(damage_of(folder, self.mesh.rank, self.mesh.world))), "")
             if not damage:
                 return folder
-            self.warn(f"{folder} cannot be used: {damage}" + ("" if named else "; trying the one before"))
+            if self.mesh.is_first:
+                self.warn(f"{folder} cannot be used: {damage}" + ("" if named else "; trying the one before"))
         if candidates or ckpt_dir != "auto":
             hint = "name another one as Engine.save_load.ckpt_dir, or leave it empty to start anew"
             raise UserError(f"{where} holds no checkpoint that can be used", hint)
@@ -97,7 +98,7 @@ class Checkpoints:
         if self._thread:
             self._thread.join()
             self._thread = None
-        return self._failure
+        return self.failure
 
     def close(self) -> None:
         self.wait()
@@ -124,7 +125,7 @@ class Checkpoints:
             failure = failure or self._agree(lambda: self._commit(part, facts, everything))
         except RuntimeError as error:  # a rank is gone; the training loop will notice as well
             failure = _reason(error)
-        self._failure = failure
+        self.failure = failure
         if failure and self.mesh.is_first:
             self.store.discard(part)
             self.warn(f"checkpoint of step {step} is not saved: {failure}; the one before is kept")

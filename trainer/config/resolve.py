@@ -39,7 +39,7 @@ ACCUMULATE = Rule(
     uses=("Global.global_batch_size", "Global.local_batch_size", "Global.micro_batch_size", *DEGREE_KEYS.values()),
 )
 
-NOT_BUILT_YET = ("Profiler", "Generation", "Offline_Eval")
+NOT_BUILT_YET = ("Profiler", "Offline_Eval")
 MAX_PROPOSED_WORLD = 1 << 20
 
 

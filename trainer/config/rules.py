@@ -43,6 +43,8 @@ NO_EVALUATION = Rule(
 GLOO_ON_GPU = Rule("T022", "GPUs talk over nccl", "warning", uses=("Global.device", "Distributed.backend"))
 MANY_CHUNKS = Rule("T023", "virtual_pp_degree is at most 2", "warning", uses=("Model.virtual_pp_degree",))
 
+ALWAYS = Rule("N004", "a setting changes what is done", "notice")
+
 # What a setting without effect is replaced by, where it is not a switch.
 OFF: dict[str, Any] = {"Model.virtual_pp_degree": 1}
 
@@ -54,6 +56,7 @@ def check_run(run: RunConfig) -> Iterator[Finding]:
     yield from _check_engine(run)
     yield from _check_other_sections(run)
     yield from _without_effect(run)
+    yield from _done_anyway(run)
 
 
 def _check_data(run: RunConfig) -> Iterator[Finding]:
@@ -172,6 +175,16 @@ def _without_effect(run: RunConfig) -> Iterator[Finding]:
         value = value_at(run, key)
         if value != OFF.get(key, False) and not works:
             yield NO_EFFECT.using(key, *uses).found(key, value, f"no effect here: {needs}", "delete the key")
+
+
+def _done_anyway(run: RunConfig) -> Iterator[Finding]:
+    """What the trainer does in one way only, whatever is written."""
+    if run.Optimizer.tensor_fusion and run.Distributed.mp_degree * run.Distributed.pp_degree == 1:
+        message = "one kernel updates all tensors where they are: flat buffers would only copy"
+        yield ALWAYS.using("Optimizer.tensor_fusion", MP, PP).found("Optimizer.tensor_fusion", True, message)
+    if not run.Model.fuse_attn_qkv:
+        message = "query, key and value are one projection in any case"
+        yield ALWAYS.using("Model.fuse_attn_qkv").found("Model.fuse_attn_qkv", False, message)
 
 
 def value_at(run: RunConfig, path: str) -> Any:

@@ -90,7 +90,7 @@ class Model:
     )
     no_recompute_layers: tuple[int, ...] = key(Integers(), (), "layers that keep their activations")
     fuse_attn_qkv: bool = boolean(True, "one projection for query, key and value")
-    use_flash_attn: bool = boolean(False, "fused attention kernels")
+    use_flash_attn: bool = boolean(False, "estimate memory without attention scores; torch always fuses where it can")
     scale_qk_by_layer_num: bool = boolean(False, "scale QK by the layer number and undo it in the softmax")
     sequence_parallel: bool = boolean(False, "split the sequence over the mp group between layers")
     virtual_pp_degree: int = integer(1, "pipeline chunks per stage (interleaved schedule)", low=1, high=1 << 10)
@@ -115,7 +115,7 @@ class Sampler:
 
 @record(frozen=True)
 class Loader:
-    num_workers: int = integer(1, "reader processes", low=0, high=1024)
+    num_workers: int = integer(1, "0: read when needed; else a thread reads ahead", low=0, high=1024)
 
 
 @record(frozen=True)
@@ -199,7 +199,7 @@ class Generation:
     top_k: int = integer(50, "0: off", low=0)
     top_p: float = number(0.75, "", above=0, high=1)
     temperature: float = number(1.0, "", above=0)
-    min_dec_len: int = integer(1, "", low=0)
+    min_dec_len: int = integer(1, "characters have no end token: always max_dec_len", low=0)
     max_dec_len: int = integer(200, "", low=1)
     num_return_sequences: int = integer(1, "", low=1)
     decode_strategy: str = choice(
@@ -230,5 +230,5 @@ class RunConfig:
     Optimizer: Optimizer = section(Optimizer, "AdamW and its schedule")
     Distributed: Distributed = section(Distributed, "the layout: mp · sharding · pp · dp = GPUs")
     Profiler: Profiler = section(Profiler)
-    Generation: Generation = section(Generation)
+    Generation: Generation = section(Generation, "the sample that a character GPT writes at its end")
     Offline_Eval: OfflineEval = section(OfflineEval)

@@ -70,7 +70,12 @@ class Length(NamedTuple):
 
 def open_data(run: RunConfig, mesh: Mesh, say: Callable[[str], None]) -> tuple[RunConfig, Splits, Length]:
     """The splits, the config with the vocabulary counted in the data, and the length of the run."""
-    if run.Data.Train.dataset.name == "CharDataset":
+    names = {part.dataset.name for part in (run.Data.Train, run.Data.Eval, run.Data.Test)}
+    if len(names) > 1:
+        raise UserError("Data.Train, Eval and Test name datasets of different kinds", "use one of them for all three")
+    if names == {"CharDataset"}:
+        if not run.Data.Train.dataset == run.Data.Eval.dataset == run.Data.Test.dataset:
+            say("a CharDataset evaluates on a part of its text: Data.Eval.dataset and Data.Test.dataset are not used")
         return _open_characters(run)
     return _open_tokens(run, mesh, say)
 
@@ -146,8 +151,15 @@ class Reader:
             labels[inputs == self.split.eos] = IGNORED
         return MicroBatches(inputs, labels)
 
-    def ahead(self, first: int, count: int) -> Iterator[MicroBatches]:
-        """The next `count` batches, the following ones read by a thread meanwhile."""
+    def batches(self, first: int, count: int, num_workers: int) -> Iterator[MicroBatches]:
+        """The next `count` batches, read when they are asked for, or by a thread meanwhile."""
+        if num_workers:
+            yield from self._ahead(first, count)
+        else:
+            for number in range(count):
+                yield self.read(first + number * self.batch.global_size)
+
+    def _ahead(self, first: int, count: int) -> Iterator[MicroBatches]:
         waiting: queue.Queue[MicroBatches | BaseException] = queue.Queue(maxsize=2)
         ended = threading.Event()
 
