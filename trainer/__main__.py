@@ -88,13 +88,18 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
                 overrides.append(Override.parse(value))
         elif word.startswith("--"):
             flags.append(word)
-            if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+            if not equals and rest and _is_value(rest[0]):
                 flags.append(rest.pop(0))
         elif equals and not word.startswith("-"):
             overrides.append(Override.parse(word, flag=""))
         else:
             raise UserError(f"{word} is neither a flag nor KEY=VALUE", "python -m trainer --help", WRONG_USAGE)
     return path, [*parse_flags(flags), *overrides]
+
+
+def _is_value(word: str) -> bool:
+    """Of a flag, not the next flag or override; a negative number is a value."""
+    return "=" not in word and (not word.startswith("-") or word[1:2].isdecimal() or word[1:2] == ".")
 
 
 def settle_threads() -> None:
