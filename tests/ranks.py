@@ -126,9 +126,11 @@ def fork(function: Callable[[], int], folder: Path, environ: Mapping[str, str], 
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)  # whatever happens: this process must not go on with the tests
 
 
 def start(folder: Path, *arguments: str, world: int = 1, **environ: str) -> Ranks:

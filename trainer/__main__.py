@@ -13,12 +13,14 @@ usage: python -m trainer -c run.yaml [-o KEY=VALUE]... [KEY=VALUE]...
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
-from trainer.config import Override, Resolved, load
+from trainer.config import Override, load
 from trainer.config.flags import parse_flags
-from trainer.errors import WRONG_USAGE, UserError
+from trainer.errors import OUT_OF_REACH, UserError
+from trainer.stop import StopRequest
 
 CANNOT_BE_HELPED = 93  # the exit code that tells a launcher not to try again
 
@@ -28,18 +30,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         print((__doc__ or "").strip())
         return 0
+    if not arguments:
+        print((__doc__ or "").strip(), file=sys.stderr)
+        return CANNOT_BE_HELPED
     settle_threads()
-    from torch.distributed.elastic.multiprocessing.errors import record
+    with StopRequest() as stop:  # before the seconds that torch takes to load
+        from torch.distributed.elastic.multiprocessing.errors import record
 
-    return record(_run)(arguments) or 0
+        return record(_run)(arguments, stop) or 0
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: Sequence[str], stop: StopRequest) -> int:
     try:
-        _train(arguments)
+        _train(arguments, stop)
     except UserError as error:
         _report(error)
-        return CANNOT_BE_HELPED
+        return OUT_OF_REACH if error.exit_code == OUT_OF_REACH else CANNOT_BE_HELPED
+    except RuntimeError as error:
+        if not re.search(r"Connection (closed|reset) by peer", str(error)):
+            raise
+        _report(UserError("another rank is gone", "its own log says why", OUT_OF_REACH))
+        return OUT_OF_REACH
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -49,27 +60,21 @@ def _run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _train(arguments: Sequence[str]) -> None:
-    from trainer.mesh import join
+def _train(arguments: Sequence[str], stop: StopRequest) -> None:
+    from trainer.mesh import join, machines
     from trainer.metrics import Log
     from trainer.parallel import check_built
     from trainer.train import train
 
-    resolved = _load(arguments)
+    path, overrides = parse(arguments)
+    resolved = load(path, overrides, machines())
     check_built(resolved.layout)
     with join(resolved.run, resolved.layout) as mesh:
         log = Log(resolved.run.Engine.log_style, mesh.rank)
         for finding in resolved.findings:
             if mesh.is_first:
                 log.warn(str(finding))
-        train(resolved.run, mesh, log)
-
-
-def _load(arguments: Sequence[str]) -> Resolved:
-    from trainer.mesh import machines
-
-    path, overrides = parse(arguments)
-    return load(path, overrides, machines())
+        train(resolved.run, mesh, log, stop)
 
 
 def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
@@ -80,7 +85,7 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
         name, equals, value = word.partition("=")
         if name in ("-c", "--config", "-o", "--override"):
             if not equals and not rest:
-                raise UserError(f"{word} needs a value", "python -m trainer --help", WRONG_USAGE)
+                raise UserError(f"{word} needs a value", "python -m trainer --help")
             value = value if equals else rest.pop(0)
             if name in ("-c", "--config"):
                 path = value
@@ -93,13 +98,15 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
         elif equals and not word.startswith("-"):
             overrides.append(Override.parse(word, flag=""))
         else:
-            raise UserError(f"{word} is neither a flag nor KEY=VALUE", "python -m trainer --help", WRONG_USAGE)
+            raise UserError(f"{word} is neither a flag nor KEY=VALUE", "python -m trainer --help")
     return path, [*parse_flags(flags), *overrides]
 
 
 def _is_value(word: str) -> bool:
-    """Of a flag, not the next flag or override; a negative number is a value."""
-    return "=" not in word and (not word.startswith("-") or word[1:2].isdecimal() or word[1:2] == ".")
+    """Of a flag, not the next flag or override; negative numbers and paths with `=` are values."""
+    if word.startswith("-"):
+        return word[1:2].isdecimal() or word[1:2] == "."
+    return not re.match(r"[A-Za-z_][\w.]*=", word)
 
 
 def settle_threads() -> None:
@@ -110,12 +117,11 @@ def settle_threads() -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    ranks = (
-        int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if (os.environ.get("LOCAL_WORLD_SIZE") or "1").isdecimal() else 1
-    )
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(1, int(text)) if text.isdecimal() else 1
     given_by_torchrun = os.environ.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or given_by_torchrun:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // max(1, ranks)))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def _report(error: UserError) -> None:
@@ -130,6 +136,10 @@ def _report(error: UserError) -> None:
         f"{prefix}error: {error.message}", *([f"hint: {error.hint}"] if error.hint else []), sep="\n", file=sys.stderr
     )
     get_error_handler().record_exception(error)
+
+
+def _hint(text: str) -> str:
+    return f"hint: {text}" if text else ""
 
 
 if __name__ == "__main__":

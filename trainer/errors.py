@@ -13,6 +13,7 @@ Level = Literal["error", "warning", "notice"]
 
 ANSWER_IS_NO = 1
 WRONG_USAGE = 2
+OUT_OF_REACH = 3
 
 
 class Place(NamedTuple):

@@ -7,19 +7,22 @@ from torch import Tensor
 
 from trainer.config.sections import Generation
 from trainer.model import GPT
+from trainer.stop import StopRequest
 
 
 @torch.no_grad()
 def generate(
-    model: GPT, prompt: list[int], vocab_size: int, context: int, settings: Generation, seed: int
+    model: GPT, prompt: list[int], vocab_size: int, context: int, settings: Generation, seed: int, stop: StopRequest
 ) -> list[int]:
-    """The tokens that follow a prompt. The model sees at most `context` of them at a time."""
+    """The tokens that follow a prompt, fewer when it is stopped. The model sees at most `context` of them at a time."""
     device = model.word_embeddings.weight.device
     random = torch.Generator(device=device).manual_seed(seed)
     tokens = torch.tensor([prompt], device=device)
     was_training = model.training
     model.eval()
     for _ in range(settings.max_dec_len):
+        if stop.signal:
+            break
         logits = model(tokens[:, -context:])[:, -1, :vocab_size].float()
         tokens = torch.cat([tokens, _next(logits, settings, random)], dim=1)
     model.train(was_training)

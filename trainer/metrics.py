@@ -9,12 +9,16 @@ import resource
 import sys
 import time
 from datetime import datetime, timezone
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from trainer.config.sections import RunConfig
+from trainer.estimate import flops_per_token
 from trainer.logline import TrainLine, prefixed
+from trainer.mesh import Mesh
 
 # Dense half-precision peaks in TFLOP/s, as the vendors state them; the longest matching name counts.
 GPU_PEAKS = {"V100": 125, "A100": 312, "A800": 312, "A10": 125, "H100": 989, "H800": 989, "H200": 989, "B200": 2250}
@@ -27,7 +31,9 @@ class Log:
 
     def __init__(self, style: str, rank: int, stream: TextIO | None = None) -> None:
         self.style, self.rank = style, rank
-        self.stream = stream or sys.stdout
+        self.stream = stream or sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stdout is closed
+        if isinstance(self.stream, TextIOWrapper):
+            self.stream.reconfigure(errors="replace")  # a terminal that knows ASCII only must not end a run
         self.coloured = self.stream.isatty() and not os.environ.get("NO_COLOR")
 
     def info(self, text: str) -> None:
@@ -40,7 +46,13 @@ class Log:
 
     def plain(self, text: str) -> None:
         """minGPT's lines have no prefix."""
-        print(text, file=self.stream, flush=True)
+        try:
+            self.stream.write(f"{text}\n")  # in one piece: the thread that saves writes too
+            self.stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass  # a full disk costs log lines, not the run
 
     def write(self, text: str, level: str, **fields: Any) -> None:
         if self.style == "json":
@@ -79,12 +91,12 @@ class Clock:
 class Metrics:
     """Turns what is measured into the train line and into `metrics.jsonl`."""
 
-    def __init__(
-        self, log: Log, file: Path | None, tokens_per_step: int, world: int, flops_per_token: int, peak: float | None
-    ) -> None:
-        self.log, self.file = log, file
-        self.tokens_per_step, self.world = tokens_per_step, world
-        self.flops_per_token, self.peak = flops_per_token, peak
+    def __init__(self, run: RunConfig, mesh: Mesh, log: Log, folder: Path) -> None:
+        self.log, self.device, self.world = log, mesh.device, mesh.world
+        self.file: Path | None = folder / "metrics.jsonl" if mesh.is_first else None
+        self.tokens_per_step = run.Global.global_batch_size * run.Data.Train.dataset.max_seq_len
+        self.flops_per_token = flops_per_token(run)
+        self.peak = peak_flops(mesh.device, run.Engine.mix_precision.enable)
         self.clock = Clock()
 
     def logged(self, step: int, epoch: int, batch: int, loss: float, lr: float, norm: float, scale: float) -> None:
@@ -95,14 +107,14 @@ class Metrics:
         fields = {
             "step": step,
             "epoch": epoch,
-            "loss": loss if math.isfinite(loss) else None,
+            "loss": loss,
             "lr": lr,
-            "grad_norm": norm if math.isfinite(norm) else None,
+            "grad_norm": norm,
             "loss_scale": scale,
             "tokens_per_second": round(rate, 1),
             "step_time": round(cost, 6),
             "reader_time": round(reader, 6),
-            "memory": memory_bytes(),
+            "memory": memory_bytes(self.device),
             "mfu": mfu and round(mfu, 4),
         }
         if self.log.rank == 0 and self.log.style != "mingpt":
@@ -112,6 +124,10 @@ class Metrics:
     def record(self, fields: dict[str, Any]) -> None:
         if self.file is None:
             return
+        fields = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in fields.items()
+        }
         try:
             with open(self.file, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(fields) + "\n")
@@ -120,15 +136,17 @@ class Metrics:
             self.file = None
 
 
-def memory_bytes() -> int:
+def memory_bytes(device: torch.device) -> int:
     """The most that this rank ever held."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def peak_flops(device: torch.device) -> float | None:
+def peak_flops(device: torch.device, in_half: bool) -> float | None:
     """What this device could do at best, per second: the vendor's number on a GPU, a measured product on a CPU."""
+    if device.type == "cuda" and not in_half:
+        return None  # it depends on TF32, which is not ours to guess
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         known = [gpu for gpu in GPU_PEAKS if gpu in name]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config.sections import Model
+from trainer.errors import UserError
 from trainer.layout import padded_vocab
 
 INIT_BLOCK = 1 << 22  # elements that one random stream fills, so that a rank can make only the rows it holds
@@ -41,8 +42,6 @@ class SelfAttention(nn.Module):
         self.qkv_proj = Linear(hidden, 3 * hidden)  # rows are (head, 3, D): cutting them cuts between heads
         self.out_proj = Linear(hidden, hidden)
         self.dropout, self.out_dropout = model.attention_probs_dropout_prob, model.hidden_dropout_prob
-        # fp16 overflows less when QK is small; the softmax sees the same numbers.
-        self.shrink = layer + 1 if model.scale_qk_by_layer_num else 1
         self.recompute_core = _recomputes(model, layer, "core_attn")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,11 +53,8 @@ class SelfAttention(nn.Module):
         return _dropped(self.out_proj(y), self.out_dropout, self.training)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.shrink > 1:
-            q = q / self.shrink
         dropout = self.dropout if self.training else 0.0
-        scale = self.shrink / math.sqrt(self.head_dim)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
 
 
 class Block(nn.Module):
@@ -70,19 +66,19 @@ class Block(nn.Module):
         self.linear1 = Linear(model.hidden_size, model.ffn_hidden_size)
         self.linear2 = Linear(model.ffn_hidden_size, model.hidden_size)
         self.dropout = model.hidden_dropout_prob
-        self.has_dropout = max(model.hidden_dropout_prob, model.attention_probs_dropout_prob)
+        self.max_dropout = max(model.hidden_dropout_prob, model.attention_probs_dropout_prob)
         self.recompute_attention = _recomputes(model, layer, "full_attn")
         self.recompute_all = _recomputes(model, layer, "full")
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recompute_all and self.training:
-            return _recomputed(self._layer, self.has_dropout)(x)
+            return _recomputed(self._layer, self.max_dropout)(x)
         return self._layer(x)
 
     def _layer(self, x: Tensor) -> Tensor:
         attention: Callable[[Tensor], Tensor] = self.self_attn
         if self.recompute_attention and self.training:
-            attention = _recomputed(attention, self.has_dropout)
+            attention = _recomputed(attention, self.max_dropout)
         x = x + attention(self.norm1(x))
         y = self.linear2(F.gelu(self.linear1(self.norm2(x)), approximate="tanh"))
         return x + _dropped(y, self.dropout, self.training)
@@ -126,7 +122,13 @@ class GPT(nn.Module):
 def build_model(model: Model, seed: int, device: torch.device, layers: range | None = None) -> GPT:
     with torch.device("meta"):
         gpt = GPT(model, layers)
-    gpt.to_empty(device=device)
+    try:
+        gpt.to_empty(device=device)
+    except (RuntimeError, MemoryError) as error:
+        if "memory" not in str(error).lower():
+            raise
+        hint = "make the model smaller; `gptctl validate` estimates the bytes per rank"
+        raise UserError(f"the model does not fit into the memory of {device}", hint) from None
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
             parameter.copy_(initial_value(name, parameter.shape, model, seed))

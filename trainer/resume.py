@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,11 +18,10 @@ from trainer.errors import UserError
 from trainer.mesh import Mesh
 from trainer.metrics import Log
 from trainer.state import Progress, Training
-from trainer.stop import STATUS, write_status
 
 MODEL_KEYS = (
     "num_layers hidden_size num_attention_heads ffn_hidden_size vocab_size vocab_size_divisible_unit "
-    "max_position_embeddings scale_qk_by_layer_num"
+    "max_position_embeddings"
 ).split()
 
 
@@ -35,45 +33,38 @@ def output_dir(run: RunConfig) -> Path:
 def output_folder(run: RunConfig, mesh: Mesh, log: Log) -> Iterator[Checkpoints]:
     """The run's own folder, which no other run writes to meanwhile."""
     checkpoints = Checkpoints(output_dir(run), run.Engine.save_load.keep_last, mesh, log.info, log.warn)
-    if mesh.is_first:
-        checkpoints.store.open_for_writing()
-    mesh.barrier()
+    mesh.on_first(checkpoints.store.open_for_writing)
     try:
         yield checkpoints
-    except UserError as error:
-        tell(run, mesh, log, "failed", reason=error.message)
-        raise
     finally:
         checkpoints.close()
 
 
-def tell(run: RunConfig, mesh: Mesh, log: Log, state: str, **facts: Any) -> None:
-    """Leaves word for the launcher: an exit code cannot tell a run that stopped on purpose from one that failed."""
-    if mesh.is_first:
-        try:
-            write_status(output_dir(run) / STATUS, state, **facts)
-        except OSError as error:
-            log.warn(f"{STATUS} cannot be written: {error.strerror}")
-
-
-def restore(t: Training, checkpoints: Checkpoints) -> None:
-    """Goes on from a snapshot or a checkpoint, if there is one to go on from."""
-    if t.run.Engine.save_load.snapshot_path:
-        return _restore_snapshot(t, Path(t.run.Engine.save_load.snapshot_path))
-    own = checkpoints.store
-    ckpt_dir = "auto" if _is_restart(t.mesh) else t.run.Engine.save_load.ckpt_dir
-    folder = checkpoints.find(ckpt_dir) if ckpt_dir else None
-    is_own = folder is not None and folder.parent.resolve() == own.folder.resolve()
-    if not is_own and own.checkpoints() and not t.run.Engine.check_accuracy:
+def choose_checkpoint(run: RunConfig, mesh: Mesh, checkpoints: Checkpoints) -> Path | None:
+    """What to go on from, if anything. An earlier run's checkpoints are never written over."""
+    keeping, own = run.Engine.save_load, checkpoints.store
+    if keeping.snapshot_path:
+        if keeping.ckpt_dir:
+            raise UserError("ckpt_dir and snapshot_path are two ways to go on", "leave one of them empty")
+        return None
+    folder = checkpoints.find("auto") if _is_restart(mesh) else None
+    if folder is None and keeping.ckpt_dir:
+        folder = checkpoints.find(keeping.ckpt_dir)
+    if own.checkpoints() and not own.holds(folder):
         hint = "set Engine.save_load.ckpt_dir: auto to go on with it, or another output_dir, or delete the folder"
         raise UserError(f"{own.folder} holds the checkpoints of an earlier run", hint)
-    if folder is None:
-        return None
-    facts = checkpoints.load(folder, t.optimizer.tensors(), lambda facts: _check_same_model(t, facts, folder))
-    _take_over(t, facts)
-    if is_own:
-        checkpoints.go_on_from(facts["step"])
-    return None
+    return folder
+
+
+def restore(t: Training, checkpoints: Checkpoints, folder: Path | None) -> None:
+    """Takes over the state of a checkpoint, or of the snapshot if that is how this run is kept."""
+    if t.run.Engine.save_load.snapshot_path:
+        _restore_snapshot(t, Path(t.run.Engine.save_load.snapshot_path))
+    elif folder:
+        facts = checkpoints.load(folder, t.optimizer.tensors(), lambda facts: _check_same_model(t, facts, folder))
+        _take_over(t, facts)
+        if checkpoints.store.holds(folder):
+            checkpoints.go_on_from(facts["step"])
 
 
 def _is_restart(mesh: Mesh) -> bool:
@@ -82,12 +73,26 @@ def _is_restart(mesh: Mesh) -> bool:
 
 
 def _restore_snapshot(t: Training, file: Path) -> None:
-    if not file.exists():
+    seen = t.mesh.gather(os.path.exists(file))
+    if not seen[0]:
         t.log.plain("Snapshot not found. Training model from scratch")
         return
+    if not all(seen):
+        raise UserError(f"rank {seen.index(False)} does not see {file}", "put it where all nodes can read it")
     facts, finished_epoch = load_snapshot(file, t.optimizer.tensors(), lambda facts: _check_same_model(t, facts, file))
-    _take_over(t, facts)
+    _take_over(t, _in_our_steps(t, facts, finished_epoch, file))
     t.log.plain(f"Resuming training from snapshot at Epoch {finished_epoch}")
+
+
+def _in_our_steps(t: Training, facts: Facts, finished_epoch: int, file: Path) -> Facts:
+    """minGPT's batch is per rank: on another number of ranks, an epoch has another number of steps."""
+    if facts["steps_per_epoch"] == t.length.steps_per_epoch:
+        return facts
+    if facts["step"] != finished_epoch * facts["steps_per_epoch"]:
+        message = f"{file} was saved in the middle of an epoch, with another global batch"
+        raise UserError(message, "go on with as many ranks as before")
+    step = finished_epoch * t.length.steps_per_epoch
+    return {**facts, "step": step, "samples": step * t.run.Global.global_batch_size}
 
 
 def _take_over(t: Training, facts: Facts) -> None:
@@ -95,7 +100,7 @@ def _take_over(t: Training, facts: Facts) -> None:
     t.precision.restore(facts["scaler"])
     t.optimizer.loaded(facts["updates"])
     if facts["order"] != _order(t) and t.mesh.is_first:
-        t.log.warn("the data, its seed or its number of epochs differs from the checkpoint's: its order is another one")
+        t.log.warn("the data, its seed or its number of epochs is not the checkpoint's: samples come in another order")
 
 
 def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
@@ -122,6 +127,7 @@ def _facts_of(t: Training) -> Facts:
         "samples": t.progress.samples,
         "scaler": t.precision.state(),
         "order": _order(t),
+        "steps_per_epoch": t.length.steps_per_epoch,
         "layout": t.mesh.layout._asdict(),
         "vocabulary": t.splits.characters.vocabulary if t.splits.characters else None,
         "torch": torch.__version__,
@@ -131,14 +137,20 @@ def _facts_of(t: Training) -> Facts:
 
 def _order(t: Training) -> list[int]:
     """What the order of samples depends on."""
-    return [t.run.Global.seed, t.run.Data.Train.dataset.max_seq_len, t.splits.train.size]
+    train = t.run.Data.Train
+    return [
+        t.run.Global.seed,
+        train.dataset.max_seq_len,
+        train.sampler.shuffle,
+        t.splits.train.size,
+        t.splits.train.digest,
+    ]
 
 
 def _check_same_model(t: Training, facts: Facts, where: Path) -> None:
     """Raises UserError when a checkpoint's model is another one, even where the shapes agree."""
-    lacking = [key for key in _facts_of(t) if key not in facts]
-    if lacking:
-        raise UserError(f"{where} is refused: it does not say its {lacking[0]}", "use a checkpoint of this program")
+    if strange := _strange_facts(t, facts):
+        raise UserError(f"{where} is refused: {strange}", "use a checkpoint of this program")
     there, here = facts["config"]["Model"], asdict(t.run.Model)
     different = [f"{key} {there.get(key)} there, {here[key]} here" for key in MODEL_KEYS if there.get(key) != here[key]]
     vocabulary = t.splits.characters.vocabulary if t.splits.characters else None
@@ -147,3 +159,16 @@ def _check_same_model(t: Training, facts: Facts, where: Path) -> None:
     if different:
         message = f"{where} is a checkpoint of another model: {'; '.join(different)}"
         raise UserError(message, "use the config it was made with, or leave Engine.save_load.ckpt_dir empty")
+
+
+def _strange_facts(t: Training, facts: Facts) -> str:
+    """What no checkpoint of ours says, or nothing."""
+    expected = _facts_of(t)
+    lacking = [key for key in expected if key not in facts]
+    if lacking:
+        return f"it does not say its {lacking[0]}"
+    wrong = [key for key in ("step", "updates", "samples") if not isinstance(facts[key], int) or facts[key] < 0]
+    wrong += [key for key in ("scaler", "config") if not isinstance(facts[key], dict)]
+    if not wrong and (facts["scaler"].keys() != expected["scaler"].keys() or "Model" not in facts["config"]):
+        wrong = ["config"]
+    return f"its {wrong[0]} makes no sense" if wrong else ""

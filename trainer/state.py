@@ -12,6 +12,7 @@ from trainer.mesh import Mesh
 from trainer.metrics import Log, Metrics
 from trainer.model import GPT
 from trainer.optim import Optimizer, Precision
+from trainer.stop import StopRequest
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Training:
     run: RunConfig
     mesh: Mesh
     log: Log
+    stop: StopRequest
     splits: Splits
     length: Length
     model: GPT

@@ -1,16 +1,10 @@
-"""Ending a run on purpose: signals are remembered for the training loop, and a status file says how it ended."""
+"""Ending a run on purpose: SIGTERM and SIGUSR1 leave a note, and the training loop looks for it. Torch-free."""
 
 from __future__ import annotations
 
-import json
 import signal
-import socket
-import time
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
-
-from trainer.checkpoint.manifest import write_durably
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -34,12 +28,3 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number).name
-
-
-def write_status(file: Path, state: str, **facts: Any) -> None:
-    """`state` is running, stopped (on purpose, everything saved), finished or failed."""
-    text = json.dumps({"state": state, "time": time.time(), "host": socket.gethostname(), **facts}, indent=1)
-    write_durably(file, f"{text}\n".encode())
-
-
-STATUS = "status.json"

@@ -21,57 +21,54 @@ from trainer.banner import announce
 from trainer.checkpoint import Checkpoints
 from trainer.config.resolve import batch_of
 from trainer.config.sections import RunConfig
-from trainer.data import IGNORED, MicroBatches, Reader, open_data
+from trainer.data import IGNORED, LocalBatch, Reader, open_data
 from trainer.errors import UserError
-from trainer.estimate import flops_per_token
 from trainer.generate import generate
 from trainer.logline import epoch_line, evaluation_line
 from trainer.mesh import Mesh
-from trainer.metrics import Log, Metrics, peak_flops
+from trainer.metrics import Log, Metrics
 from trainer.model import build_model
 from trainer.optim import Optimizer, Precision, learning_rate
 from trainer.parallel import parallelize, without_sync
-from trainer.resume import output_dir, output_folder, restore, save, tell
+from trainer.resume import choose_checkpoint, output_dir, output_folder, restore, save
 from trainer.state import Progress, Training
+from trainer.status import told_status
 from trainer.stop import StopRequest
 
 MAX_SKIPPED = 100  # updates in a row without a finite gradient: nothing will come of this run any more
 MINGPT_FREQ = 100  # iterations between the lines of minGPT
 
 
-def train(run: RunConfig, mesh: Mesh, log: Log) -> None:
-    with StopRequest() as stop, output_folder(run, mesh, log) as checkpoints:
-        training = prepare(run, mesh, log)
-        restore(training, checkpoints)
-        tell(run, mesh, log, "running", step=training.progress.step)
-        if run_steps(training, checkpoints, stop):
-            save(training, checkpoints, is_regular=False)
-            require_saved(checkpoints)
-            step = training.progress.step
-            tell(run, mesh, log, "stopped", step=step, signal=stop.signal or "sent to another rank")
-            log.info(f"Stopped on purpose at global step {step}; ckpt_dir: auto goes on from here.")
-        else:
-            finish(training, checkpoints)
-            tell(run, mesh, log, "finished", step=training.progress.step)
-            log.info("The training process is complete.")
+def train(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> None:
+    with output_folder(run, mesh, log) as checkpoints:
+        checkpoint = choose_checkpoint(run, mesh, checkpoints)
+        with told_status(output_dir(run), mesh, log) as tell:
+            t = prepare(run, mesh, log, stop)
+            restore(t, checkpoints, checkpoint)
+            if run_steps(t, checkpoints):
+                finish(t, checkpoints)
+                tell("finished", step=t.progress.step)
+                log.info("The training process is complete.")
+            else:
+                save_unless_checking(t, checkpoints)
+                tell("stopped", step=t.progress.step, signal=stop.signal or "sent to another rank")
+                log.info(f"Stopped on purpose at global step {t.progress.step}; ckpt_dir: auto goes on from here.")
 
 
-def prepare(run: RunConfig, mesh: Mesh, log: Log) -> Training:
-    """Data, model and optimizer, all at step 0."""
+def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training:
+    """Data, model and optimizer, all at step 0. From here on `t.run` also says the vocabulary that the data has."""
     run, splits, length = open_data(run, mesh, log.warn)
     model = build_model(run.Model, run.Global.seed, mesh.device)
-    precision = Precision(run.Engine.mix_precision, mesh.kind)
+    precision = Precision(run.Engine.mix_precision, mesh.device.type)
     optimizer = Optimizer(model, run.Optimizer, precision)
-    tokens_per_step = run.Global.global_batch_size * run.Data.Train.dataset.max_seq_len
-    file = output_dir(run) / "metrics.jsonl" if mesh.is_first else None
-    metrics = Metrics(log, file, tokens_per_step, mesh.world, flops_per_token(run), peak_flops(mesh.device))
+    metrics = Metrics(run, mesh, log, output_dir(run))
     announce(run, mesh, log, splits, length)
     parallel = parallelize(model, run, mesh)
-    return Training(run, mesh, log, splits, length, model, parallel, precision, optimizer, metrics, Progress())
+    return Training(run, mesh, log, stop, splits, length, model, parallel, precision, optimizer, metrics, Progress())
 
 
-def run_steps(t: Training, checkpoints: Checkpoints, stop: StopRequest) -> bool:
-    """From where the progress stands to the last step; True when it was stopped on purpose."""
+def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
+    """From where the progress stands to the last step; False when it is stopped on purpose before."""
     clock, remaining = t.metrics.clock, t.length.max_steps - t.progress.step
     num_workers = t.run.Data.Train.loader.num_workers
     batches = reader(t, "train").batches(t.progress.samples, max(0, remaining), num_workers)
@@ -79,9 +76,10 @@ def run_steps(t: Training, checkpoints: Checkpoints, stop: StopRequest) -> bool:
     clock.begin()
     for batch in batches:
         clock.data_is_here()
-        num_predicted, stops = t.mesh.total(batch.num_predicted, bool(stop.signal))
+        # One small sum over all ranks per step: the tokens to average over, and whether any rank was told to stop.
+        num_predicted, stops = t.mesh.total(batch.num_predicted, bool(t.stop.signal))
         if stops:
-            return True
+            return False
         loss = compute_gradients(t, batch, num_predicted)
         norm = update_weights(t)
         clock.end()
@@ -91,14 +89,14 @@ def run_steps(t: Training, checkpoints: Checkpoints, stop: StopRequest) -> bool:
         if evaluation_is_due(t):
             evaluate_and_log(t)
         clock.begin()
-    return False
+    return True
 
 
-def compute_gradients(t: Training, batch: MicroBatches, num_predicted: float) -> Tensor:
+def compute_gradients(t: Training, batch: LocalBatch, num_predicted: float) -> Tensor:
     """Forward and backward of one update, micro-batch by micro-batch; this rank's part of the mean loss.
 
-    The sum over all predicted tokens of the whole batch is divided by their number, so that the loss does not depend on
-    how the batch is cut. Gradients are averaged over the data ranks: the factor data_ranks makes that a sum.
+    loss = sum of cross entropies over all predicted tokens of the global batch / num_predicted, however it is cut.
+    DDP divides gradients by data_ranks, hence that factor. The loss scale of float16 stays in them until the update.
     """
     weight = t.mesh.layout.data_ranks / max(1.0, num_predicted)
     last = t.run.Engine.accumulate_steps - 1
@@ -125,14 +123,16 @@ def seed_dropout(t: Training, number: int) -> None:
         return
     micro_batch = t.mesh.data_rank * t.run.Engine.accumulate_steps + number
     key = hashlib.sha256(f"{t.run.Global.seed}:{t.progress.step}:{micro_batch}".encode()).digest()
-    generators = torch.cuda.default_generators if t.mesh.kind == "cuda" else [torch.default_generator]
-    generators[t.mesh.device.index or 0].manual_seed(int.from_bytes(key[:7], "big"))
+    on_gpu = t.mesh.device.type == "cuda"
+    generator = torch.cuda.default_generators[t.mesh.device.index] if on_gpu else torch.default_generator
+    generator.manual_seed(int.from_bytes(key[:7], "big"))
 
 
 def update_weights(t: Training) -> float:
     """One step of the optimizer, unless the gradient is not finite; the norm of the gradient.
 
-    Gradients are the same on all ranks by now, so all of them skip or none.
+    Gradients are the same on all ranks by now, so all of them skip or none. A skipped update counts as a step and uses
+    up its samples, but the learning rate waits.
     """
     norm = t.optimizer.gradient_norm(t.precision.scale)
     progress, is_finite = t.progress, math.isfinite(norm)
@@ -182,7 +182,8 @@ def save_is_due(t: Training) -> bool:
 
 
 def evaluation_is_due(t: Training) -> bool:
-    return not t.run.Engine.check_accuracy and is_due(t, t.run.Engine.eval_freq, 1)
+    wanted = t.run.Engine.eval_freq > 0 or t.log.style == "mingpt"
+    return wanted and not t.run.Engine.check_accuracy and is_due(t, t.run.Engine.eval_freq, 1)
 
 
 def evaluate_and_log(t: Training) -> None:
@@ -198,7 +199,7 @@ def evaluate_and_log(t: Training) -> None:
 
 @torch.no_grad()
 def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
-    """The mean loss over some batches of a split, from the `first` one on."""
+    """The mean loss over some batches of a split, from the `first` one on. No gradients, so no need of DDP."""
     if getattr(t.splits, name) is None or iterations == 0:
         return
     began, batches = time.perf_counter(), reader(t, name)
@@ -206,6 +207,9 @@ def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
     epoch, _ = t.length.epoch_and_batch(t.progress.step - 1)
     t.model.eval()
     for number in range(iterations):
+        if t.mesh.total(bool(t.stop.signal))[0]:  # whoever wants the run to end does not wait for this
+            t.model.train()
+            return
         batch = batches.read((first + number) * t.run.Global.global_batch_size)
         loss = torch.zeros_like(total)
         for inputs, labels in batch.micro(t.run.Global.micro_batch_size, t.mesh.device):
@@ -213,30 +217,31 @@ def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
                 loss += summed_loss(t, t.model(inputs), labels)
         total, count = total + loss, count + batch.num_predicted
         if t.log.style == "mingpt" and number % MINGPT_FREQ == 0:
-            t.log.plain(epoch_line(t.mesh.rank, epoch + 1, number, "Eval", float(loss) / batch.num_predicted))
+            t.log.plain(epoch_line(t.mesh.rank, epoch + 1, number, "Eval", float(loss) / max(1, batch.num_predicted)))
     t.model.train()
     loss_sum, num_predicted = t.mesh.total(float(total), count)
-    mean, speed = loss_sum / num_predicted, iterations / (time.perf_counter() - began)
+    mean, speed = loss_sum / max(1.0, num_predicted), iterations / (time.perf_counter() - began)
     t.log.info(evaluation_line(name, t.progress.step, epoch, iterations - 1, mean, speed))
     t.metrics.record({"step": t.progress.step, f"{name}_loss": mean})
 
 
 def finish(t: Training, checkpoints: Checkpoints) -> None:
     """The last save, the test run, and a sample of what a character GPT has learnt."""
-    if t.run.Engine.check_accuracy:
-        return
-    if not save_is_due(t) or checkpoints.wait():  # or once more, if the regular one has failed
-        save(t, checkpoints, is_regular=False)
-    if t.log.style != "mingpt":
+    save_unless_checking(t, checkpoints)
+    if t.log.style != "mingpt" and not t.run.Engine.check_accuracy:
         evaluate(t, "test", 0, t.run.Engine.test_iters)
         write_sample(t)
-    require_saved(checkpoints)
 
 
-def require_saved(checkpoints: Checkpoints) -> None:
-    """Waits until the last checkpoint is on the disk."""
+def save_unless_checking(t: Training, checkpoints: Checkpoints) -> None:
+    """A run ends with its last state on the disk, or says why not."""
+    if t.run.Engine.check_accuracy:
+        return
+    is_saved = save_is_due(t) and not checkpoints.wait()  # the regular save of this very step
+    if not is_saved:
+        save(t, checkpoints, is_regular=False)
     if failure := checkpoints.wait():
-        hint = "make room and start again with Engine.save_load.ckpt_dir: auto"
+        hint = "mend that and start again: it goes on from the newest one that is there (ckpt_dir: auto)"
         raise UserError(f"the last checkpoint could not be saved: {failure}", hint)
 
 
@@ -248,7 +253,7 @@ def write_sample(t: Training) -> None:
     prompt = reader(t, "test" if t.splits.test else "train").read(0).inputs[0, : context // 2 + 1].tolist()
     for number in range(t.run.Generation.num_return_sequences):
         seed = t.run.Global.seed + number
-        tokens = generate(t.model, prompt, len(characters.vocabulary), context, t.run.Generation, seed)
+        tokens = generate(t.model, prompt, len(characters.vocabulary), context, t.run.Generation, seed, t.stop)
         t.log.info(f"A sample, after {characters.decode(prompt)!r}:\n{characters.decode(tokens)}")
 
 

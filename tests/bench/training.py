@@ -90,12 +90,12 @@ class Ours:
     def __init__(self, run: RunConfig, mesh: Mesh, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
         with open(os.devnull, "w") as nowhere:
-            self.training: Training = prepare(run, mesh, Log("fleetx", mesh.rank, nowhere))
+            self.training: Training = prepare(run, mesh, Log("fleetx", mesh.rank, nowhere), StopRequest())
         self.training.log.stream = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
 
     def steps(self, count: int) -> None:
         self.training.length = Length(self.training.progress.step + count, self.training.length.steps_per_epoch)
-        run_steps(self.training, self.checkpoints, StopRequest())
+        run_steps(self.training, self.checkpoints)
 
 
 class Bare:
@@ -161,7 +161,7 @@ def report_step(size: Size, rounds: int, steps: int) -> None:
     mine, plain, run = against_bare(size, rounds, steps)
     tokens = size.batch * size.block
     wall = median(c.wall for c in mine)
-    peak = peak_flops(CPU) or 1.0
+    peak = peak_flops(CPU, in_half=False) or 1.0
     mfu = tokens / wall * flops_per_token(run) / peak
     print(
         f"{size}: {wall * 1e3:.1f} ms, {tokens / wall:.0f} tokens/s, MFU {mfu:.0%} of a measured GEMM peak of {peak / 1e9:.0f} GFLOP/s"

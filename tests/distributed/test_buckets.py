@@ -11,7 +11,7 @@ from torch.profiler import profile
 from tests.ranks import Ranks, tiny
 from trainer import train
 from trainer.__main__ import main
-from trainer.data import MicroBatches
+from trainer.data import LocalBatch
 from trainer.state import Training
 
 
@@ -19,7 +19,7 @@ def counting_main(arguments: Sequence[str]) -> int:
     """The trainer, with the all-reduces of the gradients of the last step counted."""
     compute_gradients = train.compute_gradients
 
-    def counted(t: Training, batch: MicroBatches, num_predicted: float) -> object:
+    def counted(t: Training, batch: LocalBatch, num_predicted: float) -> object:
         if t.progress.step < 3:  # DDP arranges its buckets anew after the first step
             return compute_gradients(t, batch, num_predicted)
         with profile() as profiled:

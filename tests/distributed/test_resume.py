@@ -7,14 +7,18 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.ranks import fork, run, start, tiny
+from tests.ranks import Ranks, fork, run, start, tiny
+from tests.unit.test_data import write_npz
+from trainer.__main__ import main
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.shards import load_shards, read_metadata
@@ -181,20 +185,133 @@ def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(tmp_path: Path) 
     shard.write_bytes(content)
     rest = run(tmp_path / "part", *tiny(max_steps=20, save_steps=5, ckpt_dir="auto"))
     assert rest.ok, rest.text
-    assert (
-        "output/step_10 cannot be used: __0_0.distcp is damaged: its checksum is another; trying the one before"
-        in rest.out[0]
-    )
+    assert "output/step_10 cannot be used: __0_0.distcp is damaged: its checksum is another" in rest.out[0]
     assert "output/step_10 is newer than what this run goes on from: renamed to step_10.aside1" in rest.out[0]
     assert_equal(rest.folder / "output/step_20", whole.folder / "output/step_20")
+
+
+def restarted_on_the_last_rank(arguments: Sequence[str]) -> int:
+    """Only the agent whose rank has failed counts the restart."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1" if os.environ.get("RANK", "0") == "1" else "0"
+    return main(arguments)
 
 
 def test_a_restart_by_torchrun_goes_on_by_itself(tmp_path: Path) -> None:
     """No ckpt_dir is written; the variable that torchrun sets for a second attempt is enough, on any of the ranks."""
     run(tmp_path, *tiny(max_steps=5), world=2)
-    rest = run(tmp_path, *tiny(max_steps=8), world=2, TORCHELASTIC_RESTART_COUNT="1")
+    rest = Ranks(tiny(max_steps=8), 2, tmp_path, {}, restarted_on_the_last_rank).wait()
     assert rest.ok, rest.text
     assert "Try to load checkpoint from output/step_5" in rest.out[0]
+
+
+def test_a_restart_before_the_first_save_begins_where_the_first_attempt_began(tmp_path: Path) -> None:
+    run(tmp_path / "old", *tiny(max_steps=5))
+    keys = {"ckpt_dir": tmp_path / "old/output", "max_steps": 7}
+    rest = run(tmp_path / "new", *tiny(**keys), TORCHELASTIC_RESTART_COUNT="1")
+    assert rest.ok, rest.text
+    assert rest.metrics("step") == [6, 7]
+
+
+HALF = {"Engine.mix_precision.enable": True, "max_lr": 1e-2}
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"Engine.mix_precision.level": "O2", "Engine.mix_precision.dtype": "bfloat16"},
+        {"Engine.mix_precision.scale_loss": 2.0**26},  # the first updates overflow: the scale has to be taken over
+    ],
+)
+def test_ten_and_ten_are_twenty_in_half_precision(tmp_path: Path, precision: dict[str, object]) -> None:
+    keys = {**HALF, **precision}
+    whole = run(tmp_path / "whole", *tiny(max_steps=20, **keys))
+    run(tmp_path / "half", *tiny(max_steps=10, **keys))
+    rest = run(tmp_path / "half", *tiny(max_steps=20, ckpt_dir="auto", **keys))
+    assert rest.ok, rest.text
+    assert rest.metrics() == whole.metrics()
+    assert rest.metrics("loss_scale") == whole.metrics("loss_scale")
+    if "Engine.mix_precision.scale_loss" in precision:
+        assert None in whole.metrics("grad_norm")[:10]
+
+
+def test_token_files_go_on_where_they_stopped(tmp_path: Path) -> None:
+    """Three epochs of a small corpus, stopped by a signal somewhere in the middle."""
+    source = np.random.RandomState(0)
+    documents = [source.randint(0, 90, source.randint(3, 60)).tolist() for _ in range(60)]
+    write_npz(tmp_path / "x", documents)
+    keys = {"dataset": "GPTDataset", "path": "", "vocab": 90, "input_dir": tmp_path / "x_ids.npz", "max_steps": 40}
+    whole = run(tmp_path / "whole", *tiny(**keys))
+    assert whole.ok, whole.text
+    ranks = start(tmp_path / "part", *tiny(**keys))
+    ranks.wait_for("global step 7,")
+    ranks.kill(signal.SIGTERM)
+    ranks.wait()
+    rest = run(tmp_path / "part", *tiny(ckpt_dir="auto", **keys))
+    assert rest.ok, rest.text
+    assert rest.metrics() == whole.metrics()
+
+
+def test_another_order_of_the_data_is_said(tmp_path: Path) -> None:
+    run(tmp_path, *tiny(max_steps=2))
+    rest = run(tmp_path, *tiny(max_steps=4, seed=7, ckpt_dir="auto"))
+    assert rest.ok, rest.text
+    assert "samples come in another order" in rest.out[0]
+
+
+def test_comparing_layouts_touches_no_checkpoint(tmp_path: Path) -> None:
+    """check_accuracy saves nothing, not even when it is stopped, and does not share a folder with a run."""
+    ranks = start(tmp_path, *tiny(max_steps=100_000, **{"Engine.check_accuracy": True}))
+    ranks.wait_for("global step 3,")
+    ranks.kill(signal.SIGTERM)
+    assert ranks.wait().ok
+    assert not list((tmp_path / "output").glob("step*"))
+    run(tmp_path, *tiny(max_steps=2))
+    again = run(tmp_path, *tiny(**{"Engine.check_accuracy": True}))
+    assert again.codes == [93]
+
+
+def test_a_stop_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
+    ranks = start(tmp_path, *tiny(eval_freq=5, eval_iters=1_000_000), world=2)
+    ranks.wait_for("global step 5,")
+    time.sleep(0.3)
+    ranks.kill(signal.SIGTERM, rank=1)
+    ended = ranks.wait(20)
+    assert ended.ok, ended.text
+    assert ended.status()["state"] == "stopped"
+    assert ended.status()["step"] == 5
+
+
+def test_how_a_run_ended_is_in_its_status(tmp_path: Path) -> None:
+    """Interrupted: failed, with the reason. Refused: the word of the run before stays."""
+    ranks = start(tmp_path, *tiny(max_steps=100_000))
+    ranks.wait_for("global step 3,")
+    assert json.loads((tmp_path / "output/status.json").read_text())["state"] == "running"
+    ranks.kill(signal.SIGINT)
+    ended = ranks.wait()
+    assert ended.codes == [130]
+    assert ended.status()["state"] == "failed"
+    assert ended.status()["reason"] == "KeyboardInterrupt"
+    run(tmp_path / "done", *tiny(max_steps=2))
+    refused = run(tmp_path / "done", *tiny(max_steps=2))
+    assert refused.codes == [93]
+    assert refused.status()["state"] == "finished"
+
+
+def test_a_mistake_of_the_first_rank_ends_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ended = run(tmp_path, *tiny(output_dir="file"), world=2)
+    assert ended.codes == [93, 93]
+    assert "Traceback" not in ended.text
+
+
+def test_a_rank_that_is_gone_is_said_without_a_traceback(tmp_path: Path) -> None:
+    ranks = start(tmp_path, *tiny(max_steps=100_000), world=2)
+    ranks.wait_for("global step 3,")
+    ranks.kill(signal.SIGKILL, rank=1)
+    ended = ranks.wait()
+    assert ended.codes == [3, -9]
+    assert "error: another rank is gone" in ended.err[0]
+    assert "Traceback" not in ended.text
 
 
 def test_an_earlier_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -7,14 +7,16 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.ranks import run, start, tiny
+from tests.conftest import ROOT
+from tests.ranks import Ranks, run, start, tiny
 from tests.unit.test_data import write_npz
 from tests.unit.test_logline import LINE
 from trainer.__main__ import main
@@ -95,6 +97,119 @@ def test_check_accuracy_neither_evaluates_nor_saves(tmp_path: Path) -> None:
     assert "valid step" not in ended.out[0]
     assert "Save model" not in ended.out[0]
     assert ended.metrics() == plain.metrics()
+
+
+def test_evaluation_drops_nothing_and_training_goes_on_dropping(tmp_path: Path) -> None:
+    """Rates so small that the weights do not change: evaluation sees the initial ones, whatever the dropout."""
+    keys = {"max_lr": 1e-12, "eval_freq": 5, "eval_iters": 2, "Optimizer.lr.min_lr": 0}
+    plain = run(tmp_path / "plain", *tiny(**keys))
+    dropping = run(tmp_path / "dropping", *tiny(dropout=0.5, attention_dropout=0.5, **keys))
+    assert dropping.metrics("valid_loss") == pytest.approx(plain.metrics("valid_loss"), abs=1e-5)
+    assert (
+        plain.metrics("valid_loss")[0] != plain.metrics("valid_loss")[1]
+    )  # the second one goes on where the first ended
+    differences = [abs(a - b) for a, b in zip(dropping.metrics(), plain.metrics())]
+    assert min(differences) > 1e-4  # after the evaluation too
+    assert len({round(value, 9) for value in differences}) == 10  # and each step drops something else
+
+
+def test_padding_of_the_vocabulary_changes_nothing(tmp_path: Path) -> None:
+    """96 characters padded to 96, 128 or 512 rows: the same losses."""
+    losses = [
+        run(tmp_path / str(unit), *tiny(**{"Model.vocab_size_divisible_unit": unit})).metrics()
+        for unit in (1, 128, 512)
+    ]
+    for padded in losses[1:]:
+        assert padded[0] == pytest.approx(losses[0][0], abs=0.1)  # other rows, other random numbers: only nearly
+        assert abs(padded[0] - np.log(96)) < 0.2
+
+
+def test_no_evaluation_in_epoch_mode_either(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("abcdefgh" * 20)
+    keys = {
+        "path": tmp_path / "text.txt",
+        "Engine.run_mode": "epoch",
+        "Engine.num_train_epochs": 2,
+        "eval_iters": 1,
+        "max_steps": 0,
+    }
+    with_it = run(tmp_path / "with", *tiny(eval_freq=1, **keys))
+    without = run(tmp_path / "without", *tiny(eval_freq=0, **keys))
+    assert with_it.out[0].count("valid step") == 2
+    assert "valid step" not in without.out[0]
+    assert "test step" in with_it.out[0]
+
+
+def test_the_report_of_validate_is_a_config(
+    tmp_path: Path, gptctl: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    (tmp_path / "run.yaml").write_text("Global: {device: cpu}\n")
+    words = [word for key in tiny() for word in ("-o", key)]
+    report = gptctl("validate", "run.yaml", "--gpus-per-node", "1", "--resolved", "--json", *words)
+    assert report.returncode == 0, report.stderr
+    (tmp_path / "report.json").write_text(report.stdout)
+    ended = run(tmp_path / "run", "-c", str(tmp_path / "report.json"))
+    assert ended.ok, ended.text
+
+
+def test_rewritten_data_is_read_as_it_is_now(tmp_path: Path) -> None:
+    """As many tokens and documents as before, but of other lengths: the kept index maps do not fit any more."""
+    keys = {"dataset": "GPTDataset", "path": "", "vocab": 100, "input_dir": tmp_path / "x_ids.npz", "max_steps": 3}
+    tokens = [n % 90 for n in range(5000)]
+    write_npz(tmp_path / "x", [tokens[n : n + 100] for n in range(0, 5000, 100)])
+    assert run(tmp_path / "a", *tiny(**keys)).ok
+    write_npz(tmp_path / "x", [[token] for token in tokens[:49]] + [tokens[49:]])
+    again = run(tmp_path / "b", *tiny(**keys))
+    assert again.ok, again.text
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "5"}, "RANK=5 and LOCAL_WORLD_SIZE=1 do not fit WORLD_SIZE=1"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set"),
+        ({"RANK": "abc"}, "RANK=abc makes no sense"),
+    ],
+)
+def test_half_a_world_is_refused_at_once(tmp_path: Path, environ: dict[str, str], message: str) -> None:
+    ended = run(tmp_path, *tiny(), **environ)
+    assert ended.codes == [93]
+    assert message in ended.err[0]
+    assert "Traceback" not in ended.text
+
+
+def test_logs_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard output closed, full, or of a terminal that knows ASCII only."""
+    for number, change in enumerate(("os.close(1); sys.stdout = None", "os.dup2(os.open('/dev/full', 1), 1)", "sys.stdout.reconfigure(encoding='ascii')")):  # fmt: skip
+
+        def entry(arguments: Sequence[str], change: str = change) -> int:
+            exec(change, {"os": os, "sys": sys})
+            return main(arguments)
+
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ended = Ranks(tiny(max_steps=2), 1, folder, {}, entry).wait()
+        assert ended.ok, ended.text
+        assert len(ended.metrics()) == 2
+
+
+def test_the_demo_learns_and_writes(tmp_path: Path) -> None:
+    """The same model for a tenth of the time: from about ln(96) = 4.6 down, and a sample of text at the end."""
+    config = str(ROOT / "templates/configs/char-gpt.yaml")
+    ended = run(tmp_path, "-c", config, "Engine.max_steps=60", "Engine.logging_freq=1", "Engine.test_iters=2")
+    assert ended.ok, ended.text
+    losses = ended.metrics()
+    assert 4.3 < losses[0] < 4.9
+    assert losses[-1] < 3.2
+    assert re.search(r"A sample, after '.+':\n.*\[    INFO\] - ", ended.out[0])
+
+
+@pytest.mark.long
+def test_the_demo_reaches_a_loss_below_two(tmp_path: Path) -> None:
+    ended = run(tmp_path, "-c", str(ROOT / "templates/configs/char-gpt.yaml"), world=2, seconds=900)
+    assert ended.ok, ended.text
+    assert ended.metrics("test_loss")[0] < 2.0
+    assert ended.metrics()[-1] < 2.0
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -192,6 +307,16 @@ def test_snapshots_every_three_epochs(mingpt: Path) -> None:
     assert re.findall(ITERATION, again.out[0])[0][1] == "11"
 
 
+def test_a_snapshot_goes_on_with_another_number_of_ranks(mingpt: Path) -> None:
+    """Batches are per rank, so an epoch has other steps: 5 on four ranks, 10 on two. Epoch 4 follows epoch 3."""
+    run(mingpt, "-c", "gpt.yaml", "trainer_config.max_epochs=3", world=4)
+    rest = run(mingpt, "-c", "gpt.yaml", "trainer_config.max_epochs=4", world=2)
+    assert rest.ok, rest.text
+    assert "Resuming training from snapshot at Epoch 3" in rest.out[1]
+    assert {line[1] for line in re.findall(ITERATION, rest.out[0])} == {"4"}
+    assert len(rest.metrics()) == 15 + 10
+
+
 def test_interrupted_after_six_epochs_it_continues_at_seven(mingpt: Path) -> None:
     whole = run(mingpt, "-c", "gpt.yaml", "Engine.save_load.snapshot_path=whole.pt", "output_dir=whole")
     ranks = start(mingpt, "-c", "gpt.yaml")
@@ -262,6 +387,7 @@ def refused(tmp_path: Path) -> Iterator[tuple[list[str], str, str]]:
     yield tiny(**{"Distributed.mp_degree": 2, "Distributed.dp_degree": 1}), "L001", "dp_degree"
     yield tiny(layers="many"), "Model.num_layers", ""
     yield ["-c", str(tmp_path / "none.yaml")], "none.yaml", ""
+    yield tiny(output_dir=tmp_path / "a.txt"), "is a file", "output_dir"
     yield ["-c"], "-c needs a value", "--help"
     yield ["run.yaml"], "neither a flag nor KEY=VALUE", "--help"
     yield tiny(ckpt_dir=tmp_path / "none"), "holds no checkpoint that can be used", "ckpt_dir"
@@ -319,7 +445,7 @@ def test_a_full_disk_costs_no_step(tmp_path: Path, small_disk: Path) -> None:
     assert ended.codes == [93]
     assert [line.step for line in train_lines(ended.out[0])] == list(range(1, 11))
     assert [folder.name for folder in (small_disk / "output").glob("step_*")] == ["step_4"]
-    assert re.search(r"checkpoint of step 8 is not saved: .*; the one before is kept", ended.out[0])
+    assert re.search(r"checkpoint of step 8 is not saved: .*; those before are kept", ended.out[0])
     assert "error: the last checkpoint could not be saved: " in ended.err[0]
     assert "Traceback" not in ended.text
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)

@@ -126,7 +126,6 @@ def test_the_one_before_is_taken(keeper: Keeper, damage: str) -> None:
     assert folder.name == "step_5"
     assert same(tensors, state(5))
     assert keeper.warned[0].startswith(f"{newest} cannot be used: ")
-    assert keeper.warned[0].endswith("; trying the one before")
 
 
 def test_when_all_are_damaged_it_says_so(keeper: Keeper) -> None:
@@ -200,7 +199,13 @@ def test_metadata_cannot_point_outside(keeper: Keeper) -> None:
     files = read_manifest(folder)["files"]
     metadata = read_metadata(folder, files)
     place = next(iter(metadata.storage_data.values()))
-    for change in ({"relative_path": "../../etc/passwd"}, {"offset": 10**9}, {"length": 10**12}, {"offset": -1}):
+    for change in (
+        {"relative_path": "../../etc/passwd"},
+        {"offset": 10**9},
+        {"length": 10**12},
+        {"offset": -1},
+        {"transform_descriptors": ["zstd"]},
+    ):
         before = {key: getattr(place, key) for key in change}
         for key, value in change.items():
             object.__setattr__(place, key, value)
@@ -209,6 +214,61 @@ def test_metadata_cannot_point_outside(keeper: Keeper) -> None:
             read_metadata(folder, files)
         for key, value in before.items():
             object.__setattr__(place, key, value)
+
+
+def test_metadata_without_its_chunks_is_refused(keeper: Keeper) -> None:
+    """It would load nothing, and say that all went well."""
+    keeper.save(5)
+    folder = keeper.checkpoints.store.folder / "step_5"
+    metadata = read_metadata(folder, read_manifest(folder)["files"])
+    for facts in metadata.state_dict_metadata.values():
+        facts.chunks.clear()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    _sign(folder)
+    with pytest.raises(UserError, match="is stored in part only"):
+        keeper.load()
+
+
+@pytest.mark.parametrize(
+    "change", [{"storage_data": {1: "x"}}, {"storage_data": None}, {"state_dict_metadata": None}, {"storage_data": {}}]
+)
+def test_strange_metadata_is_one_clear_message(keeper: Keeper, change: dict[str, Any]) -> None:
+    keeper.save(5)
+    folder = keeper.checkpoints.store.folder / "step_5"
+    metadata = read_metadata(folder, read_manifest(folder)["files"])
+    for key, value in change.items():
+        setattr(metadata, key, value)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    _sign(folder)
+    with pytest.raises(UserError, match="is refused: "):
+        keeper.load()
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: every fsync with the size the file has then, and every rename, in their order."""
+    events: list[tuple[str, str, int]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def recorded_fsync(descriptor: int) -> None:
+        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        events.append(("sync", file.name, file.stat().st_size))
+        fsync(descriptor)
+
+    def recorded_rename(source: Path, target: Path) -> Path:
+        events.append(("rename", source.name, 0))
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(Path, "rename", recorded_rename)
+    keeper.save(5)
+    folder = keeper.checkpoints.store.folder / "step_5"
+    named = events.index(("rename", "step_5.tmp", 0))
+    before, after = events[:named], events[named + 1 :]
+    for file in folder.iterdir():
+        name = file.name if file.name != "manifest.json" else f"manifest.json.part{os.getpid()}"
+        assert ("sync", name, file.stat().st_size) in before, file.name
+    assert "step_5.tmp" in [name for _, name, _ in before]
+    assert "output" in [name for _, name, _ in after]
 
 
 def test_a_manifest_cannot_name_files_outside(keeper: Keeper) -> None:

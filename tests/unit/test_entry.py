@@ -32,6 +32,8 @@ def test_all_forms_of_arguments() -> None:
     ]
     assert parse(["--config=a.yaml", "--override=a.b=c=d"])[1][0].value == "c=d"
     assert parse(["--use_amp", "Engine.max_steps=5"])[1][0].value == "true"
+    assert parse(["--input_dir", "./a=b"])[1][0].value == "./a=b"
+    assert parse(["--eval_freq", "-1"])[1][0].value == "-1"
     assert parse([]) == (None, [])
 
 
@@ -44,12 +46,29 @@ def test_wrong_arguments(words: list[str]) -> None:
 
 def test_the_world_is_what_the_launcher_says() -> None:
     assert machines({}) == Machines(1, 1)
-    assert machines({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) == Machines(2, 4)
-    assert machines({"WORLD_SIZE": "8"}) == Machines(1, 8)
-    assert machines({"WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4"}) == Machines(1, 7)
-    for text in ("0", "-1", "many", "1.5"):
-        with pytest.raises(UserError, match="WORLD_SIZE="):
-            machines({"WORLD_SIZE": text})
+    torchrun = {"RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    assert machines({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", **torchrun}) == Machines(2, 4)
+    assert machines({"WORLD_SIZE": "8", **torchrun}) == Machines(1, 8)
+    assert machines({"WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4", **torchrun}) == Machines(1, 7)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 makes no sense"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE=-1 makes no sense"),
+        ({"RANK": "abc"}, "RANK=abc makes no sense"),
+        ({"RANK": "5"}, "RANK=5 and LOCAL_WORLD_SIZE=1 do not fit WORLD_SIZE=1"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 and LOCAL_WORLD_SIZE=2 do not fit WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3", "RANK": "0"}, "do not fit"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "but MASTER_PORT is not set"),
+    ],
+)
+def test_half_a_world_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        machines(environ)
+    assert "torchrun" in caught.value.hint
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +102,9 @@ def test_signals_leave_a_note_and_handlers_come_back() -> None:
 def test_text_is_generated_as_asked() -> None:
     model = build_model(model_config(), 1, CPU)
     settings = Generation(max_dec_len=30)
-    first = generate(model, [1, 2], 61, 16, settings, seed=1)
-    assert first == generate(model, [1, 2], 61, 16, settings, seed=1)
-    assert first != generate(model, [1, 2], 61, 16, settings, seed=2)
+    first = generate(model, [1, 2], 61, 16, settings, 1, StopRequest())
+    assert first == generate(model, [1, 2], 61, 16, settings, 1, StopRequest())
+    assert first != generate(model, [1, 2], 61, 16, settings, 2, StopRequest())
     assert len(first) == 30
     assert max(first) < 61
     assert model.training
@@ -104,4 +123,4 @@ def test_greedy_top_k_and_top_p_agree_at_their_limits() -> None:
         Generation(max_dec_len=20, top_k=0, top_p=1e-9),
         Generation(max_dec_len=20, temperature=1e-6),
     ):
-        assert generate(model, [1, 2], 61, 16, settings, seed=3) == tokens[2:]
+        assert generate(model, [1, 2], 61, 16, settings, 3, StopRequest()) == tokens[2:]

@@ -25,10 +25,6 @@ def model_config(**changes: Any) -> Model:
     return load(None, [Override.parse(text) for text in overrides(**keys)]).run.Model
 
 
-def logits_of(config: Model, tokens: Tensor) -> Tensor:
-    return build_model(config, 1, CPU).eval()(tokens)  # type: ignore[no-any-return]
-
-
 def test_a_character_changes_no_logit_before_it() -> None:
     """Causality: for every position t, a change at t leaves all logits before t bit for bit, and changes those at t."""
     config = model_config()
@@ -72,14 +68,6 @@ def test_the_forward_pass_is_gpt2s() -> None:
         x = x + linear(y, f"{layer}.linear2")
     expected = norm(x, "norm") @ weights["word_embeddings.weight"].T
     assert torch.allclose(model(tokens), expected, atol=1e-10)
-
-
-def test_scaling_qk_by_the_layer_number_changes_nothing() -> None:
-    tokens = torch.arange(16)[None]
-    plain = logits_of(model_config(layers=3), tokens)
-    scaled = logits_of(model_config(layers=3, **{"Model.scale_qk_by_layer_num": True}), tokens)
-    assert torch.allclose(plain, scaled, atol=1e-5)
-    assert not torch.equal(plain, scaled)
 
 
 @pytest.mark.parametrize("name", PRESETS)

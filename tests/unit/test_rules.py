@@ -82,6 +82,7 @@ CASES = [
     ("N002", "Offline_Eval: {batch_size: 5}\n", 0),
     ("N003", "Engine:\n  check_accuracy: True\n", 2),
     ("N004", "Optimizer:\n  tensor_fusion: True\nDistributed: {dp_degree: 2}\n", 2),
+    ("N004", "Model:\n  scale_qk_by_layer_num: True\n", 2),
     ("N004", "Model:\n  fuse_attn_qkv: False\n", 2),
     ("T001", "Data:\n  Train:\n    dataset:\n      max_seq_len: 2048\n", 4),
     ("T001", "Model:\n  max_position_embeddings: 512\n", 2),

@@ -5,6 +5,8 @@ A checkpoint holds tensors under global names and a manifest of facts. Reading t
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -39,14 +41,14 @@ class Checkpoints:
     def find(self, ckpt_dir: str) -> Path | None:
         """The newest whole checkpoint at a path, or of this run (`auto`); None when `auto` finds nothing at all."""
         where = self.store.folder if ckpt_dir == "auto" else Path(ckpt_dir)
-        named = (where / NAME).exists()
+        named = os.path.exists(where / NAME)  # and False where the folder may not be looked into
         candidates = self.mesh.gather([where] if named else Store(where).checkpoints())[0]
         for folder in candidates:
             damage = next(filter(None, self.mesh.gather(damage_of(folder, self.mesh.rank, self.mesh.world))), "")
             if not damage:
                 return folder
             if self.mesh.is_first:
-                self.warn(f"{folder} cannot be used: {damage}" + ("" if named else "; trying the one before"))
+                self.warn(f"{folder} cannot be used: {damage}")
         if candidates or ckpt_dir != "auto":
             hint = "name another one as Engine.save_load.ckpt_dir, or leave it empty to start anew"
             raise UserError(f"{where} holds no checkpoint that can be used", hint)
@@ -69,6 +71,10 @@ class Checkpoints:
             raise UserError(
                 f"{folder} is a checkpoint of another model: {error}", "use the config it was made with"
             ) from None
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise UserError(f"{folder} is refused: {_reason(error)}", "use another checkpoint") from None
         self.say("successfully load checkpoints")
         return facts
 
@@ -116,6 +122,8 @@ class Checkpoints:
 
     def _write(self, step: int, tensors: dict[str, Tensor], facts: Facts, wanted: int) -> None:
         """In the thread. Ranks agree after each part, so that all of them end together, in success or failure."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda.set_device(self.mesh.device)  # a new thread begins on the first GPU
         part = self.store.part(step)
         files: dict[str, Facts] = {}
         try:
@@ -126,12 +134,15 @@ class Checkpoints:
         except RuntimeError as error:  # a rank is gone; the training loop will notice as well
             failure = _reason(error)
         self.failure = failure
-        if failure and self.mesh.is_first:
-            self.store.discard(part)
-            self.warn(f"checkpoint of step {step} is not saved: {failure}; the one before is kept")
-        if not failure:
-            self.saved_step = step
-            self.say(f"Save model to {part.with_suffix('')}")
+        with contextlib.suppress(BrokenPipeError):  # the training loop notices by itself
+            if failure and self.mesh.is_first:
+                self.store.discard(part)
+                self.warn(f"checkpoint of step {step} is not saved: {failure}; those before are kept")
+            if not failure:
+                self.saved_step = step
+                self.say(f"Save model to {part.with_suffix('')}")
+        if not failure and self.keep_last and self.mesh.is_first:
+            self.store.prune(self.keep_last)  # last: it reads whole checkpoints, and no rank waits for it
 
     def _agree(self, part: Callable[[], None]) -> str:
         """Does a part; the first failure of any rank, or nothing."""
@@ -153,17 +164,15 @@ class Checkpoints:
     def _write_shards(self, part: Path, tensors: dict[str, Tensor]) -> dict[str, Facts]:
         from trainer.checkpoint.shards import save_shards
 
-        save_shards(part, tensors, self.mesh.saving)
-        return {file.name: file_facts(file) for file in part.glob(f"__{self.mesh.rank}_*")}
+        save_shards(part, tensors, self.mesh.cpu_group)
+        return {file.name: file_facts(file, sync=True) for file in part.glob(f"__{self.mesh.rank}_*")}
 
     def _commit(self, part: Path, facts: Facts, files: dict[str, Facts]) -> None:
         if not self.mesh.is_first:
             return
         metadata = part / METADATA
-        write_manifest(part, facts, {**files, metadata.name: file_facts(metadata)})
+        write_manifest(part, facts, {**files, metadata.name: file_facts(metadata, sync=True)})
         self.store.commit(part)
-        if self.keep_last:
-            self.store.prune(self.keep_last)
 
 
 def _reason(error: BaseException) -> str:

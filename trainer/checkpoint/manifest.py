@@ -13,9 +13,12 @@ NAME = "manifest.json"
 VERSION = 1
 
 
-def file_facts(file: Path) -> dict[str, Any]:
+def file_facts(file: Path, sync: bool = False) -> dict[str, Any]:
+    """Size and checksum; `sync` also waits until the file is on the disk."""
     digest, size = hashlib.sha256(), 0
     with open(file, "rb") as stream:
+        if sync:  # torch syncs its metadata before it has left Python's buffer
+            os.fsync(stream.fileno())
         while block := stream.read(1 << 22):
             digest.update(block)
             size += len(block)

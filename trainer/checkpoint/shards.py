@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -74,11 +74,17 @@ def read_metadata(folder: Path, files: dict[str, dict[str, Any]]) -> Metadata:
     try:
         with open(folder / METADATA, "rb") as stream:
             metadata = _Unpickler(stream).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
+    except Untrusted:
+        raise
+    except Exception as error:  # crafted pickles raise anything
         raise Untrusted(f"its metadata cannot be read: {error}") from None
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise Untrusted("its metadata is of another kind")
+    if not isinstance(metadata.state_dict_metadata, dict):
+        raise Untrusted("its metadata is of another kind")
     for place in metadata.storage_data.values():
+        if not isinstance(place, _StorageInfo) or not isinstance(place.relative_path, str):
+            raise Untrusted("its metadata is of another kind")
         known = files.get(place.relative_path)
         inside = known and place.offset >= 0 and place.length > 0 and place.offset + place.length <= known["bytes"]
         if not inside or getattr(place, "transform_descriptors", None):
@@ -95,6 +101,9 @@ def check_names(metadata: Metadata, tensors: dict[str, Tensor]) -> None:
         if name not in tensors:
             raise ValueError(f"it has {name}, which this model lacks")
         facts = stored[name]
+        covered = sum(chunk.sizes.numel() for chunk in getattr(facts, "chunks", ()))
+        if covered != tensors[name].numel() and getattr(facts, "size", None) == tensors[name].shape:
+            raise ValueError(f"{name} is stored in part only")
         if not isinstance(facts, TensorStorageMetadata) or facts.size != tensors[name].shape:
             size = tuple(getattr(facts, "size", ()))
             raise ValueError(f"{name} has the shape {size} there and {tuple(tensors[name].shape)} here")

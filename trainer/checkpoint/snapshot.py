@@ -56,7 +56,7 @@ def load_snapshot(
         ValueError,
         AttributeError,
     ) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if isinstance(error, OSError) else "it is not what this program writes"
         raise UserError(f"{file} is no snapshot that can be used: {reason}", hint) from None
     if not whole:
         raise UserError(f"{file} is damaged: its checksum is another", hint)

@@ -31,6 +31,8 @@ class Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held while the run lasts
+        except FileExistsError:
+            raise UserError(f"{self.folder} is a file", "set Engine.save_load.output_dir to a folder") from None
         except OSError as error:
             hint = "set Engine.save_load.output_dir to a folder that can be written"
             raise UserError(f"{self.folder} cannot be written: {error.strerror}", hint) from None
@@ -53,9 +55,10 @@ class Store:
             raise UserError(f"another run writes to {self.folder} (process {owner})", hint) from None
         except OSError:
             return  # a file system without locks
-        lock.truncate(0)
-        lock.write(f"{os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
+            lock.truncate(0)
+            lock.write(f"{os.getpid()} on {socket.gethostname()}\n")
+            lock.flush()
 
     def close(self) -> None:
         if self._lock:
@@ -67,10 +70,13 @@ class Store:
         found = [folder for folder in self.folder.glob("step_*") if _STEP.fullmatch(folder.name) and folder.is_dir()]
         return sorted(found, key=_step_of, reverse=True)
 
+    def holds(self, folder: Path | None) -> bool:
+        return folder is not None and folder.parent.resolve() == self.folder.resolve()
+
     def part(self, step: int) -> Path:
         return self.folder / f"step_{step}.tmp"
 
-    def commit(self, part: Path) -> Path:
+    def commit(self, part: Path) -> None:
         """Gives a complete checkpoint its name. One that has it already steps aside and is deleted last."""
         target, old = part.with_suffix(""), part.with_suffix(".old")
         sync_folder(part)
@@ -78,9 +84,9 @@ class Store:
             target.rename(old)
         part.rename(target)
         sync_folder(self.folder)
-        write_durably(self.folder / "latest", f"{target.name}\n".encode())
         shutil.rmtree(old, ignore_errors=True)
-        return target
+        with contextlib.suppress(OSError):  # a full disk: the checkpoint is there, only the pointer is not
+            write_durably(self.folder / "latest", f"{target.name}\n".encode())
 
     def set_aside(self, step: int) -> list[tuple[Path, Path]]:
         """Renames the checkpoints of later steps: nothing may take them for the newest. Their old and new names."""
@@ -100,18 +106,14 @@ class Store:
         if free < wanted:
             raise OSError(f"{_mib(wanted)} are needed, {_mib(free)} are free")
 
-    def prune(self, keep: int) -> list[Path]:
+    def prune(self, keep: int) -> None:
         """Deletes all but the newest `keep` good checkpoints, never before two newer ones were read back whole."""
         good = 0
-        deleted = []
         for folder in self.checkpoints():
             if good >= max(keep, KEPT_AT_LEAST):
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(folder)
-                    deleted.append(folder)
+                shutil.rmtree(folder, ignore_errors=True)
             elif not damage_of(folder):
                 good += 1
-        return deleted
 
 
 def damage_of(folder: Path, share: int = 0, of: int = 1) -> str:

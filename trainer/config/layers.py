@@ -38,6 +38,12 @@ class Override(NamedTuple):
         return Override(key, value.strip(), f"{flag} {text}".lstrip())
 
 
+def _reported(tree: Map) -> Map:
+    """The config inside of what `gptctl validate --resolved --json` prints; any other tree as it is."""
+    inner = tree.items.get("resolved")
+    return inner if isinstance(inner, Map) and {"valid", "findings"} <= set(tree.items) else tree
+
+
 def load_tree(path: str | os.PathLike[str] | None, overrides: Iterable[Override], found: list[Finding]) -> Map | None:
     """The merged tree of a file (or of nothing) and its overrides; None when the file has no readable tree."""
     layers: list[Translated] = []
@@ -45,6 +51,7 @@ def load_tree(path: str | os.PathLike[str] | None, overrides: Iterable[Override]
         tree = read_file(path, found)
         if tree is None:
             return None
+        tree = _reported(tree)
         layers = _with_bases(tree, os.fspath(path), [], found)
     of_overrides = [translate(_override_tree(override, found), found, implies=False) for override in overrides]
     merged: Node = Map({}, Place(os.fspath(path) if path is not None else "command line"))

@@ -182,6 +182,9 @@ def _done_anyway(run: RunConfig) -> Iterator[Finding]:
     if run.Optimizer.tensor_fusion and run.Distributed.mp_degree * run.Distributed.pp_degree == 1:
         message = "one kernel updates all tensors where they are: flat buffers would only copy"
         yield ALWAYS.using("Optimizer.tensor_fusion", MP, PP).found("Optimizer.tensor_fusion", True, message)
+    if run.Model.scale_qk_by_layer_num:
+        message = "attention is one kernel that scales before it multiplies: nothing overflows"
+        yield ALWAYS.using("Model.scale_qk_by_layer_num").found("Model.scale_qk_by_layer_num", True, message)
     if not run.Model.fuse_attn_qkv:
         message = "query, key and value are one projection in any case"
         yield ALWAYS.using("Model.fuse_attn_qkv").found("Model.fuse_attn_qkv", False, message)

@@ -30,6 +30,7 @@ IGNORED = -100  # the label of a token that is not predicted
 
 class Split(Protocol):
     size: int  # samples before they repeat
+    digest: int  # of what they are cut from
     eos: int | None
 
     def read(self, epochs: Numbers, numbers: Numbers) -> npt.NDArray[np.int64]: ...
@@ -42,7 +43,7 @@ class Splits(NamedTuple):
     characters: Characters | None  # of a CharDataset
 
 
-class MicroBatches(NamedTuple):
+class LocalBatch(NamedTuple):
     """The samples of one rank for one update. Both (samples, T); labels are IGNORED where nothing is predicted."""
 
     inputs: Tensor
@@ -140,7 +141,7 @@ class Reader:
         )
         self.shuffle_key = shuffle_key
 
-    def read(self, first: int) -> MicroBatches:
+    def read(self, first: int) -> LocalBatch:
         numbers = first + self.data_rank * self.batch.local + np.arange(self.batch.local, dtype=np.int64)
         epochs, numbers = np.divmod(numbers, self.epoch_length)
         if self.shuffle_key is not None:
@@ -149,9 +150,9 @@ class Reader:
         inputs, labels = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:].copy())
         if self.split.eos is not None:
             labels[inputs == self.split.eos] = IGNORED
-        return MicroBatches(inputs, labels)
+        return LocalBatch(inputs, labels)
 
-    def batches(self, first: int, count: int, num_workers: int) -> Iterator[MicroBatches]:
+    def batches(self, first: int, count: int, num_workers: int) -> Iterator[LocalBatch]:
         """The next `count` batches, read when they are asked for, or by a thread meanwhile."""
         if num_workers:
             yield from self._ahead(first, count)
@@ -159,11 +160,11 @@ class Reader:
             for number in range(count):
                 yield self.read(first + number * self.batch.global_size)
 
-    def _ahead(self, first: int, count: int) -> Iterator[MicroBatches]:
-        waiting: queue.Queue[MicroBatches | BaseException] = queue.Queue(maxsize=2)
+    def _ahead(self, first: int, count: int) -> Iterator[LocalBatch]:
+        waiting: queue.Queue[LocalBatch | BaseException] = queue.Queue(maxsize=2)
         ended = threading.Event()
 
-        def put(item: MicroBatches | BaseException) -> None:
+        def put(item: LocalBatch | BaseException) -> None:
             while not ended.is_set():
                 with contextlib.suppress(queue.Full):
                     waiting.put(item, timeout=0.1)

@@ -7,6 +7,7 @@ stretch begins depends on the seed alone.
 from __future__ import annotations
 
 import sysconfig
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +43,6 @@ class Characters:
         self.tokens = token_of[codes]
         self.num_train = max(1, int(self.windows * dataset.train_split))
 
-    def encode(self, text: str) -> list[int]:
-        places = {character: token for token, character in enumerate(self.vocabulary)}
-        return [places[character] for character in text if character in places]
-
     def decode(self, tokens: list[int]) -> str:
         return "".join(self.vocabulary[token] if token < len(self.vocabulary) else "" for token in tokens)
 
@@ -57,6 +54,7 @@ class CharSplit:
 
     def __init__(self, characters: Characters, name: str, seed: int) -> None:
         self.characters, self.name, self.seed = characters, name, seed
+        self.digest = zlib.crc32(characters.tokens.tobytes())
         self.size = characters.num_train if name == "train" else characters.windows - characters.num_train
         start = int(permuted(np.zeros(1, np.int64), characters.windows, seed, "split")[0])
         self.start = start if name == "train" else start + characters.num_train

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -28,8 +29,10 @@ def end_of_text(model: Model) -> int | None:
 
 
 class GPTSplit:
-    def __init__(self, corpus: Corpus, maps: IndexMaps, seq_len: int, eos: int | None) -> None:
+    def __init__(self, corpus: Corpus, maps: IndexMaps, seq_len: int, vocab_size: int, eos: int | None) -> None:
         self.corpus, self.maps, self.seq_len, self.eos = corpus, maps, seq_len, eos
+        self.vocab_size = vocab_size
+        self.digest = zlib.crc32(corpus.lengths.tobytes())
         self.size = len(maps.shuffle)
 
     def read(self, epochs: Numbers, numbers: Numbers) -> npt.NDArray[np.int64]:
@@ -37,6 +40,10 @@ class GPTSplit:
         tokens = np.empty((len(numbers), self.seq_len + 1), np.int64)
         for row, sample in zip(tokens, self.maps.shuffle[numbers % self.size]):
             self._fill(row, *map(int, self.maps.samples[sample]))
+        if not 0 <= tokens.min() <= tokens.max() < self.vocab_size:  # a GPU would only say that some assertion failed
+            raise UserError(
+                f"token ids outside of the vocabulary of {self.vocab_size}", "the data has changed: start anew"
+            )
         return tokens
 
     def _fill(self, row: npt.NDArray[np.int64], position: int, offset: int) -> None:
@@ -74,28 +81,44 @@ def open_split(
         "seq_len": dataset.max_seq_len,
         "seed": seed,
         "documents": [documents.start, documents.stop],
-        "files": [[file.prefix.name, len(file.ids), len(file.lengths)] for file in corpus.files],
+        "files": [file.prefix.name for file in corpus.files],
+        "lengths": zlib.crc32(corpus.lengths.tobytes()),
     }
     cache = Cache(corpus.files[0].prefix, facts)
 
     def make() -> IndexMaps:
-        return build(documents, corpus.lengths, dataset.max_seq_len, num_samples, seed)
+        try:
+            return build(documents, corpus.lengths, dataset.max_seq_len, num_samples, seed % (1 << 32))
+        except MemoryError:
+            message = f"the order of {num_samples:,} samples does not fit into memory"
+            raise UserError(message, "lower Engine.max_steps, or the batch size") from None
 
-    return GPTSplit(corpus, _shared_maps(cache, make, mesh, say), dataset.max_seq_len, end_of_text(model))
+    maps = _shared_maps(cache, make, mesh, say)
+    return GPTSplit(corpus, maps, dataset.max_seq_len, model.vocab_size or 0, end_of_text(model))
 
 
 def _shared_maps(cache: Cache, make: Callable[[], IndexMaps], mesh: Mesh, say: Callable[[str], None]) -> IndexMaps:
     """The first rank builds what is missing while all wait; then the first of each node, if files are not shared."""
     maps = None
-    for builds in (mesh.is_first, mesh.local_rank == 0):
-        if builds and cache.load(check=mesh.is_first) is None:
-            maps = make()
-            try:
-                cache.store(maps)
-            except OSError as error:
+
+    def keep() -> bool:
+        """Whether the files are whole by now."""
+        nonlocal maps
+        if cache.load(check=True) is not None:
+            return True
+        maps = make()
+        try:
+            cache.store(maps)
+        except OSError as error:
+            if cache.facts["split"] == "train":  # said once
                 say(f"index maps cannot be kept beside the data ({error.strerror}): every rank makes its own")
-        mesh.barrier()
-    return cache.load(check=False) or maps or make()
+            return False
+        return True
+
+    kept_by_first = mesh.gather(keep() if mesh.is_first else True)[0]
+    builds = kept_by_first and mesh.local_rank == 0 and not mesh.is_first
+    are_whole = all(mesh.gather(keep() if builds else kept_by_first))
+    return (cache.load(check=False) if are_whole else None) or maps or make()
 
 
 def check_vocabulary(corpus: Corpus, vocab_size: int, mesh: Mesh) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -112,16 +114,24 @@ class Cache:
         self.key_file.unlink(missing_ok=True)
         checksums = {}
         for array, values in zip(_ARRAYS, maps):
-            part = self.file(array).with_suffix(f".part{os.getpid()}")
-            with open(part, "wb") as stream:
+            with self._replacing(self.file(array)) as stream:
                 np.save(stream, values)
+            checksums[array] = _checksum(self.file(array))
+        with self._replacing(self.key_file) as stream:
+            stream.write(json.dumps({"facts": self.facts, "checksums": checksums}).encode())
+
+    @contextmanager
+    def _replacing(self, file: Path) -> Iterator[BinaryIO]:
+        """A file that appears when it is complete, and leaves nothing when it cannot be completed."""
+        part = file.with_suffix(f".part{os.getpid()}")
+        try:
+            with open(part, "wb") as stream:
+                yield stream
                 stream.flush()
                 os.fsync(stream.fileno())
-            checksums[array] = _checksum(part)
-            os.replace(part, self.file(array))
-        part = self.key_file.with_suffix(f".part{os.getpid()}")
-        part.write_text(json.dumps({"facts": self.facts, "checksums": checksums}), encoding="utf-8")
-        os.replace(part, self.key_file)
+            os.replace(part, file)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def _checksum(file: Path) -> int:

@@ -6,8 +6,8 @@ docs says how many sentences the documents before have. Files are mapped into me
 
 from __future__ import annotations
 
+import os
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from trainer.errors import UserError
 
+_HINT = "set input_dir of the dataset to a folder or file of token files"
 _FORMATS = "*_ids.npz (arrays ids, lens), or *_ids.npy with *_idx.npz (arrays lens, docs)"
 _CHUNK = 1 << 24  # tokens looked at together when a file is checked
 
@@ -59,20 +60,17 @@ def open_corpus(input_dir: str) -> Corpus:
 
 
 def _prefixes(path: Path) -> list[Path]:
-    if not path.exists() and not list(_matches(path.parent, path.name)):
-        raise UserError(
-            f"there is no data at {path}", f"set Data.Train.dataset.input_dir to a folder or file of {_FORMATS}"
-        )
-    found = sorted(set(_matches(path, "*"))) if path.is_dir() else [path.with_name(_stem(path.name))]
-    if not found:
+    """The files of a folder, or of the one file or prefix that is named."""
+    folder, wanted = (path, None) if os.path.isdir(path) else (path.parent, _stem(path.name))
+    try:
+        stems = {_stem(name) for name in os.listdir(folder) if name.endswith(("_ids.npz", "_idx.npz"))}
+    except OSError as error:
+        raise UserError(f"there is no data at {path}: {error.strerror}", _HINT) from None
+    if wanted is None and not stems:
         raise UserError(f"{path} holds no token files", f"wanted: {_FORMATS}")
-    return found
-
-
-def _matches(folder: Path, name: str) -> Iterator[Path]:
-    for ending in ("_ids.npz", "_idx.npz"):
-        for file in folder.glob(name + ending) if folder.is_dir() else ():
-            yield file.with_name(_stem(file.name))
+    if wanted is not None and wanted not in stems:
+        raise UserError(f"there is no data at {path}", _HINT)
+    return [folder / stem for stem in sorted(stems if wanted is None else {wanted})]
 
 
 def _stem(name: str) -> str:
@@ -87,34 +85,45 @@ def _open(prefix: Path) -> TokenFile:
         if pair.exists():
             file = prefix.with_name(prefix.name + "_ids.npy")
             ids = np.load(file, mmap_mode="r", allow_pickle=False)
-            lengths = _document_lengths(pair)
+            lengths = _document_lengths(pair, ids.size)
         else:
             file, ids = single, _mapped_member(single, "ids")
-            lengths = _member(single, "lens").astype(np.int64)
+            lengths = _lengths(single, "lens", ids.size)
         changed = file.stat().st_mtime
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged file makes numpy and zipfile raise anything
         raise UserError(f"{prefix}: not readable as token files: {error}", f"wanted: {_FORMATS}") from None
     return _checked(TokenFile(prefix, ids, lengths, changed))
 
 
 def _checked(file: TokenFile) -> TokenFile:
     ids, lengths = file.ids, file.lengths
-    if ids.ndim != 1 or ids.dtype.kind not in "ui" or lengths.ndim != 1:
-        message = f"{file.prefix}: ids are {ids.dtype} in {ids.ndim} dimensions, lens in {lengths.ndim}"
-        raise UserError(message, "ids and lens are whole numbers in one dimension")
-    if len(lengths) and lengths.min() < 0:
-        raise UserError(f"{file.prefix}: document {int(lengths.argmin())} has a negative length", "write lens anew")
+    if ids.ndim != 1 or ids.dtype.kind not in "ui":
+        message = f"{file.prefix}: ids are {ids.dtype} in {ids.ndim} dimensions"
+        raise UserError(message, "ids are whole numbers in one dimension")
     if lengths.sum() != len(ids):
         message = f"{file.prefix}: lens add up to {int(lengths.sum())}, but there are {len(ids)} ids"
         raise UserError(message, "ids and lens belong to different data, or a file is cut off: make them anew")
     return file
 
 
-def _document_lengths(index: Path) -> npt.NDArray[np.int64]:
-    lens, docs = _member(index, "lens").astype(np.int64), _member(index, "docs").astype(np.int64)
-    if docs.ndim != 1 or not len(docs) or docs[0] != 0 or docs[-1] != len(lens) or (np.diff(docs) < 0).any():
+def _lengths(file: Path, name: str, most: int) -> npt.NDArray[np.int64]:
+    """Whole numbers in one dimension, none of them negative or above `most`."""
+    values = _member(file, name)
+    if values.ndim != 1 or values.dtype.kind not in "ui":
+        message = f"{file}: {name} is {values.dtype} in {values.ndim} dimensions"
+        raise UserError(message, f"{name} holds whole numbers in one dimension")
+    if len(values) and not 0 <= int(values.min()) <= int(values.max()) <= most:
+        message = f"{file}: {name} goes from {int(values.min())} to {int(values.max())}, expected 0 to {most}"
+        raise UserError(message, f"write {name} anew")
+    return values.astype(np.int64)
+
+
+def _document_lengths(index: Path, num_ids: int) -> npt.NDArray[np.int64]:
+    lens = _lengths(index, "lens", num_ids)
+    docs = _lengths(index, "docs", len(lens))
+    if not len(docs) or docs[0] != 0 or docs[-1] != len(lens) or (np.diff(docs) < 0).any():
         hint = f"docs counts sentences from 0 to {len(lens)}, never falling"
         raise UserError(f"{index}: docs do not fit the {len(lens)} sentences of lens", hint)
     total = np.concatenate([[0], np.cumsum(lens)])
