@@ -26,8 +26,10 @@ def announce(run: RunConfig, mesh: Mesh, log: Log, splits: Splits, length: Lengt
     log.write(f"rank {mesh.rank}: {layout} on {mesh.device}, groups: {groups}", "INFO")
     if splits.characters:
         log.info(f"Data has {splits.characters.length} characters, {len(splits.characters.vocabulary)} unique.")
-    if splits.valid is None and run.Engine.eval_freq > 0 and run.Engine.eval_iters and mesh.is_first:
-        log.warn("the valid split has not one whole sample: nothing is evaluated")
+    wanted = {"valid": run.Engine.eval_freq > 0 and run.Engine.eval_iters, "test": run.Engine.test_iters}
+    for name, iterations in wanted.items():
+        if iterations and getattr(splits, name) is None and mesh.is_first and not run.Engine.check_accuracy:
+            log.warn(f"the {name} split has not one whole sample: nothing is evaluated on it")
     log.info(f"Model Size: {count_parameters(run.Model) / 1e9:.2f} B ({count_parameters(run.Model):,} parameters)")
     log.info(
         f"{length.max_steps} steps of {run.Global.global_batch_size} samples, {splits.train.size} samples to train on"

@@ -144,17 +144,23 @@ def against_bare(size: Size, rounds: int, steps: int) -> tuple[list[Cost], list[
     return mine, plain, run
 
 
-def share_of_products(size: Size, steps: int) -> float:
-    """How much of a step's CPU time goes into matrix products, attention's own not counted."""
+def matrix_products(size: Size, steps: int) -> tuple[float, float]:
+    """The share of a step's time that matrix products take (attention's own not counted), and their FLOPs per second."""
     from torch.profiler import profile
 
     with ours(size) as trainer:
         trainer.steps(1)
         with profile() as profiled:
             trainer.steps(steps)
+        weights = sum(
+            p.numel()
+            for name, p in trainer.training.model.named_parameters()
+            if p.dim() == 2 and "position" not in name
+        )
     events = profiled.key_averages()
-    products = sum(e.self_cpu_time_total for e in events if e.key in ("aten::mm", "aten::addmm", "aten::bmm"))
-    return float(products / sum(event.self_cpu_time_total for event in events))
+    seconds = sum(e.self_cpu_time_total for e in events if e.key in ("aten::mm", "aten::addmm", "aten::bmm")) / 1e6
+    share = seconds / (sum(event.self_cpu_time_total for event in events) / 1e6)
+    return share, 6 * weights * size.batch * size.block * steps / seconds
 
 
 def report_step(size: Size, rounds: int, steps: int) -> None:
@@ -169,7 +175,8 @@ def report_step(size: Size, rounds: int, steps: int) -> None:
     print(
         f"  against the bare loop: {ratio(mine, plain, 'cpu'):.3f} of its CPU seconds, {ratio(mine, plain, 'wall'):.3f} of its wall time"
     )
-    print(f"  in matrix products: {share_of_products(size, 2):.0%} of the step")
+    share, rate = matrix_products(size, 3)
+    print(f"  matrix products take {share:.0%} of the step, at {rate / peak:.0%} of the GEMM peak")
 
 
 def ratio(mine: list[Cost], theirs: list[Cost], what: str) -> float:
