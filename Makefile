@@ -27,13 +27,13 @@ $(VENV)/bin/python:
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "== installing gptctl and torch (a minute or two)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[train]'
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q $(VENV)/lib gptctl trainer || true
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -qq $(VENV)/lib gptctl trainer || true
 	@touch $@
 
 $(READY): $(VENV)/.ready
 	@echo "== installing what the tests need"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[train,test]'
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q $(VENV)/lib || true
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -qq $(VENV)/lib || true
 	@touch $@
 
 demo: $(VENV)/.ready
@@ -64,7 +64,7 @@ $(VENV)-peers/.ready: | $(VENV)/bin/python
 	@echo "== installing the peers"
 	@$(PYTHON) -m venv $(VENV)-peers
 	@$(VENV)-peers/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch numpy pyyaml transformers accelerate lightning
-	@env -u PYTHONDONTWRITEBYTECODE $(VENV)-peers/bin/python -m compileall -q $(VENV)-peers/lib || true
+	@env -u PYTHONDONTWRITEBYTECODE $(VENV)-peers/bin/python -m compileall -qq $(VENV)-peers/lib || true
 	@touch $@
 
 bench-peers: $(VENV)-peers/.ready

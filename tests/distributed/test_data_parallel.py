@@ -119,6 +119,16 @@ def test_an_overflow_skips_the_update_on_all_ranks_and_the_rate_waits(tmp_path: 
     assert losses[-1] < losses[0] - 0.1
 
 
+def test_single_overflows_are_no_lack_of_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale doubles after every two updates and overflows again and again, but never three times in a row."""
+    monkeypatch.setattr("trainer.optim.GROWTH_INTERVAL", 2)
+    monkeypatch.setattr("trainer.train.MAX_SKIPPED", 3)
+    amp = {"Engine.mix_precision.enable": True, "Engine.mix_precision.scale_loss": 2.0**15}
+    ended = run(tmp_path, *tiny(max_steps=40, **amp))
+    assert ended.ok, ended.text
+    assert ended.metrics("grad_norm").count(None) > 3
+
+
 def test_without_progress_it_gives_up(tmp_path: Path) -> None:
     """A learning rate of 100 without clipping: weights overflow, and no gradient is finite ever again."""
     ended = run(

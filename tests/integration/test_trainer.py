@@ -1,4 +1,4 @@
-"""The trainer as it is started, what it logs and what it refuses. Oracles: the seeds' numbers, and what was asked for."""
+"""The trainer as it is started, what it logs and what it refuses. Oracles: published numbers, and what was asked for."""
 
 from __future__ import annotations
 
