@@ -104,15 +104,15 @@ def _take_over(t: Training, facts: Facts) -> None:
 
 
 def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
-    """A snapshot, or a checkpoint whose writing goes on beside the training."""
+    """A snapshot, or a checkpoint whose writing goes on beside the training; none of a step that is saved already."""
     snapshot_path = t.run.Engine.save_load.snapshot_path
     if not snapshot_path:
         checkpoints.save(t.progress.step, t.optimizer.tensors(), _facts_of(t))
-    elif t.mesh.is_first:
+    elif t.mesh.is_first and t.progress.step != checkpoints.saved_step:
         epoch = t.progress.step // t.length.steps_per_epoch
         try:
             save_snapshot(Path(snapshot_path), t.optimizer.tensors(), _facts_of(t), epoch)
-            checkpoints.failure = ""
+            checkpoints.saved_step, checkpoints.failure = t.progress.step, ""
             t.log.plain(f"Snapshot saved at epoch {epoch}" if is_regular else f"Save model to {snapshot_path}")
         except OSError as error:
             checkpoints.failure = f"{snapshot_path}: {error.strerror}"

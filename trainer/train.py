@@ -237,9 +237,7 @@ def save_unless_checking(t: Training, checkpoints: Checkpoints) -> None:
     """A run ends with its last state on the disk, or says why not."""
     if t.run.Engine.check_accuracy:
         return
-    is_saved = save_is_due(t) and not checkpoints.wait()  # the regular save of this very step
-    if not is_saved:
-        save(t, checkpoints, is_regular=False)
+    save(t, checkpoints, is_regular=False)
     if failure := checkpoints.wait():
         hint = "mend that and start again: it goes on from the newest one that is there (ckpt_dir: auto)"
         raise UserError(f"the last checkpoint could not be saved: {failure}", hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -452,6 +453,19 @@ def test_a_full_disk_costs_no_step(tmp_path: Path, small_disk: Path) -> None:
     rest = run(tmp_path, *tiny(output_dir=small_disk / "output", ckpt_dir="auto"))
     assert rest.ok, rest.text
     assert train_lines(rest.out[0])[0].step == 5
+
+
+def test_a_disk_that_is_full_from_the_start(tmp_path: Path, small_disk: Path) -> None:
+    """Not even the lock file can say whose it is: the run trains, and ends with what is missing."""
+    (small_disk / "filler").write_bytes(bytes(690 * 1024))
+    with contextlib.suppress(OSError), open(small_disk / "more", "wb", buffering=0) as stream:
+        while stream.write(bytes(4096)):
+            pass
+    ended = run(tmp_path, *tiny(max_steps=3, output_dir=small_disk / "output"))
+    assert ended.codes == [93]
+    assert len(train_lines(ended.out[0])) == 3
+    assert "error: the last checkpoint could not be saved" in ended.err[0]
+    assert "Traceback" not in ended.text
 
 
 def test_a_read_only_folder_is_refused_before_training(tmp_path: Path, small_disk: Path) -> None:

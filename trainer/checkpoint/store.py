@@ -12,7 +12,6 @@ import re
 import shutil
 import socket
 from pathlib import Path
-from typing import IO
 
 from trainer.checkpoint.manifest import find_damage, read_manifest, sync_folder, write_durably
 from trainer.errors import UserError
@@ -24,13 +23,13 @@ KEPT_AT_LEAST = 2  # whatever is asked for: one may turn out to be damaged
 class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock: IO[str] | None = None
+        self._lock: int | None = None  # a descriptor, held while the run lasts
 
     def open_for_writing(self) -> None:
         """Makes the folder, keeps other runs out of it, and removes what a killed run left half-written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held while the run lasts
+            self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         except FileExistsError:
             raise UserError(f"{self.folder} is a file", "set Engine.save_load.output_dir to a folder") from None
         except OSError as error:
@@ -45,24 +44,22 @@ class Store:
             else:
                 old.rename(old.with_suffix(""))
 
-    def _take_lock(self, lock: IO[str]) -> None:
+    def _take_lock(self, lock: int) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read().strip() or "unknown"
+            owner = os.read(lock, 200).decode(errors="replace").strip() or "unknown"
             hint = "wait for it, end it, or set Engine.save_load.output_dir to another folder"
             raise UserError(f"another run writes to {self.folder} (process {owner})", hint) from None
         except OSError:
             return  # a file system without locks
         with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
-            lock.truncate(0)
-            lock.write(f"{os.getpid()} on {socket.gethostname()}\n")
-            lock.flush()
+            os.ftruncate(lock, 0)
+            os.write(lock, f"{os.getpid()} on {socket.gethostname()}\n".encode())
 
     def close(self) -> None:
-        if self._lock:
-            self._lock.close()
+        if self._lock is not None:
+            os.close(self._lock)
             self._lock = None
 
     def checkpoints(self) -> list[Path]:
