@@ -78,7 +78,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
-    """The config file and the overrides, in the order they were written."""
+    """The config file and the overrides; flags count before overrides, each in the order they were written."""
     path, overrides, flags, rest = None, [], [], list(arguments)
     while rest:
         word = rest.pop(0)
@@ -129,12 +129,12 @@ def _report(error: UserError) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     rank = os.environ.get("RANK", "0")
-    prefix = "" if rank == "0" else f"rank {rank}: "
-    for finding in error.findings:
-        print(f"{prefix}{finding}", *([f"hint: {finding.hint}"] if finding.hint else []), sep="\n", file=sys.stderr)
-    print(
-        f"{prefix}error: {error.message}", *([f"hint: {error.hint}"] if error.hint else []), sep="\n", file=sys.stderr
-    )
+    prefix = f"rank {rank}: " if rank.isdecimal() and rank != "0" else ""
+    lines = [line for finding in error.findings for line in (f"{prefix}{finding}", _hint(finding.hint))]
+    lines += [f"{prefix}error: {error.message}", _hint(error.hint)]
+    # A config is the same for all ranks of a node: one of them says what is wrong with it.
+    if not error.findings or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(*filter(None, lines), sep="\n", file=sys.stderr)
     get_error_handler().record_exception(error)
 
 

@@ -101,7 +101,9 @@ class Optimizer:
 
     def gradient_norm(self, scale: float) -> float:
         """The global norm of the unscaled gradient; not finite when any element is not."""
-        return float(torch.nn.utils.get_total_norm([weight.gradient for weight in self.weights])) / scale
+        gradients = [weight.parameter.grad for weight in self.weights if weight.parameter.grad is not None]
+        norms = torch._foreach_norm(gradients, 2, torch.float32)  # half gradients are not copied for it
+        return float(torch.linalg.vector_norm(torch.stack(norms))) / scale
 
     def step(self, lr: float, norm: float, scale: float) -> None:
         """One update with clipped gradients; `scale` is the loss scale still in them."""

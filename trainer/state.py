@@ -1,4 +1,4 @@
-"""Everything a run consists of while it trains."""
+"""The parts of a run under one name, handed from one chapter of the training to the next."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.manifest import write_durably
+from trainer.durable import replacing
 from trainer.mesh import Mesh
 from trainer.metrics import Log
 
@@ -25,7 +25,8 @@ def told_status(folder: Path, mesh: Mesh, log: Log) -> Iterator[Callable[..., No
         text = json.dumps({"state": state, "time": time.time(), "host": socket.gethostname(), **facts}, indent=1)
         try:
             if mesh.is_first:
-                write_durably(folder / STATUS, f"{text}\n".encode())
+                with replacing(folder / STATUS) as stream:
+                    stream.write(f"{text}\n".encode())
         except OSError as error:
             log.warn(f"{STATUS} cannot be written: {error.strerror}")
 

@@ -236,7 +236,7 @@ def report_saving(size: Size, steps: int) -> None:
             plain.append(cost(lambda: trainer.steps(steps), steps).wall)
             began = time.perf_counter()
             trainer.checkpoints.save(number + 1, t.optimizer.tensors(), facts)
-            stalls.append(trainer.checkpoints.stall)
+            stalls.append(time.perf_counter() - began)
             beside.append(cost(lambda: trainer.steps(steps), steps).wall)
             trainer.checkpoints.wait()
             whole.append(time.perf_counter() - began)

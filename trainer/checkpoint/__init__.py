@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ class Checkpoints:
         self.store, self.keep_last, self.mesh = Store(output), keep_last, mesh
         self.say, self.warn = say, warn
         self.saved_step: int | None = None  # of the newest checkpoint that this run wrote or began from
-        self.stall = 0.0  # seconds that the training loop waited for the last save
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self.failure = ""  # what went wrong with the last save
@@ -88,7 +86,6 @@ class Checkpoints:
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: Facts) -> None:
         """Copies the tensors and returns; a thread writes them. Waits first for the save before, if it still runs."""
-        began = time.perf_counter()
         self.wait()
         if step == self.saved_step:
             return
@@ -97,7 +94,6 @@ class Checkpoints:
         arguments = (step, mine, {"step": step, **facts}, wanted)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
-        self.stall = time.perf_counter() - began
 
     def wait(self) -> str:
         """Until the last save has ended; what went wrong with it, or nothing."""

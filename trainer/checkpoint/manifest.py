@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from trainer.durable import replacing
+
 NAME = "manifest.json"
 VERSION = 1
 
@@ -28,7 +30,8 @@ def file_facts(file: Path, sync: bool = False) -> dict[str, Any]:
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
     manifest = {"version": VERSION, **facts, "files": dict(sorted(files.items()))}
     text = json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
-    write_durably(folder / NAME, text.encode())
+    with replacing(folder / NAME) as stream:
+        stream.write(text.encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -61,28 +64,6 @@ def find_damage(folder: Path, files: Iterable[tuple[str, dict[str, Any]]]) -> st
         if found["sha256"] != facts["sha256"]:
             return f"{name} is damaged: its checksum is another"
     return ""
-
-
-def write_durably(file: Path, content: bytes) -> None:
-    """Replaces a file so that a crash leaves the old one or the new one."""
-    part = file.with_name(f"{file.name}.part{os.getpid()}")
-    try:
-        with open(part, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, file)
-    finally:
-        part.unlink(missing_ok=True)
-    sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _checksum(manifest: dict[str, Any]) -> str:

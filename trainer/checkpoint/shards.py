@@ -78,9 +78,8 @@ def read_metadata(folder: Path, files: dict[str, dict[str, Any]]) -> Metadata:
         raise
     except Exception as error:  # crafted pickles raise anything
         raise Untrusted(f"its metadata cannot be read: {error}") from None
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise Untrusted("its metadata is of another kind")
-    if not isinstance(metadata.state_dict_metadata, dict):
+    tables = (getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None))
+    if not isinstance(metadata, Metadata) or not all(isinstance(table, dict) for table in tables):
         raise Untrusted("its metadata is of another kind")
     for place in metadata.storage_data.values():
         if not isinstance(place, _StorageInfo) or not isinstance(place.relative_path, str):
@@ -101,9 +100,8 @@ def check_names(metadata: Metadata, tensors: dict[str, Tensor]) -> None:
         if name not in tensors:
             raise ValueError(f"it has {name}, which this model lacks")
         facts = stored[name]
-        covered = sum(chunk.sizes.numel() for chunk in getattr(facts, "chunks", ()))
-        if covered != tensors[name].numel() and getattr(facts, "size", None) == tensors[name].shape:
-            raise ValueError(f"{name} is stored in part only")
         if not isinstance(facts, TensorStorageMetadata) or facts.size != tensors[name].shape:
             size = tuple(getattr(facts, "size", ()))
             raise ValueError(f"{name} has the shape {size} there and {tuple(tensors[name].shape)} here")
+        if sum(chunk.sizes.numel() for chunk in facts.chunks) != tensors[name].numel():
+            raise ValueError(f"{name} is stored in part only")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.manifest import write_durably
+from trainer.durable import replacing
 from trainer.errors import UserError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -27,10 +25,9 @@ def save_snapshot(file: Path, tensors: dict[str, Tensor], facts: dict[str, Any],
         "facts": json.dumps(facts),
         "checksum": _checksum(tensors, facts, finished_epoch),
     }
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(file, buffer.getbuffer().tobytes())
+    with replacing(file) as stream:
+        torch.save(content, stream)
 
 
 def load_snapshot(
@@ -46,16 +43,7 @@ def load_snapshot(
             stored |= {f"optim.{moment}.{name}": tensor for name, tensor in states.items()}
         facts, finished = json.loads(content["facts"]), int(content["finished_epoch"])
         whole = content["checksum"] == _checksum(stored, facts, finished)
-    except (
-        OSError,
-        RuntimeError,
-        pickle.UnpicklingError,
-        EOFError,
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:
+    except Exception as error:  # damaged and foreign files make torch raise anything
         reason = str(error).splitlines()[0] if isinstance(error, OSError) else "it is not what this program writes"
         raise UserError(f"{file} is no snapshot that can be used: {reason}", hint) from None
     if not whole:

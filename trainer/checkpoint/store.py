@@ -13,7 +13,8 @@ import shutil
 import socket
 from pathlib import Path
 
-from trainer.checkpoint.manifest import find_damage, read_manifest, sync_folder, write_durably
+from trainer.checkpoint.manifest import find_damage, read_manifest
+from trainer.durable import replacing, sync_folder
 from trainer.errors import UserError
 
 _STEP = re.compile(r"step_(\d+)")
@@ -82,8 +83,9 @@ class Store:
         part.rename(target)
         sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
-        with contextlib.suppress(OSError):  # a full disk: the checkpoint is there, only the pointer is not
-            write_durably(self.folder / "latest", f"{target.name}\n".encode())
+        # A full disk: the checkpoint is there, only the pointer is not.
+        with contextlib.suppress(OSError), replacing(self.folder / "latest") as stream:
+            stream.write(f"{target.name}\n".encode())
 
     def set_aside(self, step: int) -> list[tuple[Path, Path]]:
         """Renames the checkpoints of later steps: nothing may take them for the newest. Their old and new names."""

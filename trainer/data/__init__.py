@@ -136,9 +136,8 @@ class Reader:
 
     def __init__(self, split: Split, batch: Batch, data_rank: int, epoch_length: int, shuffle_key: int | None) -> None:
         self.split, self.batch, self.data_rank = split, batch, data_rank
-        self.epoch_length = (
-            epoch_length  # numbers per epoch; those beyond the split's size take its first samples again
-        )
+        # Numbers per epoch; those beyond the split's size take its first samples again.
+        self.epoch_length = epoch_length
         self.shuffle_key = shuffle_key
 
     def read(self, first: int) -> LocalBatch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -32,7 +31,7 @@ class GPTSplit:
     def __init__(self, corpus: Corpus, maps: IndexMaps, seq_len: int, vocab_size: int, eos: int | None) -> None:
         self.corpus, self.maps, self.seq_len, self.eos = corpus, maps, seq_len, eos
         self.vocab_size = vocab_size
-        self.digest = zlib.crc32(corpus.lengths.tobytes())
+        self.digest = corpus.digest
         self.size = len(maps.shuffle)
 
     def read(self, epochs: Numbers, numbers: Numbers) -> npt.NDArray[np.int64]:
@@ -82,7 +81,7 @@ def open_split(
         "seed": seed,
         "documents": [documents.start, documents.stop],
         "files": [file.prefix.name for file in corpus.files],
-        "lengths": zlib.crc32(corpus.lengths.tobytes()),
+        "lengths": corpus.digest,
     }
     cache = Cache(corpus.files[0].prefix, facts)
 

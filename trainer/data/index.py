@@ -8,16 +8,14 @@ shuffle    the order in which samples are taken
 from __future__ import annotations
 
 import json
-import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.durable import replacing
 from trainer.errors import UserError
 
 _SEPARATE_BELOW = 0.8  # a last epoch that supplies less than this share of its samples is shuffled by itself
@@ -114,24 +112,11 @@ class Cache:
         self.key_file.unlink(missing_ok=True)
         checksums = {}
         for array, values in zip(_ARRAYS, maps):
-            with self._replacing(self.file(array)) as stream:
+            with replacing(self.file(array)) as stream:
                 np.save(stream, values)
             checksums[array] = _checksum(self.file(array))
-        with self._replacing(self.key_file) as stream:
+        with replacing(self.key_file) as stream:
             stream.write(json.dumps({"facts": self.facts, "checksums": checksums}).encode())
-
-    @contextmanager
-    def _replacing(self, file: Path) -> Iterator[BinaryIO]:
-        """A file that appears when it is complete, and leaves nothing when it cannot be completed."""
-        part = file.with_suffix(f".part{os.getpid()}")
-        try:
-            with open(part, "wb") as stream:
-                yield stream
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(part, file)
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def _checksum(file: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ class Corpus:
         self.files = files
         self.lengths = np.concatenate([file.lengths for file in files])
         self.file_of = np.repeat(np.arange(len(files)), [len(file.lengths) for file in files])
+        self.digest = zlib.crc32(self.lengths.tobytes())  # of how the tokens are cut, which the index maps depend on
         self.start_of = np.concatenate([np.cumsum(file.lengths) - file.lengths for file in files])
 
     def read(self, document: int, offset: int, count: int) -> npt.NDArray[Any]:
@@ -152,8 +154,6 @@ def _mapped_member(file: Path, name: str) -> npt.NDArray[Any]:
         shape, _, dtype = read_header[version](stream)
         if dtype.hasobject:
             raise UserError(f"{file}: {name} holds Python objects", "ids are whole numbers")
-        return (
-            np.memmap(file, dtype=dtype, mode="r", offset=stream.tell(), shape=shape)
-            if shape != (0,)
-            else np.empty(0, dtype)
-        )
+        if shape == (0,):
+            return np.empty(0, dtype)  # nothing cannot be mapped
+        return np.memmap(file, dtype=dtype, mode="r", offset=stream.tell(), shape=shape)
