@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from tests.ranks import Ranks, run, start, tiny
+from tests.ranks import Ranks, run, tiny
 from tests.unit.test_data import write_npz
 from tests.unit.test_logline import LINE
 from trainer.__main__ import main
@@ -164,21 +162,6 @@ def test_rewritten_data_is_read_as_it_is_now(tmp_path: Path) -> None:
     assert again.ok, again.text
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({"RANK": "5"}, "RANK=5 and LOCAL_WORLD_SIZE=1 do not fit WORLD_SIZE=1"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set"),
-        ({"RANK": "abc"}, "RANK=abc makes no sense"),
-    ],
-)
-def test_half_a_world_is_refused_at_once(tmp_path: Path, environ: dict[str, str], message: str) -> None:
-    ended = run(tmp_path, *tiny(), **environ)
-    assert ended.codes == [93]
-    assert message in ended.err[0]
-    assert "Traceback" not in ended.text
-
-
 def test_logs_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Standard output closed, full, or of a terminal that knows ASCII only."""
     for number, change in enumerate(("os.close(1); sys.stdout = None", "os.dup2(os.open('/dev/full', 1), 1)", "sys.stdout.reconfigure(encoding='ascii')")):  # fmt: skip
@@ -260,89 +243,6 @@ def test_the_flags_of_paddlenlp(tmp_path: Path) -> None:
     assert [line.step for line in train_lines(again.out[0])] == [21, 22]
 
 
-MINGPT = """
-data_config: {path: text.txt, block_size: 8, truncate: 0.5, train_split: 0.9}
-gpt_config: {n_layer: 2, n_head: 2, n_embd: 16}
-trainer_config: {max_epochs: 10, batch_size: 20, data_loader_workers: 4, grad_norm_clip: 1.0, snapshot_path: gpt_snapshot.pt, save_every: 3, use_amp: False}
-optimizer_config: {weight_decay: 0.1, learning_rate: 0.003}
-"""
-ITERATION = r"\[GPU(\d)\] Epoch (\d+) \| Iter (\d+) \| (Train|Eval) Loss (\d\.\d{5})"
-
-
-@pytest.fixture
-def mingpt(tmp_path: Path) -> Path:
-    (tmp_path / "gpt.yaml").write_text(MINGPT + "Global: {device: cpu}\n")
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    return tmp_path
-
-
-def test_mingpt_lines_on_four_ranks(mingpt: Path) -> None:
-    """450 characters: 442 windows, 397 to train on; batches of 4 · 20: 5 iterations, so only the first is shown."""
-    ended = run(mingpt, "-c", "gpt.yaml", "trainer_config.max_epochs=2", world=4)
-    assert ended.ok, ended.text
-    for rank, text in enumerate(ended.out):
-        lines = text.splitlines()
-        assert lines[:3] == ["Data has 450 characters, 28 unique.", "number of parameters: 0.01M", "Snapshot not found. Training model from scratch"]  # fmt: skip
-        found = re.findall(ITERATION, text)
-        assert [line[:4] for line in found] == [
-            (str(rank), epoch, "0", kind) for epoch in "12" for kind in ("Train", "Eval")
-        ]
-        assert 2.9 < float(found[0][4]) < 3.8  # ln(28) = 3.33
-        assert float(found[2][4]) < float(found[0][4])
-    assert len(ended.metrics()) == 10
-
-
-def test_snapshots_every_three_epochs(mingpt: Path) -> None:
-    """At 3, 6 and 9 of 10, each before that epoch's evaluation; the last state is kept as well."""
-    ended = run(mingpt, "-c", "gpt.yaml")
-    assert ended.ok, ended.text
-    lines = ended.out[0].splitlines()
-    saved = [number for number, line in enumerate(lines) if line.startswith("Snapshot saved")]
-    assert [lines[number] for number in saved] == [f"Snapshot saved at epoch {epoch}" for epoch in (3, 6, 9)]
-    for number, epoch in zip(saved, (3, 6, 9)):
-        assert lines[number - 1].startswith(f"[GPU0] Epoch {epoch} | Iter 0 | Train Loss")
-        assert lines[number + 1].startswith(f"[GPU0] Epoch {epoch} | Iter 0 | Eval Loss")
-    assert lines[-1] == "Save model to gpt_snapshot.pt"
-    again = run(mingpt, "-c", "gpt.yaml", "trainer_config.max_epochs=11")
-    assert "Resuming training from snapshot at Epoch 10" in again.out[0]
-    assert re.findall(ITERATION, again.out[0])[0][1] == "11"
-
-
-def test_a_snapshot_goes_on_with_another_number_of_ranks(mingpt: Path) -> None:
-    """Batches are per rank, so an epoch has other steps: 5 on four ranks, 10 on two. Epoch 4 follows epoch 3."""
-    run(mingpt, "-c", "gpt.yaml", "trainer_config.max_epochs=3", world=4)
-    rest = run(mingpt, "-c", "gpt.yaml", "trainer_config.max_epochs=4", world=2)
-    assert rest.ok, rest.text
-    assert "Resuming training from snapshot at Epoch 3" in rest.out[1]
-    assert {line[1] for line in re.findall(ITERATION, rest.out[0])} == {"4"}
-    assert len(rest.metrics()) == 15 + 10
-
-
-def test_interrupted_after_six_epochs_it_continues_at_seven(mingpt: Path) -> None:
-    whole = run(mingpt, "-c", "gpt.yaml", "Engine.save_load.snapshot_path=whole.pt", "output_dir=whole")
-    ranks = start(mingpt, "-c", "gpt.yaml")
-    ranks.wait_for("Snapshot saved at epoch 6")
-    ranks.kill(signal.SIGKILL)
-    ranks.wait()
-    rest = run(mingpt, "-c", "gpt.yaml")
-    assert rest.ok, rest.text
-    assert "Resuming training from snapshot at Epoch 6" in rest.out[0]
-    tail = re.findall(ITERATION, whole.out[0])[12:]
-    assert re.findall(ITERATION, rest.out[0]) == tail
-    assert tail[0][1] == "7"
-
-
-@pytest.mark.skipif("TINYSHAKESPEARE" not in os.environ, reason="TINYSHAKESPEARE names no copy of tinyshakespeare.txt")
-def test_tinyshakespeare_is_counted_as_published(mingpt: Path) -> None:
-    keys = [
-        f"data_config.path={os.environ['TINYSHAKESPEARE']}",
-        "data_config.truncate=0.05",
-        "data_config.block_size=128",
-    ]
-    ended = run(mingpt, "-c", "gpt.yaml", *keys, "trainer_config.max_epochs=1", "Engine.max_steps=1")
-    assert ended.out[0].startswith("Data has 55769 characters, 59 unique.\n")
-
-
 def test_the_resolved_config_is_a_config(tmp_path: Path) -> None:
     """YAML, and the JSON that it resolves to, train alike; `Launch` is not the trainer's."""
     from trainer.__main__ import parse
@@ -355,133 +255,6 @@ def test_the_resolved_config_is_a_config(tmp_path: Path) -> None:
     from_yaml = run(tmp_path / "yaml", "-c", str(tmp_path / "run.yaml"), *tiny())
     assert from_json.ok, from_json.text
     assert from_json.metrics() == from_yaml.metrics()
-
-
-def refused(tmp_path: Path) -> Iterator[tuple[list[str], str, str]]:
-    """Arguments, and what the message and the hint have to say."""
-    data = tmp_path / "data"
-    data.mkdir()
-    tokens = {"dataset": "GPTDataset", "path": "", "vocab": 100, "input_dir": data}
-    yield tiny(**tokens), "holds no token files", "_ids.npz"
-    yield tiny(**{**tokens, "input_dir": tmp_path / "none"}), "there is no data at", "input_dir"
-    write_npz(tmp_path / "big", [[1, 2, 300] * 20])
-    yield (
-        tiny(**{**tokens, "input_dir": tmp_path / "big_ids.npz"}),
-        "token id 300 is outside of the vocabulary of 100",
-        "tokenizer",
-    )
-    np.savez(tmp_path / "sum_ids.npz", ids=np.arange(90, dtype=np.uint16), lens=np.array([80]))
-    yield tiny(**{**tokens, "input_dir": tmp_path / "sum_ids.npz"}), "lens add up to 80, but there are 90 ids", "anew"
-    write_npz(tmp_path / "short", [[1, 2, 3]])
-    yield (
-        tiny(**{**tokens, "input_dir": tmp_path / "short_ids.npz"}),
-        "has 3 tokens, one sample needs 17",
-        "max_seq_len",
-    )
-    (tmp_path / "a.txt").write_text("too short")
-    yield tiny(path=tmp_path / "a.txt"), "has 9 characters, one sample needs 17", "max_seq_len"
-    yield tiny(path=tmp_path / "b.txt"), "cannot be read: No such file", "path"
-    yield tiny(path="s3://bucket/text"), "s3://", ""
-    yield tiny(device="gpu"), "torch sees no GPU here", "Global.device: cpu"
-    yield ["--device", "gpu", *tiny()[1:]], "torch sees no GPU here", "Global.device: cpu"
-    yield tiny(vocab=10), "different characters", "empty"
-    yield tiny(**{"Distributed.mp_degree": 2, "Distributed.dp_degree": 1}), "L001", "dp_degree"
-    yield tiny(layers="many"), "Model.num_layers", ""
-    yield ["-c", str(tmp_path / "none.yaml")], "none.yaml", ""
-    yield tiny(output_dir=tmp_path / "a.txt"), "is a file", "output_dir"
-    yield ["-c"], "-c needs a value", "--help"
-    yield ["run.yaml"], "neither a flag nor KEY=VALUE", "--help"
-    yield tiny(ckpt_dir=tmp_path / "none"), "holds no checkpoint that can be used", "ckpt_dir"
-    yield tiny(output_dir=tmp_path / "a.txt" / "output"), "cannot be written", "output_dir"
-    yield tiny(**{"Nonsense.key": 1}), "C010", ""
-
-
-def test_bad_input_is_one_clear_message(tmp_path: Path) -> None:
-    for number, (arguments, message, hint) in enumerate(refused(tmp_path)):
-        ended = run(tmp_path / f"case{number}", *arguments)
-        assert ended.codes == [93], (message, ended.text)
-        assert message in ended.err[0], ended.text
-        assert hint in ended.err[0], ended.text
-        assert "Traceback" not in ended.text, ended.text
-
-
-def test_axes_that_are_not_built_yet_say_so(tmp_path: Path) -> None:
-    ended = run(tmp_path, *tiny(**{"Distributed.mp_degree": 2}), world=2)
-    assert set(ended.codes) <= {93, -9}
-    assert "Distributed.mp_degree 2: the trainer cannot do this yet" in ended.err[0]
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    run(tmp_path, *tiny(max_steps=2))
-    text = tmp_path / "text.txt"
-    text.write_text("".join(map(chr, range(40, 136))) * 50)  # as many characters as the demo corpus has, but others
-    for change, message in (
-        ({"hidden": 64}, "hidden_size 32 there, 64 here"),
-        ({"heads": 4}, "num_attention_heads 2 there, 4 here"),
-        ({"layers": 3}, "num_layers 2 there, 3 here"),
-        ({"path": text}, "its vocabulary has other characters"),
-    ):
-        ended = run(tmp_path, *tiny(max_steps=4, ckpt_dir="auto", **change))
-        assert ended.codes == [93]
-        assert f"is a checkpoint of another model: {message}" in ended.err[0]
-        assert "Traceback" not in ended.text
-    assert run(tmp_path, *tiny(max_steps=4, ckpt_dir="auto")).ok
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(folder)], capture_output=True
-    ).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_costs_no_step(tmp_path: Path, small_disk: Path) -> None:
-    """Room for one checkpoint: training goes on to the end, the first one stays, and the end says what is missing."""
-    ended = run(tmp_path, *tiny(save_steps=4, output_dir=small_disk / "output"))
-    assert ended.codes == [93]
-    assert [line.step for line in train_lines(ended.out[0])] == list(range(1, 11))
-    assert [folder.name for folder in (small_disk / "output").glob("step_*")] == ["step_4"]
-    assert re.search(r"checkpoint of step 8 is not saved: .*; those before are kept", ended.out[0])
-    assert "error: the last checkpoint could not be saved: " in ended.err[0]
-    assert "Traceback" not in ended.text
-    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
-    rest = run(tmp_path, *tiny(output_dir=small_disk / "output", ckpt_dir="auto"))
-    assert rest.ok, rest.text
-    assert train_lines(rest.out[0])[0].step == 5
-
-
-def test_a_disk_that_is_full_from_the_start(tmp_path: Path, small_disk: Path) -> None:
-    """Not even the lock file can say whose it is: the run trains, and ends with what is missing."""
-    (small_disk / "filler").write_bytes(bytes(690 * 1024))
-    with contextlib.suppress(OSError), open(small_disk / "more", "wb", buffering=0) as stream:
-        while stream.write(bytes(4096)):
-            pass
-    ended = run(tmp_path, *tiny(max_steps=3, output_dir=small_disk / "output"))
-    assert ended.codes == [93]
-    assert len(train_lines(ended.out[0])) == 3
-    assert "error: the last checkpoint could not be saved" in ended.err[0]
-    assert "Traceback" not in ended.text
-
-
-def test_a_read_only_folder_is_refused_before_training(tmp_path: Path, small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    ended = run(tmp_path, *tiny(output_dir=small_disk / "output"))
-    assert ended.codes == [93]
-    assert "cannot be written: Read-only file system" in ended.err[0]
-    assert "Traceback" not in ended.text
-
-
-def test_a_read_only_data_folder_is_no_obstacle(tmp_path: Path, small_disk: Path) -> None:
-    write_npz(small_disk / "x", [[1, 2, 3] * 100] * 5)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    ended = run(tmp_path, *tiny(dataset="GPTDataset", path="", vocab=100, input_dir=small_disk, max_steps=3), world=2)
-    assert ended.ok, ended.text
-    assert "index maps cannot be kept beside the data (Read-only file system)" in ended.out[0]
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
