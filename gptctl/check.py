@@ -33,7 +33,7 @@ CONFIG_NAMES = ("{}.yaml", "{}.yml", "{}s.yaml", "configs/{}.yaml")
 class Checked(NamedTuple):
     """What is known of a config after checking it; `resolved` is None when its text could not be read."""
 
-    path: Path
+    path: Path | None  # None: nothing but flags
     findings: tuple[Finding, ...]
     launch: Launch
     cluster: Cluster
@@ -41,6 +41,18 @@ class Checked(NamedTuple):
     resolved: Resolved | None = None
     estimate: Estimate | None = None
     launch_origins: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def name(self) -> str:
+        return str(self.path or "the command line")
+
+    @property
+    def device(self) -> str:
+        return self.resolved.run.Global.device if self.resolved else "gpu"
+
+    @property
+    def output_dir(self) -> str | None:
+        return self.resolved.run.Engine.save_load.output_dir if self.resolved else None
 
     @property
     def is_valid(self) -> bool:
@@ -67,7 +79,7 @@ def find_config(name: str | None) -> Path:
     raise UserError(f"no config found: tried {', '.join(tried)}", "`gptctl init` writes one", WRONG_USAGE)
 
 
-def check_config(path: Path, overrides: Iterable[Override]) -> Checked:
+def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
     found: list[Finding] = []
     tree = load_tree(path, overrides, found)
     if tree is None:
@@ -89,6 +101,7 @@ def check_config(path: Path, overrides: Iterable[Override]) -> Checked:
     findings = [*resolved.findings, *(profile.findings if profile else ()), *reading.judge(judged), *linted]
     written = reading.values
     origins = {key: str(reading.places[key]) if key in written else "default" for key in paths_of(Launch, "Launch")}
+    origins |= {key: str(place) for key, place in reading.places.items() if key.startswith("Launch.env.")}
     launch = replace(launch, gpus_per_node=machines.per_node)
     origins["Launch.gpus_per_node"] = origin
     return Checked(path, in_order(findings), launch, cluster, machines, resolved, estimated, origins)

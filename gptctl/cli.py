@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import click
 
 from gptctl import __version__
+from gptctl.cli_jobs import VERBS
+from gptctl.options import check_arguments, complete_template, config_options, examples
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
-
-if TYPE_CHECKING:
-    from gptctl.check import Checked
 
 BUG = 70
 INTERRUPTED = 130
 READER_GONE = 141  # as a program that dies of SIGPIPE
 MAX_LISTED = 1 << 17
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def examples(*lines: str) -> str:
-    """The end of a help page."""
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 @click.group(
@@ -36,65 +27,6 @@ def examples(*lines: str) -> str:
 @click.version_option(__version__, prog_name="gptctl")
 def cli() -> None:
     """Turn one run config and a cluster profile into a distributed training job that starts right the first time."""
-
-
-def complete_override(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    from gptctl.report import key_rows
-
-    return [f"{row['key']}=" for row in key_rows(incomplete)]
-
-
-def complete_cluster(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    from gptctl.cluster import known_profiles
-
-    return [name for name in known_profiles() if name.startswith(incomplete)]
-
-
-def complete_template(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    from gptctl.resources import named_files
-
-    return [name for name in named_files("templates/configs") if name.startswith(incomplete)]
-
-
-def config_options(verb: F) -> F:
-    """CONFIG and the options that say where and how it runs."""
-    for option in (
-        click.option(
-            "-o",
-            "--override",
-            "overrides",
-            metavar="KEY=VALUE",
-            multiple=True,
-            help="Override a key; repeatable.",
-            shell_complete=complete_override,
-        ),
-        click.option(
-            "--cluster", metavar="NAME", help="Cluster profile, a name or a path.", shell_complete=complete_cluster
-        ),
-        click.option("--gpus-per-node", metavar="G", help="Ranks per node."),
-        click.option("--nodes", metavar="N", help="Number of nodes, or MIN:MAX."),
-        click.argument("config", required=False, type=click.Path()),
-    ):
-        verb = option(verb)
-    return verb
-
-
-def check_arguments(
-    config: str | None, nodes: str | None, gpus_per_node: str | None, cluster: str | None, overrides: tuple[str, ...]
-) -> Checked:
-    from gptctl.check import check_config, find_config
-    from trainer.config import Override
-
-    flags = {"nodes": nodes, "gpus_per_node": gpus_per_node, "cluster": cluster}
-    for key, value in flags.items():
-        if value is not None and not value.strip():  # an unset shell variable must not choose another world
-            raise UserError(f"--{key.replace('_', '-')} is empty", "write a value, or leave the flag out", WRONG_USAGE)
-    flagged = [
-        Override(f"Launch.{key}", value, f"--{key.replace('_', '-')} {value}")
-        for key, value in flags.items()
-        if value is not None
-    ]
-    return check_config(find_config(config), [*map(Override.parse, overrides), *flagged])
 
 
 @cli.command(
@@ -124,10 +56,10 @@ def validate(strict: bool, resolved: bool, as_json: bool, **arguments: Any) -> i
         if show_yaml:
             ui.print_text(report.resolved_yaml(checked))
         elif checked.is_valid:
-            ui.print_pairs(f"{checked.path}: {report.verdict(checked, valid)}", report.summary(checked))
+            ui.print_pairs(f"{checked.name}: {report.verdict(checked, valid)}", report.summary(checked))
             ui.say(report.assumptions())
         else:
-            ui.print_text(f"{checked.path}: {report.verdict(checked, valid)}")
+            ui.print_text(f"{checked.name}: {report.verdict(checked, valid)}")
     return 0 if valid else ANSWER_IS_NO
 
 
@@ -143,7 +75,7 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
     checked = check_arguments(**arguments)
     if not checked.is_valid or checked.resolved is None:
         raise UserError(
-            f"{checked.path} has no valid layout", findings=[f for f in checked.findings if f.level == "error"]
+            f"{checked.name} has no valid layout", findings=[f for f in checked.findings if f.level == "error"]
         )
     layout, machines = checked.resolved.layout, checked.machines
     if rank is not None and rank >= layout.world:
@@ -254,6 +186,10 @@ def completion(shell: str) -> None:
     found = get_completion_class(shell)
     assert found is not None
     click.echo(found(cli, {}, "gptctl", "_GPTCTL_COMPLETE").source())
+
+
+for verb in VERBS:
+    cli.add_command(verb)
 
 
 def main() -> None:

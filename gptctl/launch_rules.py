@@ -28,6 +28,11 @@ LOOPBACK = Rule("A009", "the rendezvous endpoint of several machines is not thei
 AGREE = Rule("A010", "what is said twice of the rendezvous agrees", uses=("Launch.style", *_RDZV))
 EXTRA = Rule("A011", "slurm.extra repeats no option that gptctl sets itself", uses=("Launch.slurm.extra",))
 
+ARGUMENTS = Rule(
+    "A012", "args are for a script; the bundled trainer is told by keys", uses=("Launch.args", "Launch.entrypoint")
+)
+NO_SLURM = Rule("A013", "options of Slurm are for a Slurm cluster", "notice", uses=("Launch.slurm", "Launch.cluster"))
+
 OWN_HOST = ("localhost", "::1", "0.0.0.0", "::")
 SET_BY_GPTCTL = frozenset(
     "account comment cpus-per-task error hold job-name nodes ntasks ntasks-per-node open-mode output partition "
@@ -41,7 +46,7 @@ FIXED_STYLES = ("standalone", "static", "launch")  # with a number of nodes that
 def check_launch(launch: Launch, cluster: Cluster, machines: Machines) -> list[Finding]:
     return [
         *_check_nodes(launch, cluster, machines),
-        *_check_names(launch),
+        *_check_names(launch, cluster),
         *_check_rendezvous(launch, cluster, machines),
         *_check_style(launch, cluster, machines),
     ]
@@ -64,7 +69,14 @@ def _check_nodes(launch: Launch, cluster: Cluster, machines: Machines) -> Iterat
         yield HOST_COUNT.found("Launch.nodes", machines.nodes, message, "use fewer nodes, or add hosts to the profile")
 
 
-def _check_names(launch: Launch) -> Iterator[Finding]:
+def _check_names(launch: Launch, cluster: Cluster) -> Iterator[Finding]:
+    if launch.args and launch.entrypoint == "trainer":
+        hint = "use -o KEY=VALUE, or name a script: gptctl submit -- SCRIPT ARGS"
+        yield ARGUMENTS.found("Launch.args", list(launch.args), "args, but the entrypoint is the trainer", hint)
+    unused = [name for name in ("partition", "account", "cpus_per_task", "extra") if getattr(launch.slurm, name)]
+    if unused and cluster.kind != "slurm":
+        message = f"{', '.join(unused)} have no effect on {cluster.name}, which is {cluster.kind}"
+        yield NO_SLURM.found("Launch.slurm", None, message)
     for option in sorted(set(launch.slurm.extra) & SET_BY_GPTCTL):
         hint = "use the key of Launch for it, and delete it here"
         yield EXTRA.found(f"Launch.slurm.extra.{option}", None, f"gptctl sets --{option} itself", hint)

@@ -106,7 +106,7 @@ def assumptions() -> str:
 def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:
     resolved, estimated = checked.resolved, checked.estimate
     report: dict[str, Any] = {
-        "config": str(checked.path),
+        "config": checked.name,
         "valid": checked.is_valid,
         "findings": [finding.as_json() for finding in checked.findings],
     }

@@ -18,6 +18,7 @@ MODULES = (
     "gptctl.cluster",
     "gptctl.check",
     "gptctl.launch_rules",
+    "gptctl.preflight",
     "gptctl.environ",
 )
 

@@ -31,6 +31,11 @@ def print_text(text: str) -> None:
     print(clean(text))
 
 
+def print_exactly(text: str) -> None:
+    """A script, byte for byte. Control characters cannot be in it: what it was rendered from was checked."""
+    sys.stdout.write(text)
+
+
 def say(text: str) -> None:
     """Talk: on stderr, so that stdout stays data."""
     sys.stdout.flush()  # one terminal or log shows both, in the order they were written

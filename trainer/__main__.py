@@ -119,7 +119,8 @@ def settle_threads() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(1, int(text)) if text.isdecimal() else 1
-    given_by_torchrun = os.environ.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "GPTCTL_NODE" not in os.environ
+    given_by_torchrun = os.environ.get("OMP_NUM_THREADS") == "1" and by_torchrun
     if "OMP_NUM_THREADS" not in os.environ or given_by_torchrun:
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
 

@@ -68,8 +68,9 @@ def restore(t: Training, checkpoints: Checkpoints, folder: Path | None) -> None:
 
 
 def _is_restart(mesh: Mesh) -> bool:
-    """Whether torchrun has restarted the ranks. Only the agent whose rank failed counts it, so all are asked."""
-    return mesh.total(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")[0] > 0
+    """Whether ranks were started again. Only the torchrun whose rank failed counts it: all are asked."""
+    counts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "GPTCTL_ATTEMPT")]
+    return mesh.total(any(count != "0" for count in counts))[0] > 0
 
 
 def _restore_snapshot(t: Training, file: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-TORCH_FREE = ("trainer.errors", "trainer.layout", "trainer.config", "trainer.estimate", "trainer.logline")
+TORCH_FREE = tuple(f"trainer.{name}" for name in "errors layout config estimate logline durable rank_log".split())
 HEAVY = ("torch", "numpy", "rich", "jinja2", "submitit", "paramiko", "yaml")
 ONE_FILE_EACH = ("rich", "jinja2", "submitit", "paramiko")
 UNWANTED_NAMES = ("utils.py", "helpers.py", "common.py")

@@ -21,11 +21,15 @@ INDEX = Rule("C018", "an index points at an item that the list has")
 
 
 class Override(NamedTuple):
-    """`key=value` from the command line; `source` is what the user typed."""
+    """`key=value` from the command line; `source` is what the user typed.
+
+    A tuple is a list of words that are taken as they are, as is a `verbatim` value: neither YAML nor blanks count.
+    """
 
     key: str
-    value: str
+    value: str | tuple[str, ...]
     source: str
+    verbatim: bool = False
 
     @staticmethod
     def parse(text: str, flag: str = "-o") -> Override:
@@ -96,14 +100,22 @@ def _with_bases(tree: Map, path: str, children: Sequence[str], found: list[Findi
 
 def _override_tree(override: Override, found: list[Finding]) -> Map:
     place = Place(override.source)
-    node: Node = Scalar(checked_text(override.value, place, found), place)
-    if override.value[:1] in ("[", "{", "'", '"'):
-        parsed = parse_value(override.value, override.source, found, first_line=0)
-        node = parsed if parsed is not None else node
+    node = _override_node(override, place, found)
     for name in reversed(override.key.split(".")):
         node = Map({name: node}, place)
     assert isinstance(node, Map)
     return node
+
+
+def _override_node(override: Override, place: Place, found: list[Finding]) -> Node:
+    value = override.value
+    if isinstance(value, tuple):
+        return List(tuple(Scalar(checked_text(word, place, found), place, True) for word in value), place)
+    if not override.verbatim and value[:1] in ("[", "{", "'", '"'):
+        parsed = parse_value(value, override.source, found, first_line=0)
+        if parsed is not None:
+            return parsed
+    return Scalar(checked_text(value, place, found), place, override.verbatim)
 
 
 def merge(under: Node, over: Node, found: list[Finding], empties: bool = False, path: str = "") -> Node:

@@ -102,7 +102,11 @@ def read_run(
     if reading.ignored:
         keys = ", ".join(f"{key} ({place})" for key, place in reading.ignored.items())
         found.append(IGNORED.found("", list(reading.ignored), f"ignored, nothing here uses them: {keys}"))
+    defaults = RunConfig()  # a frozen config writes every key, and asks for nothing by that
     written = [name for name in NOT_BUILT_YET if name in reading.places]
+    written = [
+        name for name in written if build(reading.sections[name], reading.values, name) != getattr(defaults, name)
+    ]
     if written:
         message = f"read and checked, but nothing acts on it yet: {', '.join(written)}"
         found.append(NOT_BUILT.found("", written, message))

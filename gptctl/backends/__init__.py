@@ -1,0 +1,44 @@
+"""Where jobs run. A backend starts a job from its frozen folder, says how it stands, and ends it; nothing else."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol, cast
+
+from gptctl.jobs import JobRecord
+from gptctl.plan import LaunchPlan
+from trainer.errors import OUT_OF_REACH, UserError
+
+BUILT = ("local",)
+
+
+class State(NamedTuple):
+    """How a job stands, as far as it is known."""
+
+    name: str
+    reason: str = ""
+
+
+class Backend(Protocol):
+    def start(self, plan: LaunchPlan) -> dict[str, Any]:
+        """Starts the job whose folder is complete; returns its handle."""
+        ...
+
+    def state(self, record: JobRecord) -> State:
+        """Of a job that has left no result."""
+        ...
+
+    def cancel(self, record: JobRecord, now: bool) -> None:
+        """Ends every process of the job; returns when none is left."""
+        ...
+
+    def abandon(self, record: JobRecord) -> bool:
+        """Makes sure that a half-submitted job never starts; False when it has started."""
+        ...
+
+
+def backend_of(kind: str) -> Backend:
+    if kind not in BUILT:
+        hint = "`gptctl render` prints the script for it"
+        raise UserError(f"submitting to a cluster of kind {kind} is not built yet", hint, OUT_OF_REACH)
+    return cast("Backend", import_module(f"gptctl.backends.{kind}"))

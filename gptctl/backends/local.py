@@ -1,0 +1,132 @@
+"""This machine. A detached supervisor runs the job; it is found again by its process number, start time and boot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+from gptctl.backends import State
+from gptctl.jobs import JobRecord, private_files
+from gptctl.plan import LaunchPlan
+from gptctl.processes import is_alive, is_here, is_same_boot, kill_all, processes_of
+from gptctl.run_folder import (
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    LOST,
+    PENDING,
+    RUNNING,
+    STOPPED,
+    UNKNOWN,
+    RunFolder,
+    has_stopped_on_purpose,
+)
+from trainer.errors import OUT_OF_REACH, UserError
+
+START_PATIENCE = 30.0
+STOP_PATIENCE = 60.0  # the supervisor's own patience, and some seconds more
+
+# What another launcher around gptctl left in the environment would be taken for the job's own.
+_LEAKING = ("GPTCTL_", "SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "PET_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_LEAKED = (
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS BASH_ENV ENV "
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+).split()
+
+
+def start(plan: LaunchPlan) -> dict[str, Any]:
+    reading, writing = os.pipe()
+    environment = {**clean_environment(), "GPTCTL_READY": str(writing)}
+    with private_files(), open(os.path.join(plan.run_dir, "supervisor.log"), "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gptctl.supervisor", plan.run_dir],
+            cwd=plan.run_dir,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(writing,),
+            start_new_session=True,
+        )
+    os.close(writing)
+    answer = os.read(reading, 1)  # or nothing, when it ended before it could answer
+    os.close(reading)
+    claim = RunFolder(plan.run_dir).claimed_by()
+    if answer != b"1" or not claim:
+        process.wait()
+        hint = f"see {plan.run_dir}/supervisor.log"
+        raise UserError("the job's supervisor did not start", hint, OUT_OF_REACH)
+    return claim
+
+
+def clean_environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _LEAKED and not name.startswith(_LEAKING)}
+    if "PYTHONPATH" in kept:  # the supervisor starts in another folder
+        kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, kept["PYTHONPATH"].split(os.pathsep)))
+    return kept
+
+
+def state(record: JobRecord) -> State:
+    folder = RunFolder(record.run_dir)
+    claim = folder.claimed_by()
+    owner = claim or record.submitter
+    if not is_here(owner):
+        return State(UNKNOWN, f"it runs on {owner.get('host')}: ask there")
+    if not claim:
+        alive = is_alive(record.submitter)
+        return State(PENDING, "being submitted") if alive else State(LOST, "gptctl ended before the job was started")
+    if is_alive(claim):
+        begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
+        return State(RUNNING, "" if begun else "starting")
+    if result := folder.result():  # written since the caller looked
+        return State(result.state, result.reason)
+    if is_same_boot(claim) and processes_of(record.run_dir):
+        return State(RUNNING, "its supervisor is gone: nobody restarts it or keeps the time limit")
+    return _from_exit_codes(record, folder, claim)
+
+
+def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]) -> State:
+    """The supervisor is gone without a word: what the nodes of the last attempt said counts."""
+    attempt = folder.attempts() - 1
+    codes = folder.exit_codes(attempt, record.nodes)
+    if len(codes) == record.nodes:
+        if not any(codes.values()):
+            return State(COMPLETED)
+        if has_stopped_on_purpose(record.output_dir, since=record.created):
+            return State(STOPPED, "the trainer was asked to stop, and saved its work")
+        node = next(node for node, code in codes.items() if code)
+        return State(FAILED, f"node {node} ended with exit code {codes[node]}")
+    if folder.cancelled.exists():
+        return State(CANCELLED, "cancelled")
+    why = "its processes were killed" if is_same_boot(claim) else "the machine was restarted"
+    return State(LOST, f"{why}; nodes that said how they ended: {len(codes)} of {record.nodes}")
+
+
+def cancel(record: JobRecord, now: bool) -> None:
+    folder = RunFolder(record.run_dir)
+    claim = folder.claimed_by() or {}
+    if not is_here(claim or record.submitter):
+        host = (claim or record.submitter).get("host")
+        raise UserError(f"{record.id} runs on {host}", "cancel it there", OUT_OF_REACH)
+    if not claim and folder.path.is_dir():
+        folder.take({"abandoned": True})
+    folder.cancel(now)
+    deadline = time.monotonic() + STOP_PATIENCE
+    if is_alive(claim):
+        with suppress(ProcessLookupError):
+            os.kill(claim["pid"], signal.SIGTERM)
+    while is_alive(claim) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if left := kill_all(record.run_dir):
+        raise UserError(f"processes {left} of {record.id} cannot be ended", "are they yours?", OUT_OF_REACH)
+    if not folder.result():
+        folder.finish(CANCELLED, "cancelled")
+
+
+def abandon(record: JobRecord) -> bool:
+    return RunFolder(record.run_dir).take({"abandoned": True})

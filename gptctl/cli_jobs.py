@@ -1,0 +1,429 @@
+"""The verbs that start jobs and look after them. As in `cli.py`, everything a verb needs is imported by the verb."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gptctl.options import (
+    ScriptCommand,
+    check_job,
+    complete_cluster,
+    complete_job,
+    config_options,
+    examples,
+    launch_options,
+)
+from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
+
+if TYPE_CHECKING:
+    from gptctl.check import Checked
+    from gptctl.jobs import JobRecord, Store
+    from gptctl.options import F
+    from gptctl.submit import Prepared
+
+INTERRUPTED = 130
+
+
+def open_store() -> Store:
+    """The job store, after settling what a killed gptctl may have left."""
+    from gptctl import ui
+    from gptctl.jobs import Store
+    from gptctl.submit import sweep
+
+    store = Store()
+    for note in sweep(store):
+        ui.say(f"note: {note}")
+    return store
+
+
+def find_job(name: str | None, store: Store | None = None) -> JobRecord:
+    """A job by its id; without one the latest, and it is said which."""
+    from gptctl import ui
+
+    record = (store or open_store()).find(name)
+    if name is None:
+        ui.say(f"job {record.id}")
+    return record
+
+
+def job_argument(required: bool) -> Callable[[F], F]:
+    return click.argument("job", required=required, shell_complete=complete_job)
+
+
+as_json_option = click.option("--json", "as_json", is_flag=True, help="Print a report for programs.")
+
+
+def template_places(template: str | None, config: Path | None) -> list[Path]:
+    """The user's templates: the one that was named, then a folder `templates` beside the config."""
+    if template is not None and not Path(template).exists():
+        raise UserError(
+            f"there is no template {template}", "name a file such as launch.sh.j2, or a folder", WRONG_USAGE
+        )
+    beside = config.parent / "templates" if config else None
+    return [*([Path(template)] if template else []), *([beside] if beside and beside.is_dir() else [])]
+
+
+def refuse_invalid(checked: Checked, what: str) -> None:
+    if not checked.is_valid:
+        raise UserError(f"{checked.name} {what}", findings=checked.findings)
+
+
+@click.command(
+    cls=ScriptCommand,
+    epilog=examples(
+        "gptctl submit --nodes 2 --follow", "gptctl submit --nodes 2 --gpus-per-node 8 -- train.py --batch_size 32 10 5"
+    ),
+)
+@config_options
+@launch_options
+@click.option("--resume", metavar="JOB", help="Go on from the newest checkpoint of that job.")
+@click.option("--dry-run", is_flag=True, help="Print exactly what would run, and change nothing.")
+@click.option("-f", "--follow", is_flag=True, help="Then follow its logs; the exit code is the job's verdict.")
+@click.option("--wait", "wait_for_it", is_flag=True, help="Then wait for its end; the exit code is the job's verdict.")
+@as_json_option
+def submit(
+    resume: str | None,
+    dry_run: bool,
+    follow: bool,
+    wait_for_it: bool,
+    as_json: bool,
+    template: str | None,
+    **arguments: Any,
+) -> int:
+    """Check a run config, freeze everything the job needs, and start it.
+
+    CONFIG is a path or a bare name, as for validate; without one, config.yaml is looked for. After `--` stands any
+    script with its arguments, instead of the bundled trainer; it needs no config, and uses one only if it is named.
+    Nothing is written when something is wrong. Nothing old is overwritten: every job has a folder of its own.
+    """
+    from gptctl import ui
+    from gptctl.submit import Interrupted, prepare, this_site
+    from gptctl.submit import submit as send
+
+    store = open_store()
+    if resume is not None:
+        arguments["overrides"] += (f"Engine.save_load.ckpt_dir={resumable_output(resume, store)}",)
+    checked, overrides = check_job(**arguments)
+    refuse_invalid(checked, "is not submitted")
+    prepared = prepare(checked, store, this_site(), overrides, template_places(template, checked.path))
+    if dry_run:
+        show_dry_run(prepared, as_json)
+        return 0
+    ui.print_findings(prepared.findings, to_stderr=True)
+    try:
+        record = send(prepared, store)
+    except Interrupted as interrupted:
+        ui.say(after_interrupt(interrupted.record))
+        return INTERRUPTED
+    announce(prepared, record, as_json)
+    return accompany(record, follow, wait_for_it)
+
+
+def announce(prepared: Prepared, record: JobRecord, as_json: bool) -> None:
+    from gptctl import job_report, ui
+    from gptctl.run_folder import RunFolder
+
+    plan = prepared.plan
+    endpoint = RunFolder(record.run_dir).endpoint() or f"{plan.master_addr}:{plan.master_port or '(a free port)'}"
+    facts = job_report.submitted(record, endpoint)
+    if as_json:
+        ui.print_json(facts)
+        return
+    shown = [
+        ("world", f"{plan.world} ranks: {plan.nnodes} × {plan.per_node} on cluster {plan.cluster}"),
+        ("endpoint", f"{endpoint}, {plan.form} rendezvous"),
+        ("logs", record.log_dir),
+        ("follow", facts["follow"]),
+    ]
+    ui.print_pairs(f"job {record.id}", shown)
+
+
+def accompany(record: JobRecord, follow: bool, wait_for_it: bool) -> int:
+    if follow:
+        return follow_job(record)
+    return wait_for(record, None) if wait_for_it else 0
+
+
+def show_dry_run(prepared: Prepared, as_json: bool) -> None:
+    from gptctl import ui
+
+    plan = prepared.plan
+    if as_json:
+        ui.print_json({"plan": plan.as_json(), "scripts": prepared.scripts})
+        return
+    ui.print_findings(prepared.findings, to_stderr=True)
+    for name, text in prepared.scripts.items():
+        ui.say(f"# {plan.run_dir}/{name}, on {plan.nnodes} node(s) of cluster {plan.cluster}:")
+        ui.print_exactly(text)
+
+
+def resumable_output(job: str, store: Store) -> str:
+    from gptctl import job_report
+
+    record = store.find(job)
+    if not record.output_dir:
+        raise UserError(f"{record.id} ran a script of its own", "only the bundled trainer resumes", WRONG_USAGE)
+    if not job_report.is_final(job_report.state_of(record)):
+        raise UserError(f"{record.id} has not ended", f"gptctl cancel {record.id}", ANSWER_IS_NO)
+    if not any(Path(record.output_dir).glob("step_*")):
+        raise UserError(f"{record.id} has left no checkpoint in {record.output_dir}", "submit without --resume")
+    return record.output_dir
+
+
+def after_interrupt(record: JobRecord) -> str:
+    return f"\n{record.id} goes on; gptctl logs {record.id} --follow, gptctl cancel {record.id}"
+
+
+@click.command(
+    cls=ScriptCommand,
+    epilog=examples(
+        "gptctl render config --style standalone --gpus-per-node 4",
+        "gptctl render --cluster a800 --nodes 2 --style sbatch > sbatch_run.sh",
+    ),
+)
+@config_options
+@launch_options
+@click.option("--node", type=click.IntRange(min=0), help="Static: only the command of this node.")
+@as_json_option
+def render(node: int | None, as_json: bool, template: str | None, **arguments: Any) -> None:
+    """Print the command line or script that launches a config, for pasting, srun or sbatch.
+
+    Styles: standalone, c10d, static, launch (torch.distributed.launch); on a Slurm cluster also srun-script, sbatch and
+    loop. Everything runs in place: no job, no run folder, the files as they are then.
+    """
+    from gptctl import ui
+    from gptctl.plan import build_plan
+    from gptctl.render import render as rendered
+    from gptctl.render import script_of
+    from gptctl.submit import this_site
+
+    checked, overrides = check_job(**arguments)
+    refuse_invalid(checked, "is not rendered")
+    plan = build_plan(checked, this_site(), overrides=overrides)
+    if node is not None and node >= plan.nodes:
+        raise UserError(f"there is no node {node}", f"use 0 to {plan.nodes - 1}", WRONG_USAGE)
+    text = rendered(plan, script_of(plan.style), template_places(template, checked.path), node)
+    if as_json:
+        ui.print_json({"style": plan.style, "plan": plan.as_json(), "text": text})
+    else:
+        ui.print_findings(checked.findings, to_stderr=True)
+        ui.print_exactly(text)
+
+
+@click.command("list", epilog=examples("gptctl list", "gptctl list --json"))
+@click.option("--all", "show_all", is_flag=True, help="Older jobs too, not only the last 20.")
+@as_json_option
+def list_jobs(show_all: bool, as_json: bool) -> None:
+    """List jobs with their states, oldest first."""
+    from gptctl import job_report, ui
+
+    records, _ = open_store().records()
+    rows = [job_report.row(record) for record in (records if show_all else records[-20:])]
+    if as_json:
+        ui.print_json(rows)
+        return
+    for row in rows:
+        row["ranks"] = f"{row['nodes']} × {row['world_size'] // row['nodes']}"
+        row["when"] = job_report.when(row["created"])
+    cells = [[row[key] for key in ("job", "state", "ranks", "cluster", "when", "reason")] for row in rows]
+    older = f"; {len(records) - len(rows)} older ones with --all" if len(records) > len(rows) else ""
+    ui.print_table(f"{len(rows)} jobs{older}", ["job", "state", "ranks", "cluster", "created", "reason"], cells)
+
+
+@click.command(epilog=examples("gptctl status", "gptctl status gpt-3f9a2c --json"))
+@job_argument(required=False)
+@as_json_option
+def status(job: str | None, as_json: bool) -> None:
+    """Show how a job stands; without JOB the latest."""
+    from gptctl import job_report, ui
+
+    record = find_job(job)
+    facts = job_report.status(record)
+    ui.print_json(facts) if as_json else ui.print_pairs(f"job {record.id}", job_report.pairs(facts))
+
+
+@click.command(epilog=examples("gptctl show gpt-3f9a2c", "gptctl show gpt-3f9a2c Launch.env"))
+@job_argument(required=True)
+@click.argument("prefix", required=False)
+@click.option("--script", "show_script", is_flag=True, help="Print its launch script.")
+@as_json_option
+def show(job: str, prefix: str | None, show_script: bool, as_json: bool) -> None:
+    """Show what a job was started with: state, files, ranks, and every value with where it came from.
+
+    PREFIX lists the config's keys below it, such as Launch or Optimizer.lr, and the variables of the environment.
+    """
+    from gptctl import job_report, ui
+    from gptctl.run_folder import read_json
+
+    record = find_job(job)
+    if show_script:
+        ui.print_exactly(job_report.script(record))
+        return
+    values = job_report.origins(record, prefix or "")
+    if prefix is not None and not values:
+        raise UserError(f"no key of {record.id} starts with {prefix}", "`gptctl keys` lists them", WRONG_USAGE)
+    if as_json:
+        plan, git = (read_json(record.run_folder / name) for name in ("plan.json", "git.json"))
+        config = [{"key": key, "value": value, "origin": origin} for key, value, origin in values]
+        ui.print_json({**job_report.status(record), "plan": plan, "git": git, "values": config})
+        return
+    if prefix is None:
+        ui.print_pairs(f"job {record.id}", job_report.pairs(job_report.status(record)))
+        values = [row for row in values if row[2] not in ("default", "")]
+    cells = [[key, "" if value is None else value, origin] for key, value, origin in values]
+    ui.print_table("values", ["key", "value", "from"], cells)
+
+
+@click.command(epilog=examples("gptctl cancel gpt-3f9a2c", "gptctl cancel gpt-3f9a2c --now"))
+@click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
+@click.option("--now", is_flag=True, help="Give it no time to save.")
+@as_json_option
+def cancel(jobs: tuple[str, ...], now: bool, as_json: bool) -> None:
+    """End jobs and all of their processes. The trainer saves a checkpoint first, for which it has 30 seconds."""
+    from gptctl import job_report, ui
+    from gptctl.backends import backend_of
+
+    store = open_store()
+    records = [store.find(job) for job in jobs]
+    answers = []
+    for record in records:
+        if not job_report.is_final(job_report.state_of(record)):
+            ui.say(f"ending {record.id} …")
+            backend_of(record.kind).cancel(record, now)
+        answers.append({"job": record.id, "state": job_report.state_of(record).name})
+    if as_json:
+        ui.print_json(answers)
+    else:
+        ui.print_text("\n".join(f"{answer['job']}: {answer['state']}" for answer in answers))
+
+
+@click.command(epilog=examples("gptctl wait", "gptctl wait gpt-3f9a2c --timeout 600 && echo done"))
+@job_argument(required=False)
+@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Give up after so long.")
+@as_json_option
+def wait(job: str | None, timeout: float | None, as_json: bool) -> int:
+    """Wait for a job to end. Exit code 0: completed; 1: it ended otherwise, or not in time."""
+    from gptctl import job_report, ui
+
+    record = find_job(job)
+    code = wait_for(record, timeout, quiet=as_json)
+    if as_json:
+        ui.print_json(job_report.row(record))
+    return code
+
+
+def wait_for(record: JobRecord, timeout: float | None, quiet: bool = False) -> int:
+    from gptctl import job_report, ui
+
+    deadline = time.monotonic() + timeout if timeout is not None else None
+    shown = ""
+    try:
+        while not job_report.is_final(state := job_report.state_of(record)):
+            if state.name != shown:
+                shown = state.name
+                ui.say(f"{record.id}: {shown}")
+            if deadline and time.monotonic() > deadline:
+                raise UserError(f"{record.id} is still {state.name}", "wait longer, or cancel it", ANSWER_IS_NO)
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        ui.say(after_interrupt(record))
+        return INTERRUPTED
+    if not quiet:
+        ui.print_text(f"{record.id}: {state.name}{': ' + state.reason if state.reason else ''}")
+    return job_report.verdict(state)
+
+
+@click.command(epilog=examples("gptctl rerun gpt-3f9a2c --follow", "gptctl rerun gpt-3f9a2c -o Engine.max_steps=2000"))
+@job_argument(required=True)
+@click.option("-o", "--override", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key; repeatable.")
+@click.option("-f", "--follow", is_flag=True, help="Then follow its logs.")
+@click.option("--wait", "wait_for_it", is_flag=True, help="Then wait for its end.")
+@as_json_option
+def rerun(job: str, overrides: tuple[str, ...], follow: bool, wait_for_it: bool, as_json: bool) -> int:
+    """Submit a job again from its saved files: the same config, cluster profile and code, in a new run folder."""
+    from gptctl.submit import prepare_rerun
+    from gptctl.submit import submit as send
+    from trainer.config import Override
+
+    store = open_store()
+    prepared = prepare_rerun(store.find(job), store, [Override.parse(text) for text in overrides])
+    record = send(prepared, store)
+    announce(prepared, record, as_json)
+    return accompany(record, follow, wait_for_it)
+
+
+@click.group(epilog=examples("gptctl clusters list", "gptctl clusters check local"))
+def clusters() -> None:
+    """Cluster profiles: where jobs can run."""
+
+
+@clusters.command("list", epilog=examples("gptctl clusters list", "gptctl clusters list --json"))
+@as_json_option
+def list_clusters(as_json: bool) -> None:
+    """List the profiles in ./clusters, in the user's config folder, and the bundled ones."""
+    from gptctl import ui
+    from gptctl.cluster import known_profiles, load_profile
+    from trainer.errors import errors_in
+
+    rows = []
+    for name, file in known_profiles().items():
+        profile = load_profile(str(file))
+        kind = "cannot be used" if errors_in(profile.findings) else profile.cluster.kind
+        rows.append({"cluster": name, "kind": kind, "file": str(file)})
+    if as_json:
+        ui.print_json(rows)
+    else:
+        ui.print_table("clusters", ["cluster", "kind", "file"], [list(row.values()) for row in rows])
+
+
+@clusters.command("show", epilog=examples("gptctl clusters show local", "gptctl clusters show a800 --json"))
+@click.argument("name", shell_complete=complete_cluster)
+@as_json_option
+def show_cluster(name: str, as_json: bool) -> None:
+    """Show every value of a profile, with the line it was written in."""
+    from gptctl import ui
+    from gptctl.cluster import load_profile
+    from gptctl.plan import cluster_as_json
+
+    profile = load_profile(name)
+    values = cluster_as_json(profile.cluster)
+    places = {key: str(place) for key, place in profile.reading.places.items() if key in profile.reading.values}
+    if as_json:
+        ui.print_json({"values": values, "origins": places})
+        return
+    cells = [[key, "" if value is None else value, places.get(key, "default")] for key, value in values.items()]
+    ui.print_table(f"cluster {profile.cluster.name}", ["key", "value", "from"], cells)
+
+
+@clusters.command("check", epilog=examples("gptctl clusters check local", "gptctl clusters check clusters/a800.yaml"))
+@click.argument("name", shell_complete=complete_cluster)
+@as_json_option
+def check_cluster(name: str, as_json: bool) -> int:
+    """Check a profile, and on this machine that jobs can run. Exit code 0: nothing is wrong."""
+    from gptctl import ui
+    from gptctl.cluster import load_profile
+    from gptctl.preflight import check_profile
+    from gptctl.submit import this_site
+    from trainer.errors import errors_in
+
+    profile = load_profile(name)
+    findings = [*profile.findings, *check_profile(profile.cluster, this_site())]
+    if as_json:
+        ui.print_json({"cluster": profile.cluster.name, "findings": [finding.as_json() for finding in findings]})
+    else:
+        ui.print_findings(findings)
+        wrong = len(errors_in(findings))
+        ui.print_text(f"{profile.cluster.name}: {f'{wrong} errors' if wrong else 'ready'}")
+    return ANSWER_IS_NO if errors_in(findings) else 0
+
+
+def follow_job(record: JobRecord) -> int:
+    raise NotImplementedError
+
+
+VERBS = [submit, render, list_jobs, status, show, cancel, wait, rerun, clusters]

@@ -1,0 +1,161 @@
+"""What a job looks like to a person and to a program: its state, its parts, where it meets, how its ranks ended."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from gptctl.backends import State, backend_of
+from gptctl.jobs import JobRecord
+from gptctl.run_folder import COMPLETED, FINAL, RunFolder, read_json, read_text
+
+
+def state_of(record: JobRecord) -> State:
+    """The job's own last word counts first; absence of it never counts as success."""
+    if result := RunFolder(record.run_dir).result():
+        return State(result.state, result.reason)
+    return backend_of(record.kind).state(record)
+
+
+def is_final(state: State) -> bool:
+    return state.name in FINAL
+
+
+def verdict(state: State) -> int:
+    return 0 if state.name == COMPLETED else 1
+
+
+def row(record: JobRecord) -> dict[str, Any]:
+    """A line of `gptctl list`."""
+    state = state_of(record)
+    return {
+        "job": record.id,
+        "state": state.name,
+        "reason": state.reason,
+        "cluster": record.cluster,
+        "nodes": record.nodes,
+        "world_size": record.world,
+        "created": record.created,
+        "run_dir": record.run_dir,
+    }
+
+
+def submitted(record: JobRecord, endpoint: str) -> dict[str, Any]:
+    """What `gptctl submit` answers."""
+    return {
+        "job": record.id,
+        "cluster": record.cluster,
+        "nodes": record.nodes,
+        "gpus_per_node": record.per_node,
+        "world_size": record.world,
+        "endpoint": endpoint,
+        "run_dir": record.run_dir,
+        "log_dir": record.log_dir,
+        "follow": f"gptctl logs {record.id} --follow",
+    }
+
+
+def status(record: JobRecord) -> dict[str, Any]:
+    """How a job stands, in full."""
+    folder, state = RunFolder(record.run_dir), state_of(record)
+    attempt = folder.attempts() - 1
+    result = folder.result()
+    return {
+        **row(record),
+        "state": state.name,
+        "reason": state.reason,
+        "gpus_per_node": record.per_node,
+        "attempts": folder.attempts(),
+        "endpoint": folder.endpoint(),
+        "ended": result.ended if result else None,
+        "exit_codes": folder.exit_codes(attempt, record.nodes) if attempt >= 0 else {},
+        "ranks": rank_rows(folder, attempt) if attempt >= 0 else [],
+        "trainer": read_json(record.run_folder / "output" / "status.json") if record.output_dir else None,
+        "log_dir": record.log_dir,
+        "config": record.config,
+    }
+
+
+def rank_rows(folder: RunFolder, attempt: int) -> list[dict[str, Any]]:
+    """How every rank of an attempt stands, by its last event."""
+    ranks: dict[int, dict[str, Any]] = {}
+    for event in folder.rank_events(attempt):
+        ranks[event["rank"]] = {
+            "rank": event["rank"],
+            "node": event.get("node"),
+            "host": event.get("host"),
+            "pid": event.get("pid"),
+            "ended": event.get("event") == "end",
+            "exit": event.get("exit"),
+            "signal": event.get("signal"),
+        }
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def endings(ranks: list[dict[str, Any]]) -> str:
+    """`3 running, 1 SIGKILL`"""
+    counts: dict[str, int] = {}
+    for rank in ranks:
+        ending = ending_text(rank) if rank["ended"] else "running"
+        counts[ending] = counts.get(ending, 0) + 1
+    return ", ".join(f"{count} {ending}" for ending, count in counts.items())
+
+
+def ending_text(rank: dict[str, Any]) -> str:
+    import signal
+
+    if isinstance(rank.get("signal"), int):
+        try:
+            return signal.Signals(rank["signal"]).name
+        except ValueError:
+            return f"signal {rank['signal']}"
+    return f"exit {rank.get('exit')}"
+
+
+def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """`status` for a person; what is empty is left out."""
+    reason = f": {facts['reason']}" if facts["reason"] else ""
+    ended = f", ended {when(facts['ended'])}" if facts["ended"] else ""
+    lines = [
+        ("state", f"{facts['state']}{reason}"),
+        ("world", f"{facts['world_size']} ranks: {facts['nodes']} × {facts['gpus_per_node']} on {facts['cluster']}"),
+        ("created", f"{when(facts['created'])}{ended}"),
+        ("attempts", str(facts["attempts"])),
+        ("endpoint", facts["endpoint"]),
+        ("ranks", endings(facts["ranks"])),
+        ("exit codes", ", ".join(f"node {node}: {code}" for node, code in facts["exit_codes"].items())),
+        ("trainer", (facts["trainer"] or {}).get("state", "")),
+        ("folder", facts["run_dir"]),
+        ("logs", facts["log_dir"]),
+    ]
+    return [(name, text) for name, text in lines if text]
+
+
+def when(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def origins(record: JobRecord, prefix: str) -> list[tuple[str, Any, str]]:
+    """Key, value and origin of everything in the frozen config below a prefix."""
+    config = read_json(record.run_folder / "config.json") or {}
+    found: list[tuple[str, Any, str]] = []
+
+    def walk(values: dict[str, Any], path: str) -> None:
+        for name, value in values.items():
+            full = f"{path}.{name}" if path else name
+            if isinstance(value, dict) and full not in config.get("origins", {}):
+                walk(value, full)
+            elif full.lower().startswith(prefix.lower()):
+                found.append((full, value, config.get("origins", {}).get(full, "")))
+
+    walk(config.get("resolved", {}), "")
+    plan = read_json(record.run_folder / "plan.json") or {}
+    for name, origin in plan.get("env_origins", {}).items():
+        full = f"Launch.env.{name}"
+        if full.lower().startswith(prefix.lower()):
+            found.append((full, plan["env"][name], origin))
+    return found
+
+
+def script(record: JobRecord) -> str:
+    return read_text(record.run_folder / "launch.sh")

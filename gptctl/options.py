@@ -1,0 +1,179 @@
+"""What verbs share: arguments that name a config or a job, their completion, and how help pages end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from trainer.errors import WRONG_USAGE, UserError
+
+if TYPE_CHECKING:
+    from gptctl.check import Checked
+    from trainer.config import Override
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def examples(*lines: str) -> str:
+    """The end of a help page."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def complete_override(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from gptctl.report import key_rows
+
+    return [f"{row['key']}=" for row in key_rows(incomplete)]
+
+
+def complete_cluster(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from gptctl.cluster import known_profiles
+
+    return [name for name in known_profiles() if name.startswith(incomplete)]
+
+
+def complete_template(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from gptctl.resources import named_files
+
+    return [name for name in named_files("templates/configs") if name.startswith(incomplete)]
+
+
+def config_options(verb: F) -> F:
+    """CONFIG and the options that say where and how it runs."""
+    for option in (
+        click.option(
+            "-o",
+            "--override",
+            "overrides",
+            metavar="KEY=VALUE",
+            multiple=True,
+            help="Override a key; repeatable.",
+            shell_complete=complete_override,
+        ),
+        click.option(
+            "--cluster", metavar="NAME", help="Cluster profile, a name or a path.", shell_complete=complete_cluster
+        ),
+        click.option("--gpus-per-node", metavar="G", help="Ranks per node."),
+        click.option("--nodes", metavar="N", help="Number of nodes, or MIN:MAX."),
+        click.argument("config", required=False, type=click.Path()),
+    ):
+        verb = option(verb)
+    return verb
+
+
+def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from gptctl.jobs import Store
+
+    return [record.id for record in Store().records()[0] if record.id.startswith(incomplete)]
+
+
+# Flags that set a key of Launch.
+FLAGS = {
+    "nodes": "nodes",
+    "gpus_per_node": "gpus_per_node",
+    "cluster": "cluster",
+    "devices": "devices",
+    "name": "job_name",
+    "time": "slurm.time",
+    "partition": "slurm.partition",
+    "account": "slurm.account",
+    "nodelist": "slurm.extra.nodelist",
+    "exclude": "slurm.extra.exclude",
+    "log_dir": "log_dir",
+    "style": "style",
+    "max_restarts": "max_restarts",
+}
+
+
+def launch_options(verb: F) -> F:
+    """Further options of the verbs that start a job or print how to."""
+    for option in (
+        click.option("-c", "--config", "config_option", metavar="CONFIG", help="The same as the argument CONFIG."),
+        click.option("--devices", "--gpus", metavar="0,1,…", help="Cards to use on every node."),
+        click.option("--name", metavar="NAME", help="Name of the job."),
+        click.option("--time", metavar="T", help="Time limit: 90 (minutes), 12:00:00, 1-12:00:00."),
+        click.option("--partition", metavar="P", help="Slurm partition."),
+        click.option("--account", metavar="A", help="Slurm account."),
+        click.option("--nodelist", metavar="HOSTS", help="Slurm: only these hosts."),
+        click.option("--exclude", metavar="HOSTS", help="Slurm: none of these hosts."),
+        click.option("--log-dir", "--log_dir", metavar="DIR", help="Folder of the logs, instead of the run folder's."),
+        click.option("--env", "variables", metavar="K=V", multiple=True, help="Set a variable; repeatable."),
+        click.option("--style", metavar="STYLE", help="How ranks are launched; see `gptctl keys Launch.style`."),
+        click.option("--max-restarts", metavar="K", help="Start a failed job again, at most K times."),
+        click.option("--template", metavar="PATH", help="Your own template, or a folder of them, before ours."),
+    ):
+        verb = option(verb)
+    return verb
+
+
+class ScriptCommand(click.Command):
+    """A verb whose words after `--` are a script and its arguments, taken as they are."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        words: list[str] = []
+        if "--" in args:
+            at = args.index("--")
+            args, words = args[:at], args[at + 1 :]
+            if not words:
+                raise click.UsageError("nothing follows --: name a script, and its arguments", context)
+        rest = super().parse_args(context, args)
+        context.params["script"] = tuple(words)
+        return rest
+
+
+def typed_overrides(
+    flags: dict[str, str | None],
+    overrides: tuple[str, ...],
+    variables: tuple[str, ...] = (),
+    script: Sequence[str] = (),
+) -> list[Override]:
+    """What was typed, as layers over the config: `-o` first, since flags win."""
+    from trainer.config import Override
+
+    typed = [Override.parse(text) for text in overrides]
+    for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is None:
+            continue
+        if not value.strip():  # an unset shell variable must not choose another world
+            raise UserError(f"{flag} is empty", "write a value, or leave the flag out", WRONG_USAGE)
+        typed.append(Override(f"Launch.{FLAGS[name]}", value, f"{flag} {value}"))
+    for text in variables:
+        name, equals, value = text.partition("=")
+        if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(f"--env {text[:200]}: not a variable", "write it as NAME=value", WRONG_USAGE)
+        typed.append(Override(f"Launch.env.{name}", value, f"--env {name}", verbatim=True))
+    if script:
+        typed.append(Override("Launch.entrypoint", script[0], f"-- {script[0]}", verbatim=True))
+        typed.append(Override("Launch.args", tuple(script[1:]), f"-- {script[0]}"))
+    return typed
+
+
+def check_arguments(
+    config: str | None, nodes: str | None, gpus_per_node: str | None, cluster: str | None, overrides: tuple[str, ...]
+) -> Checked:
+    from gptctl.check import check_config, find_config
+
+    flags = {"nodes": nodes, "gpus_per_node": gpus_per_node, "cluster": cluster}
+    return check_config(find_config(config), typed_overrides(flags, overrides))
+
+
+def check_job(
+    config: str | None,
+    config_option: str | None,
+    overrides: tuple[str, ...],
+    variables: tuple[str, ...],
+    script: tuple[str, ...],
+    **flags: str | None,
+) -> tuple[Checked, list[Override]]:
+    """The checked config of a job, and the overrides that its trainer has to be told. A script needs no config."""
+    from gptctl.check import check_config, find_config
+
+    if config and config_option:
+        raise UserError(f"two configs: {config} and {config_option}", "name one", WRONG_USAGE)
+    named = config or config_option
+    typed = typed_overrides(flags, overrides, variables, script)
+    path = None if script and not named else find_config(named)
+    return check_config(path, typed), typed_overrides({}, overrides)

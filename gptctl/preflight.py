@@ -1,0 +1,114 @@
+"""What can be found out on this machine before a job is sent: scripts, data, interpreter, ports. Changes nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from gptctl.check import Checked
+from gptctl.cluster import Cluster
+from gptctl.plan import LaunchPlan, Site, python_of
+from trainer.errors import Finding, Rule
+
+SCRIPT = Rule("S001", "the script and the files that are shipped with it exist")
+DATA = Rule("S002", "the data and the checkpoint that a run starts from exist")
+PYTHON = Rule("S003", "the interpreter of the ranks exists and has torch")
+PORT_FREE = Rule("S004", "the rendezvous port is free when the job starts on this machine")
+OUTPUT = Rule("S005", "a run does not write into the checkpoints of another one")
+WRITABLE = Rule("S006", "the folder of runs can be written to")
+SECRET_SOURCE = Rule("S007", "a secret can be read where the job runs")
+
+
+def check_surroundings(checked: Checked, plan: LaunchPlan, site: Site) -> list[Finding]:
+    places = checked.launch_origins
+    found = [
+        *_check_program(checked, site),
+        *_check_data(checked, site),
+        *(_check_this_machine(checked, plan) if plan.kind == "local" else ()),
+    ]
+    return [finding._replace(message=_at(finding, places.get(finding.key, ""))) for finding in found]
+
+
+def _at(finding: Finding, origin: str) -> str:
+    return finding.message if origin in ("", "default") else f"{finding.message} ({origin})"
+
+
+def _check_program(checked: Checked, site: Site) -> Iterator[Finding]:
+    launch = checked.launch
+    if launch.entrypoint == "trainer":
+        return
+    script = Path(site.folder, os.path.expanduser(launch.entrypoint))
+    if not script.is_file():
+        what = "is a folder" if script.is_dir() else "does not exist"
+        yield SCRIPT.found("Launch.entrypoint", launch.entrypoint, f"{script} {what}", "name a Python script")
+    for file in launch.files:
+        if not Path(site.folder, os.path.expanduser(file)).exists():
+            yield SCRIPT.found("Launch.files", file, f"{file} does not exist in {site.folder}", "check the path")
+
+
+def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
+    """What the bundled trainer reads. Nodes without a shared file system may have it though this machine has not."""
+    if checked.launch.entrypoint != "trainer" or checked.resolved is None or checked.cluster.kind == "ssh":
+        return
+    run = checked.resolved.run
+    dataset, keeping = run.Data.Train.dataset, run.Engine.save_load
+    is_text = dataset.name == "CharDataset"
+    key, data = ("path", dataset.path) if is_text else ("input_dir", dataset.input_dir)
+    wanted = {f"Data.Train.dataset.{key}": data, "Engine.save_load.ckpt_dir": keeping.ckpt_dir}
+    for name, path in wanted.items():
+        if path and path not in ("auto", "builtin") and not _exists(path, site):
+            rule = DATA if checked.cluster.kind == "local" else DATA._replace(level="warning")
+            yield rule.found(name, path, f"{path} does not exist in {site.folder}", "check the path")
+    output = keeping.output_dir
+    if output and not keeping.ckpt_dir and any(Path(site.folder, os.path.expanduser(output)).glob("step_*")):
+        hint = "set Engine.save_load.ckpt_dir=auto to go on with them, or another output_dir"
+        yield OUTPUT.found("Engine.save_load.output_dir", output, f"{output} holds checkpoints of an earlier run", hint)
+
+
+def check_profile(cluster: Cluster, site: Site) -> Iterator[Finding]:
+    """Whether a cluster can be used from here, as far as this machine can tell."""
+    if cluster.kind == "local":
+        yield from _check_python(python_of(cluster, site), bool(cluster.container.image), cluster.name)
+        root = Path(site.folder, os.path.expanduser(cluster.run_root))
+        existing = next(place for place in (root, *root.parents) if place.exists())
+        if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
+            yield WRITABLE.found("run_root", cluster.run_root, f"{existing} cannot be written to", "choose another")
+
+
+def _exists(path: str, site: Site) -> bool:
+    return Path(site.folder, os.path.expanduser(path)).exists()
+
+
+def _check_this_machine(checked: Checked, plan: LaunchPlan) -> Iterator[Finding]:
+    yield from _check_python(plan.python, bool(plan.container), plan.cluster)
+    port = plan.master_port
+    if port and plan.form != "standalone" and _is_busy(plan.master_addr, port):
+        message = f"port {port} of {plan.master_addr} is in use"
+        yield PORT_FREE.found("Launch.rdzv.port", port, message, "leave it empty: a free one is chosen")
+    for name, source in plan.secrets.items():
+        missing = not os.access(source["file"], os.R_OK) if "file" in source else source["env"] not in os.environ
+        if missing:
+            what = f"{source['file']} cannot be read" if "file" in source else f"{source['env']} is not set"
+            yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, what, "name another source")
+
+
+def _check_python(python: str, is_inside: bool, cluster: str) -> Iterator[Finding]:
+    if python == sys.executable and importlib.util.find_spec("torch") is None:
+        hint = "pip install 'gptctl[train]', or set `python` or `setup` in the cluster profile"
+        yield PYTHON.found("Launch.cluster", cluster, f"{python} has no torch", hint)
+    elif os.path.isabs(python) and not is_inside and not os.access(python, os.X_OK):
+        yield PYTHON.found("Launch.cluster", cluster, f"there is no {python}", "see `python` in the profile")
+
+
+def _is_busy(host: str, port: int) -> bool:
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: a closed one is free at once
+            probe.bind((host, port))
+    except OSError:
+        return True
+    return False

@@ -1,0 +1,77 @@
+"""Processes of this machine: who is who though numbers are reused, and all processes of a job. Reads Linux's /proc."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+PROC = Path("/proc")
+
+
+def this_process() -> dict[str, Any]:
+    return identity(os.getpid())
+
+
+def identity(pid: int) -> dict[str, Any]:
+    """A process, named so that no other one is ever taken for it."""
+    return {"pid": pid, "started": _start_time(pid), "boot": boot_id(), "host": os.uname().nodename}
+
+
+def is_here(process: Mapping[str, Any]) -> bool:
+    return process.get("host") == os.uname().nodename
+
+
+def is_same_boot(process: Mapping[str, Any]) -> bool:
+    return process.get("boot") == boot_id()
+
+
+def is_alive(process: Mapping[str, Any]) -> bool:
+    pid = process.get("pid")
+    if not isinstance(pid, int) or not is_here(process) or not is_same_boot(process):
+        return False
+    started = _start_time(pid)
+    return started is not None and started == process.get("started")
+
+
+def boot_id() -> str:
+    try:
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> int | None:
+    """In clock ticks since the machine started; None when the process has ended, waited for or not."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def processes_of(run_dir: str) -> list[int]:
+    """Every process of a job: each rank has a session of its own, so only the environment tells."""
+    mark = b"\0GPTCTL_RUN_DIR=" + os.fsencode(run_dir) + b"\0"
+    found = []
+    for entry in os.listdir(PROC):
+        if entry.isdigit():
+            with suppress(OSError):  # ended meanwhile, or another user's
+                if mark in b"\0" + (PROC / entry / "environ").read_bytes():
+                    found.append(int(entry))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def kill_all(run_dir: str, patience: float = 10.0) -> list[int]:
+    """Kills every process of a job, again and again until none is left; returns those that outlived that."""
+    deadline = time.monotonic() + patience
+    while (left := processes_of(run_dir)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return left

@@ -1,0 +1,141 @@
+"""The folder of a job: where each of its files is, and what those files say of how the job stands.
+
+config.json  cluster.json  plan.json  launch.sh  code/  git.json     frozen when the job is submitted
+claim.json            who runs it (a supervisor), or that nobody ever will
+attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl
+logs/attempt-<k>/     workerlog.<rank>  node.<n>.log
+output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
+cancelled             nothing of this job may start any more
+result.json           how it ended
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.durable import replacing
+
+CANNOT_BE_HELPED = 93  # a rank's exit code: starting again would end the same way
+
+COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "STOPPED"
+LOST, UNKNOWN, PENDING, RUNNING = "LOST", "UNKNOWN", "PENDING", "RUNNING"
+FINAL = (COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED, LOST)
+
+
+class Result(NamedTuple):
+    """How a job ended."""
+
+    state: str
+    reason: str = ""
+    attempts: int = 1
+    ended: float = 0.0
+
+
+class RunFolder:
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def claim(self) -> Path:
+        return self.path / "claim.json"
+
+    @property
+    def cancelled(self) -> Path:
+        return self.path / "cancelled"
+
+    def cancel(self, now: bool) -> None:
+        """From now on nothing of this job starts; `now`: what runs gets no time to save."""
+        with replacing(self.cancelled) as stream:
+            stream.write(b"now" if now else b"gently")
+
+    def is_hurried(self) -> bool:
+        return read_text(self.cancelled) == "now"
+
+    def attempt(self, number: int) -> Path:
+        return self.path / f"attempt-{number}"
+
+    def attempts(self) -> int:
+        """How many attempts have begun."""
+        return sum(1 for entry in self.path.glob("attempt-*") if entry.name[8:].isdecimal())
+
+    def take(self, claim: Mapping[str, Any]) -> bool:
+        """Decides once and for all who runs the job; False when that has been decided already."""
+        part = self.path / f".claim.{os.getpid()}"
+        part.write_text(json.dumps(claim), encoding="utf-8")
+        try:
+            os.link(part, self.claim)
+        except FileExistsError:
+            return False
+        finally:
+            part.unlink()
+        return True
+
+    def claimed_by(self) -> dict[str, Any] | None:
+        return read_json(self.claim)
+
+    def finish(self, state: str, reason: str) -> None:
+        with replacing(self.path / "result.json") as stream:
+            stream.write(json.dumps(Result(state, reason, self.attempts(), time.time())._asdict()).encode() + b"\n")
+
+    def result(self) -> Result | None:
+        found = read_json(self.path / "result.json")
+        if not found or found.get("state") not in FINAL:
+            return None
+        return Result(**{name: found[name] for name in Result._fields if name in found})
+
+    def exit_codes(self, attempt: int, nodes: int) -> dict[int, int]:
+        """The exit codes of the nodes that have ended."""
+        codes = {}
+        for node in range(nodes):
+            text = read_text(self.attempt(attempt) / f"node.{node}.exit").strip()
+            if text.isdecimal():
+                codes[node] = int(text)
+        return codes
+
+    def rank_events(self, attempt: int) -> list[dict[str, Any]]:
+        """What the ranks' watchers wrote, per node in the order they wrote it; torn lines are left out."""
+        events = []
+        for file in sorted(self.attempt(attempt).glob("ranks.*.jsonl")):
+            for line in read_text(file).splitlines():
+                event = parse_object(line)
+                if event and isinstance(event.get("rank"), int):
+                    events.append(event)
+        return events
+
+    def cannot_be_helped(self, attempt: int) -> bool:
+        return any(event.get("exit") == CANNOT_BE_HELPED for event in self.rank_events(attempt))
+
+    def endpoint(self) -> str:
+        """Where the ranks of the latest attempt meet."""
+        found = read_json(self.attempt(self.attempts() - 1) / "endpoint.json")
+        return f"{found.get('host')}:{found.get('port')}" if found else ""
+
+
+def has_stopped_on_purpose(output_dir: str, since: float) -> bool:
+    """Whether the trainer says that it stopped cleanly: torchrun's exit code cannot tell that from a failure."""
+    status = read_json(Path(output_dir) / "status.json") if output_dir else None
+    return status is not None and status.get("state") == "stopped" and status.get("time", 0.0) >= since
+
+
+def read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    return parse_object(read_text(file))
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,215 @@
+"""The story of one submit: check, plan, render, journal, freeze, start. Until the job exists, all can be undone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import trainer
+from gptctl.backends import backend_of
+from gptctl.check import Checked, check_config
+from gptctl.freeze import freeze, frozen_config
+from gptctl.jobs import JobRecord, Store, new_record, private_files
+from gptctl.plan import Ground, LaunchPlan, Site, build_plan
+from gptctl.preflight import check_surroundings
+from gptctl.processes import is_alive, is_here
+from gptctl.render import LAUNCH, render
+from gptctl.run_folder import RunFolder, read_json, read_text
+from trainer.config import Override
+from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors_in
+
+TOKEN = ".token"
+
+
+class Prepared(NamedTuple):
+    """A job that could be submitted: its plan and the exact text of its scripts."""
+
+    checked: Checked
+    site: Site
+    plan: LaunchPlan
+    scripts: dict[str, str]
+    findings: tuple[Finding, ...]
+    base_id: str
+    templates: tuple[Path, ...]
+
+
+def this_site() -> Site:
+    folder = os.getcwd()
+    if any(not character.isprintable() for character in folder):
+        raise UserError("the current folder has a name with control characters", "rename it", WRONG_USAGE)
+    return Site(folder, sys.executable, os.path.dirname(os.path.abspath(trainer.__file__)))
+
+
+def prepare(
+    checked: Checked,
+    store: Store,
+    site: Site,
+    overrides: Sequence[Override] = (),
+    templates: Sequence[Path] = (),
+) -> Prepared:
+    """Everything but the deed. Raises UserError with all findings when the job cannot start right."""
+    in_place = build_plan(checked, site, overrides=overrides)
+    found = [*checked.findings, *(check_surroundings(checked, in_place, site) if checked.is_valid else ())]
+    if errors_in(found):
+        raise UserError(f"{checked.name} is not submitted", "", findings=found)
+    base = f"{checked.launch.job_name}-{_digest(in_place, checked, site)}"
+    plan = _planned(checked, site, store, base)
+    scripts = {LAUNCH: render(plan, LAUNCH, templates)}
+    return Prepared(checked, site, plan, scripts, tuple(found), base, tuple(templates))
+
+
+def prepare_rerun(record: JobRecord, store: Store, overrides: Sequence[Override]) -> Prepared:
+    """The same job again, from nothing but its folder."""
+    folder = record.run_folder
+    before = read_json(folder / "plan.json")
+    if before is None:
+        raise UserError(f"{folder} has no plan any more", "submit its config again", OUT_OF_REACH)
+    site = Site(before["work_dir"], sys.executable, str(folder / "code" / "trainer"))
+    kept = [Override("Launch.cluster", str(folder / "cluster.json"), "the job's own profile", verbatim=True)]
+    if not record.output_dir:
+        script = os.path.basename(before["program"][1])
+        files = sorted(entry for entry in os.listdir(folder / "code") if entry not in (script, "rank_log.py"))
+        kept.append(Override("Launch.entrypoint", str(folder / "code" / script), "the job's own code", verbatim=True))
+        kept.append(
+            Override("Launch.files", tuple(str(folder / "code" / file) for file in files), "the job's own code")
+        )
+        site = site._replace(trainer=str(folder / "code"))
+    checked = check_config(folder / "config.json", [*kept, *overrides])
+    return prepare(checked, store, site, overrides)
+
+
+def _digest(plan: LaunchPlan, checked: Checked, site: Site) -> str:
+    """Equal jobs have equal ids, so that a dry run prints the very id that the next submit uses."""
+    text = json.dumps([plan.as_json(), frozen_config(checked, site)["resolved"]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+def _planned(checked: Checked, site: Site, store: Store, base: str) -> LaunchPlan:
+    """The plan under the first id of this job that is free: `gpt-3f9a2c`, then `gpt-3f9a2c-2`, …"""
+    root = os.path.join(site.folder, os.path.expanduser(checked.cluster.run_root))
+    number = 1
+    while True:
+        job_id = base if number == 1 else f"{base}-{number}"
+        run_dir = os.path.normpath(os.path.join(root, job_id))
+        if not store.holds(job_id) and not os.path.lexists(run_dir):
+            return build_plan(checked, site, Ground(job_id, run_dir))
+        number += 1
+
+
+def submit(prepared: Prepared, store: Store) -> JobRecord:
+    """Journals, freezes and starts the job; what fails or is interrupted before it exists leaves nothing."""
+    backend = backend_of(prepared.plan.kind)
+    prepared, record = _journal(prepared, store)
+    try:
+        _freeze(prepared, record)
+        handle = backend.start(prepared.plan)
+    except BaseException as error:
+        if not undo(record, store):
+            adopt(record, store)
+            raise Interrupted(record) from error
+        if isinstance(error, OSError):
+            hint = "check run_root in the cluster profile"
+            raise UserError(f"cannot write {error.filename}: {error.strerror}", hint, OUT_OF_REACH) from None
+        raise
+    record = record._replace(handle=handle)
+    store.replace(record)
+    _point_latest_at(prepared.plan.run_dir)
+    return record
+
+
+class Interrupted(Exception):
+    """gptctl was interrupted, but the job exists."""
+
+    def __init__(self, record: JobRecord) -> None:
+        super().__init__(record.id)
+        self.record = record
+
+
+def _journal(prepared: Prepared, store: Store) -> tuple[Prepared, JobRecord]:
+    while True:
+        plan, checked = prepared.plan, prepared.checked
+        record = new_record(
+            id=plan.job_id,
+            name=plan.job_name,
+            cluster=plan.cluster,
+            kind=plan.kind,
+            run_dir=plan.run_dir,
+            log_dir=plan.log_dir,
+            nodes=plan.nodes,
+            per_node=plan.per_node,
+            world=plan.world,
+            config=os.path.join(prepared.site.folder, checked.path) if checked.path else "",
+            output_dir=plan.output_dir,
+            token=secrets.token_hex(8),
+        )
+        if store.add(record):
+            return prepared, record
+        # Another gptctl took the id since.
+        plan = _planned(checked, prepared.site, store, prepared.base_id)
+        prepared = prepared._replace(plan=plan, scripts={LAUNCH: render(plan, LAUNCH, prepared.templates)})
+
+
+def _freeze(prepared: Prepared, record: JobRecord) -> None:
+    """The folder gets its name when it is complete."""
+    part = _part(record)
+    with private_files():
+        part.parent.mkdir(parents=True, exist_ok=True)
+        freeze(part, prepared.plan, prepared.checked, prepared.site, prepared.scripts)
+        (part / TOKEN).write_text(record.token, encoding="utf-8")
+        if os.path.lexists(record.run_dir):
+            raise UserError(f"{record.run_dir} has just been made by somebody else", "submit again", OUT_OF_REACH)
+        os.rename(part, record.run_dir)
+
+
+def _part(record: JobRecord) -> Path:
+    run = Path(record.run_dir)
+    return run.with_name(f".{run.name}.{record.token}")
+
+
+def undo(record: JobRecord, store: Store) -> bool:
+    """Takes a half-submitted job back; False when it has started."""
+    if record.token and read_text(record.run_folder / TOKEN) == record.token:  # else the folder is another's
+        if not backend_of(record.kind).abandon(record):
+            return False
+        shutil.rmtree(record.run_dir, ignore_errors=True)
+    shutil.rmtree(_part(record), ignore_errors=True)
+    store.remove(record)
+    return True
+
+
+def sweep(store: Store) -> list[str]:
+    """Settles what a killed gptctl left half-done: a job that has started is adopted, any other is taken back."""
+    records, notes = store.records()
+    for record in records:
+        if record.handle or is_alive(record.submitter) or not is_here(record.submitter):
+            continue
+        if undo(record, store):
+            notes.append(f"{record.id} was never started, since its gptctl was killed; its files are removed")
+        else:
+            adopt(record, store)
+    return notes
+
+
+def adopt(record: JobRecord, store: Store) -> None:
+    """Completes the record of a job that runs, though its gptctl did not come to it."""
+    if claim := RunFolder(record.run_dir).claimed_by():
+        store.replace(record._replace(handle=claim))
+
+
+def _point_latest_at(run_dir: str) -> None:
+    """`runs/latest` is a convenience: where a file of that name stands or links do not work, there is none."""
+    link = Path(run_dir).with_name("latest")
+    part = link.with_name(f".latest.{os.getpid()}")
+    try:
+        if link.is_symlink() or not link.exists():
+            os.symlink(os.path.basename(run_dir), part)
+            os.replace(part, link)
+    except OSError:
+        part.unlink(missing_ok=True)
