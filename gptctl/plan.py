@@ -52,7 +52,7 @@ class LaunchPlan(NamedTuple):
     device: str
     devices: str  # of each node, for CUDA_VISIBLE_DEVICES; empty: all
     hosts: tuple[str, ...]  # addresses in node order, where they are known beforehand
-    rdzv_id: str
+    rdzv_id: str  # empty: Slurm's job id
     master_addr: str  # empty: the first host of the allocation
     master_port: int | None  # None: probed on the head node
     master_interface: str
@@ -118,7 +118,7 @@ def build_plan(
         device=checked.device,
         devices=",".join(launch.devices or ()),
         hosts=hosts,
-        rdzv_id=launch.rdzv.id or ground.job_id or launch.job_name,
+        rdzv_id=launch.rdzv.id or ground.job_id or ("" if cluster.kind == "slurm" else launch.job_name),
         master_addr=address,
         master_port=port,
         master_interface=cluster.master_interface or "",

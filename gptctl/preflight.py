@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +104,8 @@ def _check_python(python: str, is_inside: bool, cluster: str) -> Iterator[Findin
 
 
 def _is_busy(host: str, port: int) -> bool:
+    import socket
+
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: a closed one is free at once

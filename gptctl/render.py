@@ -10,6 +10,7 @@ import os.path
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from gptctl.plan import LaunchPlan
@@ -39,7 +40,8 @@ def render(plan: LaunchPlan, script: str, templates: Sequence[Path] = (), node: 
     environment = _environment(templates)
     try:
         template = environment.get_template(f"{script}.j2")
-        _check_names(environment, f"{script}.j2", known)
+        if templates:
+            _check_names(environment, f"{script}.j2", known)
         return template.render(known)
     except TemplateError as error:
         raise _explained(error) from None
@@ -66,6 +68,7 @@ def _environment(templates: Sequence[Path]) -> Environment:
         keep_trailing_newline=True,
         comment_start_string="{%#",  # {# is a part of ${#array[@]}
         comment_end_string="#%}",
+        optimized=False,  # each template is rendered once
         autoescape=False,  # `finalize` does it, for shells
     )
     environment.filters["shell"] = Shell
@@ -136,5 +139,8 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 def _explained(error: Exception) -> UserError:
     line, file = getattr(error, "lineno", None), getattr(error, "filename", None) or getattr(error, "name", None)
+    for frame, number in walk_tb(error.__traceback__):  # an error of the run itself has its place in the traceback only
+        if frame.f_code.co_filename.endswith(".j2"):
+            line, file = number, frame.f_code.co_filename
     where = f"{file or 'template'}{f':{line}' if line else ''}"
     return UserError(f"{where}: {getattr(error, 'message', None) or error}", "see templates/ for ours", WRONG_USAGE)

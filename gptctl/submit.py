@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import sys
 from collections.abc import Sequence
@@ -147,7 +146,7 @@ def _journal(prepared: Prepared, store: Store) -> tuple[Prepared, JobRecord]:
             world=plan.world,
             config=os.path.join(prepared.site.folder, checked.path) if checked.path else "",
             output_dir=plan.output_dir,
-            token=secrets.token_hex(8),
+            token=os.urandom(8).hex(),
         )
         if store.add(record):
             return prepared, record

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# The same command on each of the 2 nodes.
+export PYTHONUNBUFFERED=1
+export PYTHONFAULTHANDLER=1
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=3
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export NCCL_DEBUG=WARN
+export NCCL_IB_DISABLE=1
+export NCCL_SOCKET_IFNAME=bond0
+export GLOO_SOCKET_IFNAME=bond0
+cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
+export OMP_NUM_THREADS=$((cores > 2 ? cores / 2 : 1)) # 2 ranks share the cores
+torchrun \
+  --nnodes=2 --nproc-per-node=2 --max-restarts=0 \
+  --rdzv-backend=c10d --rdzv-id=gpt --rdzv-endpoint=10.0.0.46:29400 \
+  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+  /home/me/work/multigpu_torchrun.py --batch_size 32 10 5

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# One part for each node: paste it there, or print it alone with --node.
+
+# Node 0: 10.0.0.46
+export PYTHONUNBUFFERED=1
+export PYTHONFAULTHANDLER=1
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=3
+export NCCL_DEBUG=WARN
+export NCCL_IB_DISABLE=1
+export NCCL_SOCKET_IFNAME=bond0
+export GLOO_SOCKET_IFNAME=bond0
+cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
+export OMP_NUM_THREADS=$((cores > 2 ? cores / 2 : 1)) # 2 ranks share the cores
+torchrun \
+  --nnodes=2 --nproc-per-node=2 --node-rank=0 \
+  --master-addr=10.0.0.46 --master-port=29500 --max-restarts=0 \
+  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+  /home/me/work/multigpu_torchrun.py --batch_size 32 10 5
+
+# Node 1: 10.0.0.45
+export PYTHONUNBUFFERED=1
+export PYTHONFAULTHANDLER=1
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=3
+export NCCL_DEBUG=WARN
+export NCCL_IB_DISABLE=1
+export NCCL_SOCKET_IFNAME=bond0
+export GLOO_SOCKET_IFNAME=bond0
+cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
+export OMP_NUM_THREADS=$((cores > 2 ? cores / 2 : 1)) # 2 ranks share the cores
+torchrun \
+  --nnodes=2 --nproc-per-node=2 --node-rank=1 \
+  --master-addr=10.0.0.46 --master-port=29500 --max-restarts=0 \
+  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+  /home/me/work/multigpu_torchrun.py --batch_size 32 10 5

@@ -1,0 +1,258 @@
+"""Plans and the scripts made from them. Oracles: golden files, bash and shellcheck, and what arrives in real processes.
+
+`GOLDEN=update pytest tests/unit/test_render.py` writes the golden files anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gptctl.check import check_config
+from gptctl.plan import IN_PLACE, Ground, LaunchPlan, Site, build_plan
+from gptctl.render import LAUNCH, render, script_of
+from tests.conftest import ROOT
+from trainer.config import Override
+from trainer.errors import UserError
+
+GOLDEN = ROOT / "tests" / "golden"
+SITE = Site("/home/me/work", "/venv/bin/python", "/venv/lib/trainer")
+JOB = Ground("gpt-3f9a2c", "/home/me/work/runs/gpt-3f9a2c")
+SCRIPT = Override("Launch.entrypoint", "multigpu_torchrun.py", "--", verbatim=True)
+ARGUMENTS = Override("Launch.args", ("--batch_size", "32", "10", "5"), "--")
+
+LOCAL = "name: lab\nkind: local\npython: python\n"
+SETUP = LOCAL + "setup: [module load cuda/12, source /venv/bin/activate]\nenv: {NCCL_DEBUG: INFO}\n"
+SSH = (
+    "kind: ssh\ngpus_per_node: 2\nrun_root: /srv/runs\nhosts: [10.0.0.46, {host: b, address: 10.0.0.45}]\n"
+    "env: {NCCL_IB_DISABLE: 1, NCCL_SOCKET_IFNAME: bond0}\n"
+)
+SLURM = (
+    "kind: slurm\npartition: a800\ngpus_per_node: 4\ncpus_per_task: 16\nrun_root: /data/runs\nmaster_interface: bond0\n"
+    "setup: [module load anaconda/3-2023.03, conda activate gpt]\nenv: {NCCL_IB_DISABLE: 1, NCCL_SOCKET_IFNAME: bond0}\n"
+)
+CONTAINER = LOCAL + "container: {runtime: singularity, image: /images/gpt.sif, binds: ['/a b:/b:rw'], pwd: /b}\n"
+
+# name, profile, what is asked for, and whether it is the script of a job or one for pasting
+CASES = {
+    "job": (LOCAL, ["nodes=2", "gpus_per_node=2"], JOB),
+    "job-setup": (SETUP, ["nodes=1", "gpus_per_node=2", "secrets={TOKEN: {file: t}, KEY: {env: MY_KEY}}"], JOB),
+    "job-elastic": (LOCAL, ["nodes='1:2'", "gpus_per_node=2", "max_restarts=3"], JOB),
+    "job-container": (CONTAINER, ["gpus_per_node=2"], JOB),
+    "job-launch": (LOCAL, ["style=launch", "gpus_per_node=2"], JOB),
+    "standalone": (LOCAL, ["style=standalone", "gpus_per_node=4"], IN_PLACE),
+    "c10d": (LOCAL, ["style=c10d", "gpus_per_node=8", "rdzv={id: '100', endpoint: '127.0.0.1:29400'}"], IN_PLACE),
+    "c10d-nodes": (SSH, ["style=c10d", "nodes=2"], IN_PLACE),
+    "static": (SSH, ["style=static", "nodes=2"], IN_PLACE),
+    "devices": (LOCAL, ["devices='0,1,2,3,4,5,6,7'", "log_dir=dp8"], IN_PLACE),
+    "launch": (LOCAL, ["style=launch", "gpus_per_node=8"], IN_PLACE),
+    "container": (CONTAINER, ["gpus_per_node=2"], IN_PLACE),
+    "srun-script": (SLURM, ["style=srun-script", "nodes=2"], IN_PLACE),
+    "sbatch": (SLURM, ["nodes=2", "slurm={time: '12:00:00', extra: {exclude: 'a800-[07,09]'}}"], IN_PLACE),
+    "sbatch-c10d": (SLURM, ["nodes='2:4'", "max_restarts=2", "rdzv.port=29400"], IN_PLACE),
+    "loop": (SLURM, ["style=loop", "nodes=2"], IN_PLACE),
+}
+WITH_SCRIPT = ("c10d", "c10d-nodes", "static", "launch", "job-launch")
+
+
+def plan_of(folder: Path, profile: str, asked: list[str], ground: Ground, *more: Override) -> LaunchPlan:
+    (folder / "lab.yaml").write_text(profile)
+    overrides = [Override.parse(f"Launch.{text}") for text in asked]
+    checked = check_config(None, [Override("Launch.cluster", str(folder / "lab.yaml"), "--"), *overrides, *more])
+    assert checked.is_valid, [str(finding) for finding in checked.findings]
+    return build_plan(checked, SITE, ground)
+
+
+def script_text(folder: Path, name: str) -> str:
+    profile, asked, ground = CASES[name]
+    plan = plan_of(folder, profile, asked, ground, *([SCRIPT, ARGUMENTS] if name in WITH_SCRIPT else []))
+    return render(plan, LAUNCH if ground.run_dir else script_of(plan.style))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(tmp_path, name: str) -> None:
+    """Byte for byte what is kept in tests/golden, which somebody has read."""
+    text = script_text(tmp_path, name)
+    file = GOLDEN / f"{name}.sh"
+    if os.environ.get("GOLDEN") == "update":
+        file.write_text(text)
+    assert text == file.read_text()
+    assert "set -x" not in text
+
+
+def test_there_is_no_golden_file_without_a_case() -> None:
+    assert {file.stem for file in GOLDEN.glob("*.sh")} == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bash_and_shellcheck_accept_every_script(name: str) -> None:
+    """The oracles are `bash -n` and, where it is installed, shellcheck at its strictest."""
+    file = str(GOLDEN / f"{name}.sh")
+    assert subprocess.run(["bash", "-n", file]).returncode == 0
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed: apt-get install shellcheck")
+    result = subprocess.run(
+        ["shellcheck", "--severity=style", "--exclude=SC1091", file],  # SC1091: what setup lines source is not here
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path) -> None:
+    first, second = (json.dumps(plan_of(tmp_path, SLURM, ["nodes=2"], JOB).as_json()) for _ in range(2))
+    assert first == second
+    assert script_text(tmp_path, "sbatch") == script_text(tmp_path, "sbatch")
+
+
+def test_a_plan_survives_json(tmp_path) -> None:
+    plan = plan_of(tmp_path, SETUP, ["nodes=2", "gpus_per_node=2", "secrets={A: {env: B}}"], JOB)
+    kept = {**json.loads(json.dumps(plan.as_json())), "added_by_a_newer_gptctl": 1}
+    assert LaunchPlan.from_json(kept) == plan
+
+
+def test_flags_win_over_config_and_config_over_profile(tmp_path) -> None:
+    """NCCL variables, as they reach the script, with where each came from."""
+    (tmp_path / "lab.yaml").write_text("kind: local\nenv: {A: profile, B: profile, C: profile}\n")
+    (tmp_path / "run.yaml").write_text(
+        "Launch:\n  cluster: %s\n  env: {B: config, C: config}\n" % (tmp_path / "lab.yaml")
+    )
+    checked = check_config(tmp_path / "run.yaml", [Override("Launch.env.C", "flag", "--env C", verbatim=True)])
+    plan = build_plan(checked, SITE, JOB)
+    assert {name: plan.env[name] for name in "ABC"} == {"A": "profile", "B": "config", "C": "flag"}
+    assert plan.env_origins["A"] == "profile lab"
+    assert plan.env_origins["B"].endswith("run.yaml:3")
+    assert plan.env_origins["C"] == "--env C"
+    assert "export C=flag\n" in render(plan, LAUNCH)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ("{NCCL_SOCKET_IFNAME: bond0}", "bond0"),
+        ("{NCCL_SOCKET_IFNAME: =bond0}", "bond0"),
+        ("{NCCL_SOCKET_IFNAME: ^docker0}", "lo"),
+        ("{NCCL_SOCKET_IFNAME: 'eth0,eth1'}", "lo"),
+        ("{NCCL_SOCKET_IFNAME: bond0, GLOO_SOCKET_IFNAME: eth9}", "eth9"),
+        ("{}", "lo"),
+    ],
+)
+def test_gloo_uses_the_interface_that_nccl_uses(tmp_path, environment: str, expected: str) -> None:
+    plan = plan_of(tmp_path, f"kind: local\nenv: {environment}\n", [], JOB)
+    assert plan.env["GLOO_SOCKET_IFNAME"] == expected
+
+
+# A user's own templates.
+
+
+def test_a_template_of_the_users_replaces_ours(tmp_path) -> None:
+    plan = plan_of(tmp_path, LOCAL, ["gpus_per_node=2"], JOB)
+    own = tmp_path / "mine"
+    own.mkdir()
+    (own / "environment.sh.j2").write_text("# {{ job_id }} on ${#array[@]}\n")
+    assert "# gpt-3f9a2c on ${#array[@]}\n" in render(plan, LAUNCH, [own])
+    (own / "launch.sh.j2").write_text("echo {{ job_name }} {{ world }}\n")
+    assert render(plan, LAUNCH, [own / "launch.sh.j2"]) == "echo gpt 2\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            "a\n{{ jobb_id }}\n{{ wrld }}\n",
+            ["mine.sh.j2:2: there is no variable jobb_id; did you mean job_id?", ":3:", "world"],
+        ),
+        ("{{ job_id \n", ["mine.sh.j2:1"]),
+        ("{% include 'nothing.j2' %}\n", ["nothing.j2"]),
+        ("a\n{{ env.no_such_name }}\n", ["mine.sh.j2:2", "no_such_name"]),
+        ("{{ job_id.__class__.__mro__ }}\n", ["unsafe"]),
+    ],
+)
+def test_a_wrong_template_is_explained(tmp_path, template: str, expected: list[str]) -> None:
+    """No traceback: a UserError that names file, line, variable and its neighbours."""
+    plan = plan_of(tmp_path, LOCAL, [], JOB)
+    (tmp_path / "mine.sh.j2").write_text(template)
+    with pytest.raises(UserError) as caught:
+        render(plan, "mine.sh", [tmp_path])
+    assert all(word in caught.value.message + caught.value.hint for word in expected), caught.value.message
+
+
+# What arrives in a process, whatever the values are. The oracle is the process itself.
+
+DUMP = "import json, os, sys; json.dump([sys.argv[1:], {k: os.environ.get(k) for k in ('A', 'B_2')}], open(os.environ['OUT'], 'w'))"
+HOSTILE = [
+    "",
+    " ",
+    "a b",
+    "'",
+    '"',
+    "\\",
+    "$(touch hit)",
+    "`touch hit`",
+    "$HOME",
+    "%j",
+    "#",
+    "-x",
+    "--",
+    "*",
+    "~",
+    "é中文🏖",
+    "a'b\"c$d`e",
+    "!1",
+    "{{ x }}",
+    "; touch hit",
+    "& touch hit",
+    "x" * 4000,
+]
+words = st.one_of(
+    st.sampled_from(HOSTILE), st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), max_size=30)
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arguments=st.lists(words, max_size=6), value=words)
+def test_any_word_arrives_unchanged(tmp_path, arguments: list[str], value: str) -> None:
+    """Arguments and variables through plan, template and a real bash."""
+    folder = tmp_path / "job"
+    folder.mkdir(exist_ok=True)
+    (folder / "dump.py").write_text(DUMP)
+    asked = [Override("Launch.args", tuple(arguments), "--"), Override("Launch.entrypoint", "dump.py", "--")]
+    asked += [Override(f"Launch.env.{name}", value, "--env", verbatim=True) for name in ("A", "B_2")]
+    plan = plan_of(folder, "kind: local\n", [], Ground("gpt-1", str(folder)), *asked)
+    # Everything as planned, but the interpreter runs the script itself: torchrun would need seconds for each example.
+    plan = plan._replace(work_dir=str(folder), form="standalone", program=(str(folder / "dump.py"), *arguments))
+    text = render(plan, LAUNCH)
+    command = text[text.index("/venv/bin/python") : text.index(" &\ntorchrun=$!")]
+    bare = command.replace(command[: command.index(str(folder / "dump.py"))], f"{sys.executable} ", 1)
+    meeting = {
+        "GPTCTL_NODE": "0",
+        "GPTCTL_ATTEMPT": "0",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+        "OUT": str(folder / "out"),
+    }
+    result = subprocess.run(
+        ["bash", "-c", text.replace(command, bare)], env={**os.environ, **meeting}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads((folder / "out").read_text()) == [arguments, {"A": value, "B_2": value}]
+    assert not (folder / "hit").exists()
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a\tb", "\x1b[31m", "a\x00b", "\u202e", "\udc80"])
+def test_control_characters_are_refused_with_the_place(value: str) -> None:
+    for override in (
+        Override("Launch.args", ("ok", value), "-- x"),
+        Override("Launch.env.A", value, "--env A", verbatim=True),
+    ):
+        checked = check_config(None, [Override("Launch.entrypoint", "x.py", "--"), override])
+        assert not checked.is_valid
+        assert str(checked.findings[0].place) == override.source
