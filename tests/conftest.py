@@ -35,7 +35,8 @@ def gptctl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).with_name("gptctl")), *arguments]
         env = {**os.environ, "HOME": str(tmp_path / "home"), "COLUMNS": "120", **environment}
-        env.pop("XDG_CONFIG_HOME", None)
+        for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "GPTCTL_HOME"):
+            env.pop(name, None)
         return subprocess.run(command, cwd=cwd or tmp_path, env=env, capture_output=True, text=True, timeout=60)
 
     return run

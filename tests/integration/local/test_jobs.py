@@ -1,0 +1,345 @@
+"""Jobs on the local cluster from submit to their end. Oracles: files, exit codes and processes of the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gptctl.processes import processes_of
+from tests.unit.test_render import HOSTILE
+from trainer.logline import parse_train_line
+
+TOY = """
+import json, os, sys, time
+import beside
+print("RANK", os.environ["RANK"], json.dumps(sys.argv[2:]), flush=True)
+os.system("echo child of $RANK")
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+one = torch.ones(1)
+dist.all_reduce(one)
+print("world", int(one), flush=True)
+for step in range(int(sys.argv[1])):
+    dist.all_reduce(one)
+    print("step", step, flush=True)
+    time.sleep(0.1)
+"""
+SMALL = ["-o", "Model.num_layers=1", "-o", "Model.hidden_size=32", "-o", "Data.Train.dataset.max_seq_len=16"]
+SMALL += ["-o", "Global.local_batch_size=2", "-o", "Global.micro_batch_size=2", "-o", "Engine.test_iters=1"]
+SMALL += ["-o", "Engine.eval_freq=1000", "-o", "Engine.logging_freq=1"]
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> list[str]:
+    """A script of the user's, with a module beside it that it imports."""
+    (tmp_path / "toy.py").write_text(TOY)
+    (tmp_path / "beside.py").write_text("import deeper")
+    (tmp_path / "deeper.py").write_text("x = 1")
+    return ["--", "toy.py"]
+
+
+def losses(text: str) -> dict[int, float]:
+    lines = filter(None, map(parse_train_line, text.splitlines()))
+    return {line.step: line.loss for line in lines}
+
+
+def is_gone(run_dir: Path, seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while processes_of(str(run_dir)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not processes_of(str(run_dir))
+
+
+def test_a_script_on_two_nodes(jobs, toy) -> None:
+    """Every rank's file holds what that rank and its children printed, arguments arrive unchanged, nothing is left."""
+    arguments = [word for word in HOSTILE if word]
+    job = jobs.submit("--nodes", "2", "--gpus-per-node", "2", *toy, "2", *arguments)
+    assert jobs.wait(job) == "COMPLETED"
+    for rank in range(4):
+        first, *rest = jobs.log(job, rank).splitlines()
+        assert first == f"RANK {rank} {json.dumps(arguments)}"
+        assert rest == [f"child of {rank}", "world 4", "step 0", "step 1"]
+    status = jobs.status(job)
+    assert [(row["rank"], row["node"], row["exit"]) for row in status["ranks"]] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (2, 1, 0),
+        (3, 1, 0),
+    ]
+    assert status["exit_codes"] == {"0": 0, "1": 0}
+    assert is_gone(jobs.run_dir(job))
+    code = jobs.run_dir(job) / "code"
+    assert sorted(entry.name for entry in code.iterdir()) == ["beside.py", "deeper.py", "rank_log.py", "toy.py"]
+
+
+def test_a_run_folder_is_private_complete_and_its_own(jobs) -> None:
+    first = jobs.quick()
+    second = jobs.quick()
+    assert second == f"{first}-2"
+    assert (jobs.folder / "runs" / "latest").resolve() == jobs.run_dir(second)
+    assert jobs.wait(second) == "COMPLETED"
+    folder = jobs.run_dir(second)
+    for entry in [folder, *folder.rglob("*")]:
+        assert entry.stat().st_mode & 0o077 == 0, entry
+    assert {"config.json", "cluster.json", "plan.json", "launch.sh", "git.json", "code"} <= {
+        e.name for e in folder.iterdir()
+    }
+    record = jobs.folder / "home" / ".local" / "state" / "gptctl" / "jobs" / f"{second}.json"
+    assert record.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_dry_run_is_what_runs_and_changes_nothing(jobs) -> None:
+    asked = ["--cluster", "./quick.yaml", "--nodes", "2", "--env", "A=it's", "--", "x.py", "a b"]
+    dry = jobs.gptctl("submit", "--dry-run", *asked)
+    assert dry.returncode == 0, dry.stderr
+    assert jobs.left_over() == []
+    assert jobs.gptctl("submit", "--dry-run", *asked).stdout == dry.stdout
+    job = jobs.submit(*asked)
+    assert (jobs.run_dir(job) / "launch.sh").read_text() == dry.stdout
+
+
+def test_killing_one_rank_ends_all_within_seconds(jobs, toy) -> None:
+    job = jobs.submit("--nodes", "2", "--gpus-per-node", "2", *toy, "600")
+    jobs.await_text(job, 2, "step 1")
+    killed = time.monotonic()
+    os.kill(jobs.pid(job, 2), signal.SIGKILL)
+    assert jobs.wait(job, 30) == "FAILED"
+    assert time.monotonic() - killed < 15
+    assert is_gone(jobs.run_dir(job), 1)
+    ranks = {row["rank"]: row for row in jobs.status(job)["ranks"]}
+    assert ranks[2]["signal"] == signal.SIGKILL
+    failed = jobs.gptctl("logs", job, "--failed").stdout
+    assert failed.index("rank 2") < min(failed.find(f"rank {rank}") for rank in (0, 1, 3) if f"rank {rank}" in failed)
+    assert "SIGKILL" in failed.splitlines()[0] + failed.splitlines()[1]
+
+
+def test_a_failed_attempt_is_started_again_and_resumes(jobs) -> None:
+    """The oracle is the same job, uninterrupted: the losses are equal, step by step."""
+    jobs.gptctl("init")
+    asked = [
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "1",
+        *SMALL,
+        "-o",
+        "Engine.max_steps=400",
+        "-o",
+        "Engine.save_load.save_steps=20",
+    ]
+    job = jobs.submit(*asked, "--max-restarts", "1")
+    jobs.await_text(job, 0, "global step 60,")
+    os.kill(jobs.pid(job, 1), signal.SIGKILL)
+    assert jobs.wait(job, 100) == "COMPLETED"
+    assert jobs.status(job)["attempts"] == 2
+    again = losses(jobs.log(job, 0, attempt=1))
+    assert min(again) > 20
+    assert min(again) % 20 == 1
+    whole = jobs.gptctl("rerun", job, "--json")
+    other = json.loads(whole.stdout)["job"]
+    assert jobs.wait(other, 100) == "COMPLETED"
+    expected = losses(jobs.log(other, 0))
+    assert max(expected) == max(again) == 400
+    both = {**losses(jobs.log(job, 0)), **again}
+    assert both == expected
+
+
+def test_what_cannot_be_helped_is_not_tried_again(jobs) -> None:
+    (jobs.folder / "x.py").write_text("raise SystemExit(93)")
+    job = jobs.submit("--max-restarts", "5", "--", "x.py")
+    assert jobs.wait(job) == "FAILED"
+    assert jobs.status(job)["attempts"] == 1
+
+
+def test_torchrun_restarts_a_c10d_job_by_itself(jobs) -> None:
+    """Two agents, one rank killed: torchrun starts all ranks again, and they go on from the last checkpoint."""
+    jobs.gptctl("init")
+    asked = [
+        "--nodes",
+        "1:2",
+        "--gpus-per-node",
+        "1",
+        *SMALL,
+        "-o",
+        "Engine.max_steps=400",
+        "-o",
+        "Engine.save_load.save_steps=20",
+    ]
+    job = jobs.submit(*asked, "--max-restarts", "2")
+    jobs.await_text(job, 0, "global step 60,")
+    os.kill(jobs.pid(job, 1), signal.SIGKILL)
+    assert jobs.wait(job, 120) == "COMPLETED"
+    assert jobs.status(job)["attempts"] == 1
+    log = jobs.log(job, 0)
+    assert "Try to load checkpoint" in log
+    assert sorted(losses(log)) == list(range(1, 401))
+
+
+def test_cancel_lets_the_trainer_save_and_leaves_no_process(jobs) -> None:
+    jobs.gptctl("init")
+    job = jobs.submit("--nodes", "2", "--gpus-per-node", "1", *SMALL, "-o", "Engine.max_steps=100000")
+    jobs.await_text(job, 0, "global step 5,")
+    answer = jobs.gptctl("cancel", job)
+    assert answer.stdout == f"{job}: CANCELLED\n", answer.stderr
+    assert processes_of(str(jobs.run_dir(job))) == []
+    status = jobs.status(job)
+    assert (status["state"], status["trainer"]["state"]) == ("CANCELLED", "stopped")
+    assert list((jobs.run_dir(job) / "output").glob("step_*"))
+    assert jobs.gptctl("cancel", job).returncode == 0  # and again: nothing changes
+    assert jobs.gptctl("wait", job).returncode == 1
+    assert jobs.gptctl("submit", "--resume", job, *SMALL, "-o", "Engine.max_steps=100000", "--dry-run").returncode == 0
+
+
+def test_a_program_that_ignores_every_signal_is_cancelled_too(jobs) -> None:
+    (jobs.folder / "x.py").write_text(
+        "import os, signal, subprocess, time\nfor s in (1, 2, 3, 10, 12, 15): signal.signal(s, signal.SIG_IGN)\n"
+        "subprocess.Popen(['sleep', '600'], start_new_session=True)\nprint('ready', flush=True)\nwhile True: time.sleep(1)"
+    )
+    job = jobs.submit("--", "x.py")
+    jobs.await_text(job, 0, "ready")
+    assert jobs.gptctl("cancel", job, "--now").stdout == f"{job}: CANCELLED\n"
+    assert processes_of(str(jobs.run_dir(job))) == []
+
+
+def test_the_time_limit(jobs, toy) -> None:
+    job = jobs.submit("--time", "0:04", "--gpus-per-node", "1", *toy, "600")
+    assert jobs.wait(job, 60) == "TIMEOUT"
+    assert is_gone(jobs.run_dir(job), 1)
+
+
+def test_a_job_outlives_its_terminal(jobs, toy) -> None:
+    """gptctl is started in a terminal of its own, which is closed then: its session gets SIGHUP."""
+    command = [str(Path(sys.executable).with_name("gptctl")), "submit", "--gpus-per-node", "1", *toy, "30"]
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(jobs.folder)
+        os.execve(command[0], command, {**os.environ, "HOME": str(jobs.folder / "home")})
+    shown = b""
+    while b"follow" not in shown:
+        shown += os.read(terminal, 4096)
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    job = (jobs.folder / "runs" / "latest").resolve().name
+    assert jobs.wait(job) == "COMPLETED"
+    assert "step 29" in jobs.log(job, 0)
+
+
+def test_a_killed_supervisor_is_no_end_of_the_job(jobs, toy) -> None:
+    """The exit codes that the nodes wrote tell, and where there is none the job is lost, not completed."""
+    finished = jobs.submit("--gpus-per-node", "1", *toy, "10")
+    lost = jobs.submit("--gpus-per-node", "1", *toy, "600")
+    for job in (finished, lost):
+        jobs.await_text(job, 0, "step 1")
+        os.kill(json.loads((jobs.run_dir(job) / "claim.json").read_text())["pid"], signal.SIGKILL)
+    assert "supervisor is gone" in jobs.status(lost)["reason"]
+    assert jobs.wait(finished, 30) == "COMPLETED"
+    for pid in processes_of(str(jobs.run_dir(lost))):
+        os.kill(pid, signal.SIGKILL)
+    assert jobs.wait(lost, 10) == "LOST"
+
+
+def test_a_job_of_before_the_machine_was_restarted_is_lost(jobs) -> None:
+    job = jobs.quick()
+    jobs.wait(job)
+    folder = jobs.run_dir(job)
+    claim = json.loads((folder / "claim.json").read_text())
+    (folder / "claim.json").write_text(json.dumps({**claim, "boot": "another"}))
+    (folder / "result.json").unlink()
+    (folder / "attempt-0" / "node.0.exit").unlink()
+    status = jobs.status(job)
+    assert (status["state"], "restarted" in status["reason"]) == ("LOST", True)
+    (folder / "claim.json").write_text(json.dumps({**claim, "host": "elsewhere"}))
+    assert jobs.status(job)["state"] == "UNKNOWN"
+
+
+def test_two_jobs_at_once_keep_their_own_worlds(jobs, toy) -> None:
+    ids = [jobs.submit("--nodes", "2", "--gpus-per-node", "1", "--name", name, *toy, "3") for name in ("a", "b")]
+    assert [jobs.wait(job) for job in ids] == ["COMPLETED"] * 2
+    endpoints = {(jobs.run_dir(job) / "attempt-0" / "endpoint.json").read_text() for job in ids}
+    assert len(endpoints) == 2
+    assert all("world 2" in jobs.log(job, 0) for job in ids)
+
+
+def test_rerun_and_show_from_the_saved_files(jobs) -> None:
+    """A script that was changed and deleted since: the rerun is the job that was."""
+    (jobs.folder / "x.py").write_text("import sys; print('as it was', sys.argv[1:])")
+    job = jobs.submit("--gpus-per-node", "1", "--env", "MY_NAME=a b", "--", "x.py", "one two")
+    (jobs.folder / "x.py").unlink()
+    jobs.wait(job)
+    other = json.loads(jobs.gptctl("rerun", job, "--wait", "--json").stdout.partition("\n}\n")[0] + "}")["job"]
+    assert jobs.log(other, 0) == jobs.log(job, 0) == "as it was ['one two']\n"
+    values = json.loads(jobs.gptctl("show", other, "Launch.env", "--json").stdout)["values"]
+    assert {row["key"]: row["value"] for row in values}["Launch.env.MY_NAME"] == "a b"
+    table = jobs.gptctl("show", job, "Launch.env.MY_NAME").stdout
+    assert "--env MY_NAME" in table
+    assert jobs.gptctl("show", job, "--script").stdout == (jobs.run_dir(job) / "launch.sh").read_text()
+    assert jobs.gptctl("show", job, "Lunch").returncode == 2
+
+
+def test_environment_of_another_launcher_does_not_leak(jobs) -> None:
+    (jobs.folder / "x.py").write_text(
+        "import os; print(sorted(n for n in os.environ if n.startswith(('SLURM', 'LEAK'))), os.environ['WORLD_SIZE'])"
+    )
+    job = jobs.submit(
+        "--", "x.py", SLURM_CPU_BIND="x", SLURM_JOB_ID="7", WORLD_SIZE="64", RANK="3", LEAK="wanted", PET_NNODES="3"
+    )
+    assert jobs.wait(job) == "COMPLETED"
+    assert jobs.log(job, 0) == "['LEAK'] 1\n"
+
+
+def test_a_secret_is_in_the_rank_and_nowhere_else(jobs) -> None:
+    (jobs.folder / "x.py").write_text(
+        "import os, hashlib; print(hashlib.sha256(os.environ['TOKEN'].encode()).hexdigest())"
+    )
+    (jobs.folder / "token").write_text("s3cret value\n")
+    asked = ["-o", "Launch.secrets={TOKEN: {file: token}, OTHER: {env: MY_OTHER}}"]
+    refused = jobs.gptctl("submit", *asked, "--", "x.py")
+    assert "S007" in refused.stderr
+    job = jobs.submit(*asked, "--", "x.py", MY_OTHER="0ther")
+    assert jobs.wait(job) == "COMPLETED"
+    import hashlib
+
+    assert jobs.log(job, 0).strip() == hashlib.sha256(b"s3cret value").hexdigest()
+    for file in [*jobs.run_dir(job).rglob("*"), *(jobs.folder / "home").rglob("*")]:
+        if file.is_file():
+            assert b"s3cret" not in file.read_bytes(), file
+            assert b"0ther" not in file.read_bytes(), file
+
+
+def test_own_templates_beside_the_config(jobs) -> None:
+    (jobs.folder / "templates").mkdir()
+    (jobs.folder / "run.yaml").write_text("Launch: {entrypoint: x.py, cluster: ./quick.yaml}\n")
+    own = jobs.folder / "templates" / "environment.sh.j2"
+    own.write_text("export MINE={{ job_id }}\n")
+    job = jobs.submit("run.yaml")
+    assert f"export MINE={job}\n" in (jobs.run_dir(job) / "launch.sh").read_text()
+    own.write_text("export MINE={{ jobid }}\n")
+    refused = jobs.gptctl("submit", "run.yaml")
+    assert refused.returncode == 2
+    assert "there is no variable jobid; did you mean job_id?" in refused.stderr
+
+
+@pytest.mark.parametrize("code", ["0", "3"])
+def test_wait_and_follow_return_the_verdict(jobs, code: str) -> None:
+    for verb in ("--wait", "--follow"):
+        answer = jobs.gptctl("submit", "--cluster", "./quick.yaml", verb, "--", "x.py", QUICK_CODE=code)
+        assert answer.returncode == (0 if code == "0" else 1), answer.stderr
+
+
+def test_a_failing_setup_line_ends_the_job_and_says_which(jobs) -> None:
+    (jobs.folder / "bad.yaml").write_text(
+        "kind: local\nsetup: ['true', 'no_such_command --load cuda', 'touch after']\n"
+    )
+    job = jobs.submit("--cluster", "./bad.yaml", "--", "x.py")
+    assert jobs.wait(job) == "FAILED"
+    assert "in the setup: no_such_command --load cuda" in jobs.gptctl("logs", job).stdout
+    assert not (jobs.folder / "after").exists()
+    assert subprocess.run(["pgrep", "-f", str(jobs.run_dir(job))]).returncode == 1
