@@ -120,8 +120,7 @@ def submit(
     except Interrupted as interrupted:
         ui.say(after_interrupt(interrupted.record))
         return INTERRUPTED
-    announce(prepared, record, as_json)
-    return accompany(record, follow, wait_for_it)
+    return accompany(prepared, record, as_json, follow, wait_for_it)
 
 
 def announce(prepared: Prepared, record: JobRecord, as_json: bool) -> None:
@@ -143,10 +142,18 @@ def announce(prepared: Prepared, record: JobRecord, as_json: bool) -> None:
     ui.print_pairs(f"job {record.id}", shown)
 
 
-def accompany(record: JobRecord, follow: bool, wait_for_it: bool) -> int:
-    if follow:
-        return follow_job(record)
-    return wait_for(record, None) if wait_for_it else 0
+def accompany(prepared: Prepared, record: JobRecord, as_json: bool, follow: bool, wait_for_it: bool) -> int:
+    """Says what was submitted, and stays with it if that was asked for. An interrupt leaves the job alone."""
+    from gptctl import ui
+
+    try:
+        announce(prepared, record, as_json)
+        if follow:
+            return follow_job(record)
+        return wait_for(record, None, quiet=as_json) if wait_for_it else 0
+    except KeyboardInterrupt:
+        ui.say(after_interrupt(record))
+        return INTERRUPTED
 
 
 def show_dry_run(prepared: Prepared, as_json: bool) -> None:
@@ -311,7 +318,11 @@ def wait(job: str | None, timeout: float | None, as_json: bool) -> int:
     from gptctl import job_report, ui
 
     record = find_job(job)
-    code = wait_for(record, timeout, quiet=as_json)
+    try:
+        code = wait_for(record, timeout, quiet=as_json)
+    except KeyboardInterrupt:
+        ui.say(after_interrupt(record))
+        return INTERRUPTED
     if as_json:
         ui.print_json(job_report.row(record))
     return code
@@ -322,17 +333,13 @@ def wait_for(record: JobRecord, timeout: float | None, quiet: bool = False) -> i
 
     deadline = time.monotonic() + timeout if timeout is not None else None
     shown = ""
-    try:
-        while not job_report.is_final(state := job_report.state_of(record)):
-            if state.name != shown:
-                shown = state.name
-                ui.say(f"{record.id}: {shown}")
-            if deadline and time.monotonic() > deadline:
-                raise UserError(f"{record.id} is still {state.name}", "wait longer, or cancel it", ANSWER_IS_NO)
-            time.sleep(0.2)
-    except KeyboardInterrupt:
-        ui.say(after_interrupt(record))
-        return INTERRUPTED
+    while not job_report.is_final(state := job_report.state_of(record)):
+        if state.name != shown:
+            shown = state.name
+            ui.say(f"{record.id}: {shown}")
+        if deadline and time.monotonic() > deadline:
+            raise UserError(f"{record.id} is still {state.name}", "wait longer, or cancel it", ANSWER_IS_NO)
+        time.sleep(0.2)
     if not quiet:
         ui.print_text(f"{record.id}: {state.name}{': ' + state.reason if state.reason else ''}")
     return job_report.verdict(state)
@@ -353,8 +360,7 @@ def rerun(job: str, overrides: tuple[str, ...], follow: bool, wait_for_it: bool,
     store = open_store()
     prepared = prepare_rerun(store.find(job), store, [Override.parse(text) for text in overrides])
     record = send(prepared, store)
-    announce(prepared, record, as_json)
-    return accompany(record, follow, wait_for_it)
+    return accompany(prepared, record, as_json, follow, wait_for_it)
 
 
 @click.group(epilog=examples("gptctl clusters list", "gptctl clusters check local"))

@@ -111,6 +111,13 @@ class Store:
                 damaged.append(self._set_aside(name, error))
         return sorted(records, key=lambda record: (record.created, record.id)), damaged
 
+    def tidy(self) -> None:
+        """Removes what a gptctl that was killed had begun to write; nobody writes for an hour."""
+        for file in [*self.folder.glob(".*"), *self.folder.glob("*.part*")]:
+            with suppress(OSError):
+                if time.time() - file.stat().st_mtime > 3600:
+                    file.unlink()
+
     def find(self, name: str | None) -> JobRecord:
         """By id, unique prefix or the scheduler's id; without a name the latest."""
         records, _ = self.records()

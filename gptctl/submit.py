@@ -108,19 +108,24 @@ def submit(prepared: Prepared, store: Store) -> JobRecord:
     prepared, record = _journal(prepared, store)
     try:
         _freeze(prepared, record)
-        handle = backend.start(prepared.plan)
+        record = record._replace(handle=backend.start(prepared.plan))
+        store.replace(record)
+        _point_latest_at(prepared.plan.run_dir)
     except BaseException as error:
         if not undo(record, store):
             adopt(record, store)
             raise Interrupted(record) from error
         if isinstance(error, OSError):
-            hint = "check run_root in the cluster profile"
-            raise UserError(f"cannot write {error.filename}: {error.strerror}", hint, OUT_OF_REACH) from None
+            hint = "check run_root in the cluster profile, and the space there"
+            raise UserError(f"cannot write {record.run_dir}: {_reason(error)}", hint, OUT_OF_REACH) from None
         raise
-    record = record._replace(handle=handle)
-    store.replace(record)
-    _point_latest_at(prepared.plan.run_dir)
     return record
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, shutil.Error):  # what copytree collected: source, target, reason
+        return str(error.args[0][0][2]).rpartition("] ")[2]
+    return error.strerror or str(error)
 
 
 class Interrupted(Exception):
@@ -185,6 +190,7 @@ def undo(record: JobRecord, store: Store) -> bool:
 
 def sweep(store: Store) -> list[str]:
     """Settles what a killed gptctl left half-done: a job that has started is adopted, any other is taken back."""
+    store.tidy()
     records, notes = store.records()
     for record in records:
         if record.handle or is_alive(record.submitter) or not is_here(record.submitter):

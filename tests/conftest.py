@@ -34,9 +34,9 @@ def gptctl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).with_name("gptctl")), *arguments]
-        env = {**os.environ, "HOME": str(tmp_path / "home"), "COLUMNS": "120", **environment}
-        for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "GPTCTL_HOME"):
-            env.pop(name, None)
+        elsewhere = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "GPTCTL_HOME")
+        inherited = {name: value for name, value in os.environ.items() if name not in elsewhere}
+        env = {**inherited, "HOME": str(tmp_path / "home"), "COLUMNS": "120", **environment}
         return subprocess.run(command, cwd=cwd or tmp_path, env=env, capture_output=True, text=True, timeout=60)
 
     return run
