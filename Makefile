@@ -37,13 +37,25 @@ $(READY): $(VENV)/.ready
 	@touch $@
 
 demo: $(VENV)/.ready
-	@rm -rf demo-output
-	@echo "== gptctl validate templates/configs/char-gpt.yaml"
-	@$(BIN)/gptctl validate templates/configs/char-gpt.yaml
-	@echo "== torchrun --standalone --nproc-per-node 2 -m trainer -c templates/configs/char-gpt.yaml -o Engine.save_load.output_dir=demo-output"
-	@$(BIN)/torchrun --standalone --nproc-per-node 2 -m trainer -c templates/configs/char-gpt.yaml -o Engine.save_load.output_dir=demo-output
+	@mkdir -p demo
+	@set -e; PATH="$$PWD/$(BIN):$$PATH"; cd demo; \
+	run() { echo "== $$*"; "$$@"; }; \
+	[ -e config.yaml ] || run gptctl init; \
+	run gptctl validate config; \
+	run gptctl submit --nodes 2 --follow; \
+	run gptctl logs --metrics
 
-test: $(READY) lint types
+# Scripts are checked with shellcheck. Where it cannot be installed, the tests that need it say so and are skipped.
+.PHONY: tools
+tools:
+	@command -v shellcheck > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "== installing shellcheck"; \
+	    { apt-get install -qq -y shellcheck || { apt-get update -qq && apt-get install -qq -y shellcheck; }; } > /dev/null 2>&1 \
+	      || echo "== shellcheck cannot be installed"; \
+	  fi; }
+
+test: $(READY) tools lint types
 	@echo "== all tests"
 	@$(BIN)/python -m pytest -m 'not long'
 
@@ -57,6 +69,7 @@ test-long: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python tests/bench/startup.py
+	@$(BIN)/python tests/bench/follow.py
 	@$(BIN)/python tests/bench/training.py
 
 # Hugging Face's Trainer and Lightning, in an environment of their own.
@@ -84,4 +97,4 @@ format: $(READY)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers demo-output dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-peers demo dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from gptctl.cli_logs import logs
 from gptctl.options import (
     ScriptCommand,
     check_job,
@@ -16,6 +16,7 @@ from gptctl.options import (
     complete_job,
     config_options,
     examples,
+    job_argument,
     launch_options,
 )
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
@@ -23,7 +24,6 @@ from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
 if TYPE_CHECKING:
     from gptctl.check import Checked
     from gptctl.jobs import JobRecord, Store
-    from gptctl.options import F
     from gptctl.submit import Prepared
 
 INTERRUPTED = 130
@@ -49,10 +49,6 @@ def find_job(name: str | None, store: Store | None = None) -> JobRecord:
     if name is None:
         ui.say(f"job {record.id}")
     return record
-
-
-def job_argument(required: bool) -> Callable[[F], F]:
-    return click.argument("job", required=required, shell_complete=complete_job)
 
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print a report for programs.")
@@ -109,7 +105,6 @@ def submit(
     if resume is not None:
         arguments["overrides"] += (f"Engine.save_load.ckpt_dir={resumable_output(resume, store)}",)
     checked, overrides = check_job(**arguments)
-    refuse_invalid(checked, "is not submitted")
     prepared = prepare(checked, store, this_site(), overrides, template_places(template, checked.path))
     if dry_run:
         show_dry_run(prepared, as_json)
@@ -145,11 +140,14 @@ def announce(prepared: Prepared, record: JobRecord, as_json: bool) -> None:
 def accompany(prepared: Prepared, record: JobRecord, as_json: bool, follow: bool, wait_for_it: bool) -> int:
     """Says what was submitted, and stays with it if that was asked for. An interrupt leaves the job alone."""
     from gptctl import ui
+    from gptctl.cli_logs import follow_job
+    from gptctl.logs.files import Wanted
+    from gptctl.logs.stream import Lines
 
     try:
         announce(prepared, record, as_json)
         if follow:
-            return follow_job(record)
+            return follow_job(record, Wanted(all_attempts=True), Lines())
         return wait_for(record, None, quiet=as_json) if wait_for_it else 0
     except KeyboardInterrupt:
         ui.say(after_interrupt(record))
@@ -428,8 +426,4 @@ def check_cluster(name: str, as_json: bool) -> int:
     return ANSWER_IS_NO if errors_in(findings) else 0
 
 
-def follow_job(record: JobRecord) -> int:
-    raise NotImplementedError
-
-
-VERBS = [submit, render, list_jobs, status, show, cancel, wait, rerun, clusters]
+VERBS = [submit, render, logs, list_jobs, status, show, cancel, wait, rerun, clusters]

@@ -14,14 +14,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gptctl import report
 from gptctl.check import Checked
 from gptctl.plan import LaunchPlan, Site, cluster_as_json
-from trainer.config.kinds import FilePath, Section, keys_of
-from trainer.config.sections import RunConfig
+from gptctl.report import absolute, frozen_config
 from trainer.errors import UserError
 
-NO_PATH = ("auto", "builtin")  # words that stand where a path may stand
 MAX_CODE = 200 << 20
 MAX_DIFF = 1 << 20
 _NOT_CODE = shutil.ignore_patterns("__pycache__", ".git", ".venv*", "*.pyc")
@@ -30,7 +27,7 @@ _NOT_CODE = shutil.ignore_patterns("__pycache__", ".git", ".venv*", "*.pyc")
 def freeze(folder: Path, plan: LaunchPlan, checked: Checked, site: Site, scripts: dict[str, str]) -> None:
     """Writes everything into a new folder; its modes are the caller's umask."""
     folder.mkdir(parents=True)
-    _write(folder / "config.json", json.dumps(frozen_config(checked, site), indent=1, ensure_ascii=False) + "\n")
+    _write(folder / "config.json", json.dumps(frozen_config(checked, site.folder), indent=1, ensure_ascii=False) + "\n")
     _write(folder / "cluster.json", json.dumps(cluster_as_json(checked.cluster), indent=1) + "\n")
     _write(folder / "plan.json", json.dumps(plan.as_json(), indent=1) + "\n")
     for name, text in scripts.items():
@@ -44,39 +41,14 @@ def _write(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def frozen_config(checked: Checked, site: Site) -> dict[str, Any]:
-    """The resolved config with where every value came from, and with paths that hold in any folder."""
-    frozen = report.as_json(checked, with_config=True)
-    resolved, launch = frozen["resolved"], frozen["resolved"]["Launch"]
-    _make_absolute(RunConfig, resolved, site)
-    launch["log_dir"] = launch["log_dir"] and _absolute(launch["log_dir"], site)
-    launch["files"] = [_absolute(file, site) for file in launch["files"]]
-    if launch["entrypoint"] != "trainer":
-        launch["entrypoint"] = _absolute(launch["entrypoint"], site)
-    return frozen
-
-
-def _make_absolute(cls: type, values: dict[str, Any], site: Site) -> None:
-    for name, key in keys_of(cls).items():
-        value = values[name]
-        if isinstance(key.kind, Section):
-            _make_absolute(key.kind.cls, value, site)
-        elif isinstance(key.kind, FilePath) and value and value not in NO_PATH:
-            values[name] = _absolute(value, site)
-
-
-def _absolute(path: str, site: Site) -> str:
-    return os.path.normpath(os.path.join(site.folder, os.path.expanduser(path)))
-
-
 def _copy_code(code: Path, checked: Checked, site: Site) -> None:
     code.mkdir()
     shutil.copyfile(os.path.join(site.trainer, "rank_log.py"), code / "rank_log.py")
     if checked.launch.entrypoint == "trainer":
         shutil.copytree(site.trainer, code / "trainer", ignore=_NOT_CODE)
         return
-    script = Path(_absolute(checked.launch.entrypoint, site))
-    listed = [Path(_absolute(file, site)) for file in checked.launch.files]
+    script = Path(absolute(checked.launch.entrypoint, site.folder))
+    listed = [Path(absolute(file, site.folder)) for file in checked.launch.files]
     wanted = dict.fromkeys([script, *listed, *imported_beside(script)])
     _check_size(wanted)
     for source in wanted:

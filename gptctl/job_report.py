@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from gptctl.backends import State, backend_of
 from gptctl.jobs import JobRecord
+from gptctl.logs.failed import rank_runs
+from gptctl.logs.local import LocalLogFiles
 from gptctl.run_folder import COMPLETED, FINAL, RunFolder, read_json, read_text
 
 
@@ -69,47 +73,24 @@ def status(record: JobRecord) -> dict[str, Any]:
         "endpoint": folder.endpoint(),
         "ended": result.ended if result else None,
         "exit_codes": folder.exit_codes(attempt, record.nodes) if attempt >= 0 else {},
-        "ranks": rank_rows(folder, attempt) if attempt >= 0 else [],
+        "ranks": rank_rows(record, attempt) if attempt >= 0 else [],
         "trainer": read_json(record.run_folder / "output" / "status.json") if record.output_dir else None,
         "log_dir": record.log_dir,
         "config": record.config,
     }
 
 
-def rank_rows(folder: RunFolder, attempt: int) -> list[dict[str, Any]]:
-    """How every rank of an attempt stands, by its last event."""
-    ranks: dict[int, dict[str, Any]] = {}
-    for event in folder.rank_events(attempt):
-        ranks[event["rank"]] = {
-            "rank": event["rank"],
-            "node": event.get("node"),
-            "host": event.get("host"),
-            "pid": event.get("pid"),
-            "ended": event.get("event") == "end",
-            "exit": event.get("exit"),
-            "signal": event.get("signal"),
-        }
-    return [ranks[rank] for rank in sorted(ranks)]
+def rank_rows(record: JobRecord, attempt: int) -> list[dict[str, Any]]:
+    """How every rank of an attempt stands: its latest process."""
+    runs = rank_runs(LocalLogFiles(Path(record.log_dir), record.run_folder).records(attempt))
+    latest = {run.rank: {**run._asdict(), "how": run.how} for run in runs}
+    return list(latest.values())
 
 
 def endings(ranks: list[dict[str, Any]]) -> str:
     """`3 running, 1 SIGKILL`"""
-    counts: dict[str, int] = {}
-    for rank in ranks:
-        ending = ending_text(rank) if rank["ended"] else "running"
-        counts[ending] = counts.get(ending, 0) + 1
-    return ", ".join(f"{count} {ending}" for ending, count in counts.items())
-
-
-def ending_text(rank: dict[str, Any]) -> str:
-    import signal
-
-    if isinstance(rank.get("signal"), int):
-        try:
-            return signal.Signals(rank["signal"]).name
-        except ValueError:
-            return f"signal {rank['signal']}"
-    return f"exit {rank.get('exit')}"
+    counts = Counter(rank["how"] for rank in ranks)
+    return ", ".join(f"{count} {how}" for how, count in counts.items())
 
 
 def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -155,6 +136,13 @@ def origins(record: JobRecord, prefix: str) -> list[tuple[str, Any, str]]:
         if full.lower().startswith(prefix.lower()):
             found.append((full, plan["env"][name], origin))
     return found
+
+
+def max_steps(record: JobRecord) -> int:
+    """How many steps the bundled trainer makes at most; 0 when that is not known."""
+    config = (read_json(record.run_folder / "config.json") or {}).get("resolved", {})
+    steps = config.get("Engine", {}).get("max_steps") if record.output_dir else None
+    return steps if isinstance(steps, int) else 0
 
 
 def script(record: JobRecord) -> str:

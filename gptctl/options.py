@@ -69,6 +69,10 @@ def complete_job(context: click.Context, parameter: click.Parameter, incomplete:
     return [record.id for record in Store().records()[0] if record.id.startswith(incomplete)]
 
 
+def job_argument(required: bool) -> Callable[[F], F]:
+    return click.argument("job", required=required, shell_complete=complete_job)
+
+
 # Flags that set a key of Launch.
 FLAGS = {
     "nodes": "nodes",

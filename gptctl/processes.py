@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -68,10 +67,12 @@ def processes_of(run_dir: str) -> list[int]:
 
 def kill_all(run_dir: str, patience: float = 10.0) -> list[int]:
     """Kills every process of a job, again and again until none is left; returns those that outlived that."""
+    from signal import SIGKILL
+
     deadline = time.monotonic() + patience
     while (left := processes_of(run_dir)) and time.monotonic() < deadline:
         for pid in left:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, SIGKILL)
         time.sleep(0.02)
     return left

@@ -10,7 +10,6 @@ import os.path
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from gptctl.plan import LaunchPlan
@@ -138,6 +137,8 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def _explained(error: Exception) -> UserError:
+    from traceback import walk_tb
+
     line, file = getattr(error, "lineno", None), getattr(error, "filename", None) or getattr(error, "name", None)
     for frame, number in walk_tb(error.__traceback__):  # an error of the run itself has its place in the traceback only
         if frame.f_code.co_filename.endswith(".j2"):

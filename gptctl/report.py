@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
@@ -10,11 +11,13 @@ from typing import Any
 
 from gptctl.check import Checked
 from gptctl.launch import Launch
-from trainer.config.kinds import Section, keys_of
+from trainer.config.kinds import FilePath, Section, keys_of
 from trainer.config.resolve import Resolved, sections
 from trainer.config.sections import RunConfig
 from trainer.estimate import ASSUMPTIONS, GIB, UNKNOWN_VOCAB, Estimate
 from trainer.layout import AXES, Layout, Machines, padded_vocab
+
+NO_PATH = ("auto", "builtin")  # words that stand where a path may stand
 
 # Derived keys that depend on the number of ranks.
 BY_WORLD = (
@@ -148,6 +151,31 @@ def _shown(checked: Checked) -> RunConfig:
         return replace(getattr(run, section), **dict.fromkeys(names))
 
     return replace(run, Global=opened("Global"), Engine=opened("Engine"), Distributed=opened("Distributed"))
+
+
+def frozen_config(checked: Checked, folder: str) -> dict[str, Any]:
+    """The resolved config with where every value came from, and with paths that hold in any folder."""
+    frozen = as_json(checked, with_config=True)
+    resolved, launch = frozen["resolved"], frozen["resolved"]["Launch"]
+    _make_absolute(RunConfig, resolved, folder)
+    launch["log_dir"] = launch["log_dir"] and absolute(launch["log_dir"], folder)
+    launch["files"] = [absolute(file, folder) for file in launch["files"]]
+    if launch["entrypoint"] != "trainer":
+        launch["entrypoint"] = absolute(launch["entrypoint"], folder)
+    return frozen
+
+
+def _make_absolute(cls: type, values: dict[str, Any], folder: str) -> None:
+    for name, key in keys_of(cls).items():
+        value = values[name]
+        if isinstance(key.kind, Section):
+            _make_absolute(key.kind.cls, value, folder)
+        elif isinstance(key.kind, FilePath) and value and value not in NO_PATH:
+            values[name] = absolute(value, folder)
+
+
+def absolute(path: str, folder: str) -> str:
+    return os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
 
 
 def resolved_yaml(checked: Checked) -> str:

@@ -99,13 +99,10 @@ class RunFolder:
 
     def rank_events(self, attempt: int) -> list[dict[str, Any]]:
         """What the ranks' watchers wrote, per node in the order they wrote it; torn lines are left out."""
-        events = []
-        for file in sorted(self.attempt(attempt).glob("ranks.*.jsonl")):
-            for line in read_text(file).splitlines():
-                event = parse_object(line)
-                if event and isinstance(event.get("rank"), int):
-                    events.append(event)
-        return events
+        from gptctl.logs.files import json_lines
+
+        files = sorted(self.attempt(attempt).glob("ranks.*.jsonl"))
+        return [event for file in files for event in json_lines(read_text(file).encode())]
 
     def cannot_be_helped(self, attempt: int) -> bool:
         return any(event.get("exit") == CANNOT_BE_HELPED for event in self.rank_events(attempt))
@@ -130,12 +127,8 @@ def read_text(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    return parse_object(read_text(file))
-
-
-def parse_object(text: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
+        value = json.loads(read_text(file))
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

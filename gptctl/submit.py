@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
 import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +13,12 @@ from typing import NamedTuple
 import trainer
 from gptctl.backends import backend_of
 from gptctl.check import Checked, check_config
-from gptctl.freeze import freeze, frozen_config
 from gptctl.jobs import JobRecord, Store, new_record, private_files
 from gptctl.plan import Ground, LaunchPlan, Site, build_plan
 from gptctl.preflight import check_surroundings
 from gptctl.processes import is_alive, is_here
 from gptctl.render import LAUNCH, render
+from gptctl.report import frozen_config
 from gptctl.run_folder import RunFolder, read_json, read_text
 from trainer.config import Override
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors_in
@@ -54,12 +53,13 @@ def prepare(
     templates: Sequence[Path] = (),
 ) -> Prepared:
     """Everything but the deed. Raises UserError with all findings when the job cannot start right."""
-    in_place = build_plan(checked, site, overrides=overrides)
-    found = [*checked.findings, *(check_surroundings(checked, in_place, site) if checked.is_valid else ())]
-    if errors_in(found):
-        raise UserError(f"{checked.name} is not submitted", "", findings=found)
-    base = f"{checked.launch.job_name}-{_digest(in_place, checked, site)}"
+    if not checked.is_valid:
+        raise UserError(f"{checked.name} is not submitted", findings=checked.findings)
+    base = f"{checked.launch.job_name}-{_digest(build_plan(checked, site, overrides=overrides), checked, site)}"
     plan = _planned(checked, site, store, base)
+    found = [*checked.findings, *check_surroundings(checked, plan, site)]
+    if errors_in(found):
+        raise UserError(f"{checked.name} is not submitted", findings=found)
     scripts = {LAUNCH: render(plan, LAUNCH, templates)}
     return Prepared(checked, site, plan, scripts, tuple(found), base, tuple(templates))
 
@@ -86,8 +86,8 @@ def prepare_rerun(record: JobRecord, store: Store, overrides: Sequence[Override]
 
 def _digest(plan: LaunchPlan, checked: Checked, site: Site) -> str:
     """Equal jobs have equal ids, so that a dry run prints the very id that the next submit uses."""
-    text = json.dumps([plan.as_json(), frozen_config(checked, site)["resolved"]], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:6]
+    text = json.dumps([plan.as_json(), frozen_config(checked, site.folder)["resolved"]], sort_keys=True)
+    return f"{zlib.crc32(text.encode()) & 0xFFFFFF:06x}"
 
 
 def _planned(checked: Checked, site: Site, store: Store, base: str) -> LaunchPlan:
@@ -123,6 +123,8 @@ def submit(prepared: Prepared, store: Store) -> JobRecord:
 
 
 def _reason(error: OSError) -> str:
+    import shutil
+
     if isinstance(error, shutil.Error):  # what copytree collected: source, target, reason
         return str(error.args[0][0][2]).rpartition("] ")[2]
     return error.strerror or str(error)
@@ -162,6 +164,8 @@ def _journal(prepared: Prepared, store: Store) -> tuple[Prepared, JobRecord]:
 
 def _freeze(prepared: Prepared, record: JobRecord) -> None:
     """The folder gets its name when it is complete."""
+    from gptctl.freeze import freeze
+
     part = _part(record)
     with private_files():
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -179,6 +183,8 @@ def _part(record: JobRecord) -> Path:
 
 def undo(record: JobRecord, store: Store) -> bool:
     """Takes a half-submitted job back; False when it has started."""
+    import shutil
+
     if record.token and read_text(record.run_folder / TOKEN) == record.token:  # else the folder is another's
         if not backend_of(record.kind).abandon(record):
             return False

@@ -13,7 +13,8 @@ from trainer.errors import Finding, UserError
 
 # Escape sequences and control characters of foreign text (file names, values) must not reach a terminal.
 _CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufeff]"
 )
 _COLOURS = {"error": "bold red", "warning": "yellow", "notice": "cyan", "hint": "green"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tests.ranks  # noqa: F401 - one thread in this process, so that it can be forked
-from tests.bench import startup, training
+from tests.bench import follow, startup, training
 
 
 def over_budget() -> dict[str, float]:
@@ -12,8 +12,17 @@ def over_budget() -> dict[str, float]:
 
 
 def test_commands_start_within_their_budgets() -> None:
-    """Measured again once: a busy neighbour on the same core can double CPU seconds for a while."""
-    assert not over_budget() or not over_budget()
+    """Measured again at most twice: a busy neighbour on the same core can double CPU seconds for a while."""
+    assert not over_budget() or not over_budget() or not over_budget()
+
+
+def test_following_is_prompt_and_small() -> None:
+    """256 files at 500 lines a second: every line is shown, within a second, in little memory."""
+    written, followed = follow.follow_ranks(256, 500, seconds=4)
+    ours = followed["gptctl"]
+    assert len(ours.delays) == written
+    assert ours.quantile(0.99) <= follow.MAX_DELAY
+    assert ours.max_rss_mb <= follow.MAX_RSS_MB
 
 
 def test_a_step_is_near_the_bare_loop() -> None:

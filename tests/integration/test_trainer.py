@@ -190,7 +190,8 @@ def test_the_demo_learns_and_writes(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_demo_reaches_a_loss_below_two(tmp_path: Path) -> None:
-    ended = run(tmp_path, "-c", str(ROOT / "templates/configs/char-gpt.yaml"), world=2, seconds=900)
+    """Four ranks, as `make demo` starts them."""
+    ended = run(tmp_path, "-c", str(ROOT / "templates/configs/char-gpt.yaml"), world=4, seconds=900)
     assert ended.ok, ended.text
     assert ended.metrics("test_loss")[0] < 2.0
     assert ended.metrics()[-1] < 2.0

@@ -43,7 +43,7 @@ class Jobs:
 
     def log(self, job: str, rank: int, attempt: int = 0) -> str:
         file = self.run_dir(job) / "logs" / f"attempt-{attempt}" / f"workerlog.{rank}"
-        return file.read_text() if file.exists() else ""
+        return file.read_text(errors="replace") if file.exists() else ""
 
     def status(self, job: str) -> dict:
         return json.loads(self.gptctl("status", job, "--json").stdout)

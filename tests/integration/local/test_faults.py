@@ -155,6 +155,11 @@ def test_a_busy_port_is_refused_and_a_free_one_respected(jobs) -> None:
         assert "S004" in answer.stderr
         assert f"port {port} of 127.0.0.1 is in use" in answer.stderr
     assert jobs.left_over() == []
+    with socket.socket() as usual:
+        usual.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        usual.bind(("127.0.0.1", 29500))  # torchrun's own default is nobody's business here
+        usual.listen()
+        assert jobs.gptctl("submit", "--dry-run", "--", "x.py").returncode == 0
     job = jobs.quick("-o", f"Launch.rdzv.port={port}")
     assert jobs.status(job)["endpoint"] == f"127.0.0.1:{port}"
 

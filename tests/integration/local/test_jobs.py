@@ -31,6 +31,7 @@ for step in range(int(sys.argv[1])):
     dist.all_reduce(one)
     print("step", step, flush=True)
     time.sleep(0.1)
+dist.destroy_process_group()
 """
 SMALL = ["-o", "Model.num_layers=1", "-o", "Model.hidden_size=32", "-o", "Data.Train.dataset.max_seq_len=16"]
 SMALL += ["-o", "Global.local_batch_size=2", "-o", "Global.micro_batch_size=2", "-o", "Engine.test_iters=1"]

@@ -1,0 +1,219 @@
+"""From bytes to lines: assembling whole lines from appends, the times that lines carry, the start of the last N lines.
+
+Knows nothing of files, only of bytes; lines stay bytes here, and only `readable` makes text of them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from functools import lru_cache
+
+from gptctl.ui import clean
+from trainer.errors import WRONG_USAGE, UserError
+
+LONGEST_LINE = 64 << 10
+LONGEST_WALK = 1000  # lines that are searched backwards for a time
+
+# Ours and ISO's `2026-11-16 04:25:43,446`, perhaps in brackets, in colour or first in a JSON object, and glog's
+# `E1116 06:54:39.123000`.
+_STAMP = re.compile(
+    rb"(?:\x1b?\[[\d;]*m)*(?:\[rank\d+\]: ?)?(?:\[|\{\"time\": \")?"
+    rb"(?:(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)?"
+    rb"|[IWEF](\d{4} \d\d:\d\d:\d\d)(?:\.(\d{1,9}))?\b)"
+)
+
+
+class Assembler:
+    """Appends go in, blocks of whole lines come out, the same for any cutting of the stream.
+
+    NULs (the gaps of a torn file) are dropped. Of a line over `longest` bytes only the newest state of its progress bar
+    is kept, or its beginning and how much was cut, so that memory stays bounded.
+    """
+
+    def __init__(self, longest: int = LONGEST_LINE) -> None:
+        self._longest = longest
+        self._open = bytearray()  # after the last newline; of a long line: its newest text between two \r
+        self._long = False
+        self._cut = 0  # bytes of that text that were not kept
+        self._over = False  # a \r has come after it: the next byte begins a new text
+
+    def feed(self, data: bytes) -> bytes:
+        if b"\0" in data and self._longest != sys.maxsize:
+            data = data.replace(b"\0", b"")
+        end = data.rfind(b"\n") + 1
+        if not end:
+            self._extend(data)
+            return b""
+        begin = data.find(b"\n") + 1 if self._open or self._long else 0
+        if begin:
+            self._extend(data[: begin - 1])
+        block = (self.close() + b"\n" if begin else b"") + self._shortened(data[begin:end])
+        self._extend(data[end:])
+        return block
+
+    def close(self) -> bytes:
+        """What is left: a line whose newline has not come."""
+        line = self.newest()
+        self._open.clear()
+        self._long, self._cut, self._over = False, 0, False
+        return line
+
+    def newest(self) -> bytes:
+        return bytes(self._open) + (b" [%d bytes cut]" % self._cut if self._cut else b"")
+
+    @property
+    def has_bar(self) -> bool:
+        return self._over or b"\r" in self._open
+
+    def _extend(self, data: bytes) -> None:
+        if not self._long and len(self._open) + len(data) <= self._longest:
+            self._open += data
+            return
+        if not self._long:
+            data, self._long = bytes(self._open) + data, True
+            self._open.clear()
+        for number, text in enumerate(data.split(b"\r")):
+            self._over = self._over or number > 0
+            if text and self._over:
+                self._open.clear()
+                self._cut, self._over = 0, False
+            room = self._longest - len(self._open)
+            self._open += text[:room]
+            self._cut += max(0, len(text) - room)
+
+    def _shortened(self, block: bytes) -> bytes:
+        """Whole lines with the long ones cut; steps from newline to newline as far as a line may reach."""
+        position = 0
+        while len(block) - position > self._longest:
+            end = block.rfind(b"\n", position, position + self._longest + 1)
+            if end < 0:
+                end = block.find(b"\n", position)
+                one = Assembler(self._longest)
+                one._extend(block[position:end])
+                line = one.close()
+                block = block[:position] + line + block[end:]
+                end = position + len(line)
+            position = end + 1
+        return block
+
+
+def readable(line: bytes) -> str:
+    """A line as it may reach a terminal: the newest state of a progress bar, no control sequences."""
+    if b"\r" in line:
+        line = next((text for text in reversed(line.split(b"\r")) if text), b"")
+    text = line.decode("utf-8", "replace")
+    return text if text.isprintable() else clean(text)
+
+
+class Clock:
+    """The times of one file's lines, read in their order."""
+
+    def __init__(self, changed: float) -> None:
+        self.now = float("-inf")  # of the last line that was visited
+        self._changed = changed
+        self._seen = 0
+
+    def start(self, block: bytes) -> None:
+        """A block begins; what stands before the first time of all goes with it."""
+        self._seen = 0
+        if self.now == float("-inf"):
+            position = 0
+            for _ in range(LONGEST_WALK):
+                if (stamp := self.stamp(block, position)) is not None:
+                    self.now = stamp
+                    return
+                position = block.find(b"\n", position) + 1
+                if not position:
+                    return
+
+    def visit(self, block: bytes, start: int, end: int) -> float | None:
+        """The time that the line carries; `now` becomes it, or that of the nearest line before it."""
+        stamp = nearest = self.stamp(block, start)
+        before, walk = start, 0
+        while nearest is None and before > self._seen and walk < LONGEST_WALK:
+            before = block.rfind(b"\n", 0, before - 1) + 1
+            nearest = self.stamp(block, before)
+            walk += 1
+        if nearest is not None:
+            self.now = nearest
+        self._seen = end + 1
+        return stamp
+
+    def stamp(self, block: bytes, position: int) -> float | None:
+        found = _STAMP.match(block, position)
+        if not found:
+            return None
+        moment, fraction, zone, glog, glog_fraction = found.groups()
+        seconds = _seconds(moment, zone) if moment else _glog_seconds(glog, self._changed)
+        part = fraction or glog_fraction
+        return seconds if seconds is None or not part else seconds + int(part) / 10 ** len(part)
+
+
+@lru_cache(maxsize=4096)
+def _seconds(moment: bytes, zone: bytes | None) -> float | None:
+    try:
+        when = datetime.fromisoformat(moment.decode())
+        if zone:
+            sign, digits = zone[:1], zone[1:].replace(b":", b"")
+            east = timedelta(hours=int(digits[:2] or 0), minutes=int(digits[2:] or 0))
+            when = when.replace(tzinfo=timezone(-east if sign == b"-" else east))
+        return when.timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+@lru_cache(maxsize=4096)
+def _glog_seconds(moment: bytes, changed: float) -> float | None:
+    """glog writes no year: the latest one that does not lie after the file's last change (a day is forgiven)."""
+    year = time.localtime(changed).tm_year
+    for candidate in (year + 1, year, year - 1):
+        text = b"%d-%b-%b %b" % (candidate, moment[:2], moment[2:4], moment[5:])
+        seconds = _seconds(text, None)
+        if seconds is not None and seconds < changed + 86400:
+            return seconds
+    return None
+
+
+def parse_since(text: str, now: float | None = None) -> float:
+    """`90s`, `5m`, `2h`, `1d` ago, `07:30` of the last 24 hours, or a date or time of ISO 8601, as seconds."""
+    now = time.time() if now is None else now
+    if found := re.fullmatch(r"(\d{1,9})([smhd])", text.strip(), re.ASCII):
+        return now - int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    try:
+        if re.fullmatch(r"\d\d:\d\d(:\d\d)?", text.strip(), re.ASCII):
+            today = datetime.fromtimestamp(now).replace(microsecond=0)
+            hour, minute, second = (int(part) for part in (text.strip() + ":00").split(":")[:3])
+            when = today.replace(hour=hour, minute=minute, second=second)
+            return (when - timedelta(days=when.timestamp() > now)).timestamp()
+        return datetime.fromisoformat(re.sub("Z$", "+00:00", text.strip())).timestamp()
+    except (ValueError, OverflowError):
+        raise UserError(
+            f"--since {text[:60]!r} is no time",
+            "write how long ago (90s, 5m, 2h, 1d), a time (07:30) or a date (2026-11-16T07:30)",
+            WRONG_USAGE,
+        ) from None
+
+
+def start_of_last(count: int, size: int, read: Callable[[int, int], bytes], block: int = 1 << 16) -> int:
+    """Where the last `count` lines begin, reading backwards; `read` takes an offset and a size."""
+    if count <= 0:
+        return size
+    end, missing = size, count
+    while end > 0:
+        begin = max(0, end - block)
+        data = read(begin, end - begin)
+        if end == size and data.endswith(b"\n"):
+            missing += 1  # the newline at the very end closes the last line
+        newlines = data.count(b"\n")
+        if newlines >= missing:
+            position = len(data)
+            for _ in range(missing):
+                position = data.rfind(b"\n", 0, position)
+            return begin + position + 1
+        missing -= newlines
+        end = begin
+    return 0

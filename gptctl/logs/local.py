@@ -1,0 +1,180 @@
+"""Log files on local paths. Descriptors stay open, so that a file that was renamed or removed is read to its end.
+
+A scan asks an open file for its size by `lseek`, a tenth of the price of a `stat`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from gptctl.logs.files import Kind, LogFile, kind_of
+
+LARGEST_RECORD = 16 << 20
+SPARE_DESCRIPTORS = 32  # left for everything else this process opens
+_FOLDER = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
+_RECORD = re.compile(r"ranks\.\d{1,7}\.jsonl|node\.\d{1,7}\.exit", re.ASCII)
+
+
+class Descriptors:
+    """Open files by identity; the oldest makes room when there are too many."""
+
+    def __init__(self, path_of: Callable[[LogFile], str]) -> None:
+        self.by_identity: dict[tuple[int, ...], int] = {}
+        self._path_of = path_of
+        self._most = 0
+
+    def read(self, file: LogFile, offset: int, size: int) -> bytes:
+        try:
+            descriptor = self.by_identity.get(file.identity)
+            if descriptor is None:
+                descriptor = self._opened(file)
+            return b"" if descriptor is None else os.pread(descriptor, size, offset)
+        except OSError:
+            return b""
+
+    def _opened(self, file: LogFile) -> int | None:
+        if len(self.by_identity) >= self._most:
+            self._make_room()
+        descriptor = _open_exactly(self._path_of(file), file.identity)
+        if descriptor is not None:
+            self.by_identity[file.identity] = descriptor
+        return descriptor
+
+    def release(self, identity: tuple[int, ...]) -> None:
+        descriptor = self.by_identity.pop(identity, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _make_room(self) -> None:
+        if not self._most:
+            self._most = max(4, _raised_limit() - SPARE_DESCRIPTORS)
+        while len(self.by_identity) >= self._most:
+            self.release(next(iter(self.by_identity)))
+
+
+def _raised_limit() -> int:
+    """The number of files this process may open, after asking for more."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wish = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+    if soft != resource.RLIM_INFINITY and soft < wish:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wish, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 16 if soft == resource.RLIM_INFINITY else soft
+
+
+def _open_exactly(path: str, identity: tuple[int, ...]) -> int | None:
+    """Opens the file of this identity: at its path, or wherever a rotation in the same folder has moved it."""
+    if (descriptor := _open_if_same(path, identity)) is not None:
+        return descriptor
+    with os.scandir(os.path.dirname(path)) as entries:
+        moved = [entry.path for entry in entries if entry.inode() == identity[1]]
+    return _open_if_same(moved[0], identity) if moved else None
+
+
+def _open_if_same(path: str, identity: tuple[int, ...]) -> int | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not hang us
+    except FileNotFoundError:
+        return None
+    status = os.fstat(descriptor)
+    if (status.st_dev, status.st_ino) == identity:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+class LocalLogFiles:
+    """The logs of a job below `log_dir`, and what its ranks have recorded below `run_dir`."""
+
+    def __init__(self, log_dir: Path, run_dir: Path) -> None:
+        self._log_dir, self._run_dir = log_dir, run_dir
+        self._descriptors = Descriptors(lambda file: f"{log_dir}/attempt-{file.attempt}/{file.name}")
+        self._last: dict[int, dict[str, LogFile]] = {}  # by attempt and name, as the last scan saw them
+
+    def attempts(self) -> list[int]:
+        return sorted({*_attempts(self._log_dir), *_attempts(self._run_dir)})
+
+    def scan(self, first: int = 0) -> list[LogFile]:
+        wanted = [attempt for attempt in _attempts(self._log_dir) if attempt >= first]
+        self._last = {attempt: self._scan_folder(attempt) for attempt in wanted}
+        return [file for files in self._last.values() for file in files.values()]
+
+    def read(self, file: LogFile, offset: int, size: int) -> bytes:
+        return self._descriptors.read(file, offset, size)
+
+    def release(self, file: LogFile) -> None:
+        self._descriptors.release(file.identity)
+
+    def records(self, attempt: int) -> dict[str, bytes]:
+        found = {}
+        with suppress(OSError):
+            for path in sorted((self._run_dir / f"attempt-{attempt}").iterdir()):
+                if _RECORD.fullmatch(path.name) and path.is_file():
+                    with suppress(OSError), path.open("rb") as file:
+                        found[path.name] = file.read(LARGEST_RECORD)
+        return found
+
+    def _scan_folder(self, attempt: int) -> dict[str, LogFile]:
+        before, now, open_files = self._last.get(attempt, {}), {}, self._descriptors.by_identity
+        with suppress(OSError), os.scandir(f"{self._log_dir}/attempt-{attempt}") as entries:
+            for entry in entries:
+                name = entry.name
+                file = before.get(name)
+                if file and file.identity[1] == entry.inode() and file.identity in open_files:
+                    size = os.lseek(open_files[file.identity], 0, os.SEEK_END)
+                    now[name] = file if size == file.size else file.grown(size, time.time())
+                elif (held := kind_of(name)) and (file := _described(entry.path, attempt, *held)):
+                    now[name] = file
+        return now
+
+
+class LocalFile:
+    """One log file by its path, as if it were a job with nothing else."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path.absolute())
+        self._descriptors = Descriptors(lambda file: self._path)
+
+    def attempts(self) -> list[int]:
+        return [0]
+
+    def scan(self, first: int = 0) -> list[LogFile]:
+        file = _described(self._path, 0, "file", 0)
+        return [file] if file else []
+
+    def read(self, file: LogFile, offset: int, size: int) -> bytes:
+        return self._descriptors.read(file, offset, size)
+
+    def release(self, file: LogFile) -> None:
+        self._descriptors.release(file.identity)
+
+    def records(self, attempt: int) -> dict[str, bytes]:
+        return {}
+
+
+def _described(path: str, attempt: int, kind: Kind, number: int) -> LogFile | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    identity = (status.st_dev, status.st_ino)
+    return LogFile(attempt, kind, number, os.path.basename(path), status.st_size, status.st_mtime, identity)
+
+
+def _attempts(folder: Path) -> list[int]:
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return sorted(int(found[1]) for name in names if (found := _FOLDER.fullmatch(name)))

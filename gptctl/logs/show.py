@@ -1,0 +1,106 @@
+"""Puts lines on a stream: with a prefix that says who speaks, as JSON, or raw. Writes bytes itself, for speed.
+
+The rest of the output (tables, talk) goes through `gptctl.ui`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import BinaryIO, Literal
+
+from gptctl import ui
+from gptctl.logs.files import LogFile, LogFiles, Wanted
+from gptctl.logs.lines import readable
+from gptctl.logs.stream import Line, Lines, follow, read_all
+from trainer.errors import UserError
+
+Style = Literal["text", "json", "raw"]
+WRITE_AT = 1000  # lines that are held back at most
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94, 31, 91)  # one per rank, in turn
+_BOLD = 1  # nodes and the batch log
+
+Speaker = tuple[int, str, int]  # attempt, kind, number
+
+
+def show_logs(
+    files: LogFiles,
+    wanted: Wanted,
+    lines: Lines,
+    style: Style = "text",
+    ended: Callable[[], bool] | None = None,
+    out: BinaryIO | None = None,
+) -> None:
+    """`gptctl logs`: what is there now; with `ended`, follows until it says that the job is over."""
+    lines = replace(lines, raw=style == "raw")
+    sys.stdout.flush()
+    printer = Printer(out or sys.stdout.buffer, style)
+    if ended:
+        follow(files, wanted, lines, printer, ended)
+    elif not read_all(files, wanted, lines, printer):
+        raise UserError("there is no such log", "`gptctl logs --list` shows what there is; a pending job has none yet")
+
+
+class Printer:
+    def __init__(self, out: BinaryIO, style: Style = "text", coloured: bool | None = None) -> None:
+        self._out, self._style = out, style
+        self._coloured = out.isatty() and not os.environ.get("NO_COLOR") if coloured is None else coloured
+        self._held: list[bytes] = []
+        self._line_is_open = False  # a raw line without newline was written last
+        self._names: dict[Speaker, str] = {}
+        self._prefixes: dict[Speaker, str] = {}
+
+    def expect(self, files: Iterable[LogFile]) -> None:
+        """Prefixes are as wide as the widest, and name attempts if there are several."""
+        self._names.update({_speaker(file): file.label for file in files})
+        several = len({attempt for attempt, _, _ in self._names}) > 1
+        names = {who: f"[{who[0]}/{name}]" if several else f"[{name}]" for who, name in self._names.items()}
+        width = max(map(len, names.values()), default=0)
+        self._prefixes = {who: self._painted(who, f"{name:<{width}} ") for who, name in names.items()}
+
+    def _painted(self, who: Speaker, name: str) -> str:
+        _, kind, number = who
+        if kind == "file":
+            return ""
+        colour = _COLOURS[number % len(_COLOURS)] if kind == "rank" else _BOLD
+        return f"\x1b[{colour}m{name}\x1b[0m" if self._coloured else name
+
+    def line(self, line: Line) -> None:
+        if self._style == "raw":
+            self._held.append((b"\n" if self._line_is_open else b"") + line.text + (b"\n" if line.has_newline else b""))
+            self._line_is_open = not line.has_newline
+        elif self._style == "json":
+            self._held.append(_as_json(line).encode() + b"\n")
+        else:
+            self._held.append(f"{self._prefixes[_speaker(line.file)]}{readable(line.text)}\n".encode())
+        if len(self._held) >= WRITE_AT:
+            self._write()
+
+    def flush(self) -> None:
+        if self._held:
+            self._write()
+            self._out.flush()
+
+    def say(self, text: str) -> None:
+        self.flush()
+        ui.say(text)
+
+    def _write(self) -> None:
+        data = b"".join(self._held)
+        self._held.clear()
+        self._out.write(data)
+
+
+def _speaker(file: LogFile) -> Speaker:
+    return file.attempt, file.kind, file.number
+
+
+def _as_json(line: Line) -> str:
+    file = line.file
+    who = {file.kind: file.number if file.kind in ("rank", "node") else True if file.kind == "batch" else file.name}
+    return json.dumps(
+        {"attempt": file.attempt, **who, "time": line.time, "text": readable(line.text)}, ensure_ascii=False
+    )
