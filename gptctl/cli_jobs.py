@@ -118,13 +118,13 @@ def submit(
     return accompany(prepared, record, as_json, follow, wait_for_it)
 
 
-def announce(prepared: Prepared, record: JobRecord, as_json: bool) -> None:
+def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: str) -> None:
     from gptctl import job_report, ui
     from gptctl.run_folder import RunFolder
 
     plan = prepared.plan
     endpoint = RunFolder(record.run_dir).endpoint() or f"{plan.master_addr}:{plan.master_port or '(a free port)'}"
-    facts = job_report.submitted(record, endpoint)
+    facts = {**job_report.submitted(record, endpoint), **ending}
     if as_json:
         ui.print_json(facts)
         return
@@ -139,16 +139,20 @@ def announce(prepared: Prepared, record: JobRecord, as_json: bool) -> None:
 
 def accompany(prepared: Prepared, record: JobRecord, as_json: bool, follow: bool, wait_for_it: bool) -> int:
     """Says what was submitted, and stays with it if that was asked for. An interrupt leaves the job alone."""
-    from gptctl import ui
+    from gptctl import job_report, ui
     from gptctl.cli_logs import follow_job
     from gptctl.logs.files import Wanted
     from gptctl.logs.stream import Lines
 
     try:
+        if as_json and wait_for_it and not follow:  # one object, when all of it is known
+            code = wait_for(record, None, quiet=True)
+            announce(prepared, record, as_json, **job_report.state_of(record)._asdict())
+            return code
         announce(prepared, record, as_json)
         if follow:
-            return follow_job(record, Wanted(all_attempts=True), Lines())
-        return wait_for(record, None, quiet=as_json) if wait_for_it else 0
+            return follow_job(record, Wanted(all_attempts=True), Lines(), "json" if as_json else "text")
+        return wait_for(record, None) if wait_for_it else 0
     except KeyboardInterrupt:
         ui.say(after_interrupt(record))
         return INTERRUPTED
@@ -300,7 +304,7 @@ def cancel(jobs: tuple[str, ...], now: bool, as_json: bool) -> None:
         if not job_report.is_final(job_report.state_of(record)):
             ui.say(f"ending {record.id} …")
             backend_of(record.kind).cancel(record, now)
-        answers.append({"job": record.id, "state": job_report.state_of(record).name})
+        answers.append({"job": record.id, "state": job_report.state_of(record).state})
     if as_json:
         ui.print_json(answers)
     else:
@@ -332,14 +336,14 @@ def wait_for(record: JobRecord, timeout: float | None, quiet: bool = False) -> i
     deadline = time.monotonic() + timeout if timeout is not None else None
     shown = ""
     while not job_report.is_final(state := job_report.state_of(record)):
-        if state.name != shown:
-            shown = state.name
+        if state.state != shown:
+            shown = state.state
             ui.say(f"{record.id}: {shown}")
         if deadline and time.monotonic() > deadline:
-            raise UserError(f"{record.id} is still {state.name}", "wait longer, or cancel it", ANSWER_IS_NO)
+            raise UserError(f"{record.id} is still {state.state}", "wait longer, or cancel it", ANSWER_IS_NO)
         time.sleep(0.2)
     if not quiet:
-        ui.print_text(f"{record.id}: {state.name}{': ' + state.reason if state.reason else ''}")
+        ui.print_text(f"{record.id}: {state.state}{': ' + state.reason if state.reason else ''}")
     return job_report.verdict(state)
 
 

@@ -154,7 +154,7 @@ def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "te
         if isinstance(printer, ProgressLine):
             printer.close()
     state = job_report.state_of(record)
-    ui.say(f"{record.id}: {state.name}{': ' + state.reason if state.reason else ''}")
+    ui.say(f"{record.id}: {state.state}{': ' + state.reason if state.reason else ''}")
     if job_report.verdict(state):
         ui.say(f"hint: gptctl logs {record.id} --failed")
     return job_report.verdict(state)

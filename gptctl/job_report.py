@@ -22,11 +22,11 @@ def state_of(record: JobRecord) -> State:
 
 
 def is_final(state: State) -> bool:
-    return state.name in FINAL
+    return state.state in FINAL
 
 
 def verdict(state: State) -> int:
-    return 0 if state.name == COMPLETED else 1
+    return 0 if state.state == COMPLETED else 1
 
 
 def row(record: JobRecord) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def row(record: JobRecord) -> dict[str, Any]:
     state = state_of(record)
     return {
         "job": record.id,
-        "state": state.name,
+        "state": state.state,
         "reason": state.reason,
         "cluster": record.cluster,
         "nodes": record.nodes,
@@ -66,7 +66,7 @@ def status(record: JobRecord) -> dict[str, Any]:
     result = folder.result()
     return {
         **row(record),
-        "state": state.name,
+        "state": state.state,
         "reason": state.reason,
         "gpus_per_node": record.per_node,
         "attempts": folder.attempts(),

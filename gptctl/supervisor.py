@@ -59,7 +59,7 @@ class Supervisor:
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
-        state, reason = FAILED, ""
+        state, reason = FAILED, "the supervisor failed; see supervisor.log"
         try:
             state, reason = self._attempts()
         except Stopped as stop:

@@ -15,7 +15,7 @@ BUILT = ("local",)
 class State(NamedTuple):
     """How a job stands, as far as it is known."""
 
-    name: str
+    state: str
     reason: str = ""
 
 

@@ -138,6 +138,20 @@ def test_a_mistake_is_named_and_leaves_nothing(jobs, arguments: list[str], expec
     assert not (jobs.folder / "hit").exists()
 
 
+def test_an_interpreter_that_cannot_train_is_refused(jobs) -> None:
+    """One that does not exist, and one without torch: a virtual environment with nothing but gptctl's own packages."""
+    (jobs.folder / "quick.yaml").write_text("kind: local\npython: /no/such/python\n")
+    answer = jobs.gptctl(*QUICK)
+    assert "S003" in answer.stderr
+    assert "there is no /no/such/python" in answer.stderr
+    (jobs.folder / "sitecustomize.py").write_text(
+        "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)"
+    )
+    answer = jobs.gptctl("submit", "--", "x.py", PYTHONPATH=str(jobs.folder))
+    assert f"{sys.executable} has no torch" in answer.stderr
+    assert jobs.left_over() == []
+
+
 def test_an_output_folder_with_checkpoints_is_refused_before_the_job_runs(jobs) -> None:
     jobs.gptctl("init")
     (jobs.folder / "out" / "step_10").mkdir(parents=True)

@@ -275,7 +275,9 @@ def test_rerun_and_show_from_the_saved_files(jobs) -> None:
     job = jobs.submit("--gpus-per-node", "1", "--env", "MY_NAME=a b", "--", "x.py", "one two")
     (jobs.folder / "x.py").unlink()
     jobs.wait(job)
-    other = json.loads(jobs.gptctl("rerun", job, "--wait", "--json").stdout.partition("\n}\n")[0] + "}")["job"]
+    answer = json.loads(jobs.gptctl("rerun", job, "--wait", "--json").stdout)
+    assert answer["state"] == "COMPLETED"
+    other = answer["job"]
     assert jobs.log(other, 0) == jobs.log(job, 0) == "as it was ['one two']\n"
     values = json.loads(jobs.gptctl("show", other, "Launch.env", "--json").stdout)["values"]
     assert {row["key"]: row["value"] for row in values}["Launch.env.MY_NAME"] == "a b"
@@ -285,15 +287,34 @@ def test_rerun_and_show_from_the_saved_files(jobs) -> None:
     assert jobs.gptctl("show", job, "Lunch").returncode == 2
 
 
-def test_environment_of_another_launcher_does_not_leak(jobs) -> None:
+def test_variables_reach_every_rank_and_only_those_that_are_meant(jobs) -> None:
+    """From profile, config and command line, each winning over the one before; nothing of a launcher around gptctl."""
     (jobs.folder / "x.py").write_text(
-        "import os; print(sorted(n for n in os.environ if n.startswith(('SLURM', 'LEAK'))), os.environ['WORLD_SIZE'])"
+        "import os; print({n: v for n, v in os.environ.items() if n.startswith(('SLURM', 'NCCL', 'LEAK', 'WORLD'))})"
     )
-    job = jobs.submit(
-        "--", "x.py", SLURM_CPU_BIND="x", SLURM_JOB_ID="7", WORLD_SIZE="64", RANK="3", LEAK="wanted", PET_NNODES="3"
-    )
+    (jobs.folder / "lab.yaml").write_text("kind: local\nenv: {NCCL_A: profile, NCCL_B: profile, NCCL_C: profile}\n")
+    (jobs.folder / "run.yaml").write_text("Launch: {cluster: ./lab.yaml, env: {NCCL_B: config, NCCL_C: config}}\n")
+    around = {
+        "SLURM_CPU_BIND": "x",
+        "SLURM_JOB_ID": "7",
+        "WORLD_SIZE": "64",
+        "RANK": "3",
+        "PET_NNODES": "3",
+        "LEAK": "wanted",
+    }
+    asked = ["run.yaml", "--nodes", "2", "--gpus-per-node", "1", "--env", "NCCL_C=it's"]
+    job = jobs.submit(*asked, "--", "x.py", **around)
     assert jobs.wait(job) == "COMPLETED"
-    assert jobs.log(job, 0) == "['LEAK'] 1\n"
+    meant = {
+        "NCCL_A": "profile",
+        "NCCL_B": "config",
+        "NCCL_C": "it's",
+        "NCCL_DEBUG": "WARN",
+        "LEAK": "wanted",
+        "WORLD_SIZE": "2",
+    }
+    for rank in (0, 1):
+        assert eval(jobs.log(job, rank)) == meant
 
 
 def test_a_secret_is_in_the_rank_and_nowhere_else(jobs) -> None:
