@@ -22,9 +22,7 @@ INTERRUPTED = 130
 ANSWERS = ("failed", "list_them", "metrics")  # options whose answer is a report, not lines
 
 
-@click.command(
-    epilog=examples("gptctl logs --follow", "gptctl logs gpt-3f9a2c --rank 0,3,8-11 --tail 20", "gptctl logs --failed")
-)
+@click.command(epilog=examples("gptctl logs --follow", "gptctl logs gpt-3f9a2c --rank 0,3,8-11 --tail 20"))
 @job_argument(required=False)
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends; the exit code is its verdict.")
 @click.option("--rank", metavar="0,3,8-11", help="Only these ranks.")

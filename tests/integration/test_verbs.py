@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gptctl.cli import cli
 from gptctl.resources import named_files
 from trainer.config.tree import parse
 
@@ -102,10 +103,10 @@ def test_rules_are_listed(gptctl) -> None:
 
 
 def test_help_pages_end_with_two_examples(gptctl) -> None:
-    pages = [["--help"]] + [
-        [verb, "--help"] for verb in ("validate", "topo", "init", "keys", "schema", "rules", "completion")
-    ]
-    for page in pages:
+    """Every verb that there is, those of a group too."""
+    verbs = [[name] for name in cli.commands]
+    verbs += [["clusters", name] for name in cli.commands["clusters"].commands]
+    for page in [["--help"], *([*verb, "--help"] for verb in verbs)]:
         text = gptctl(*page).stdout
         examples = text.split("Examples:")[1].strip().splitlines()
         assert len(examples) == 2, page
