@@ -1,5 +1,14 @@
-"""`python -m gptctl`"""
+"""`python -m gptctl`, and the command `gptctl`."""
 
-from gptctl.cli import main
 
-main()
+def main() -> None:
+    try:
+        from gptctl.cli import main as run
+
+        run()
+    except KeyboardInterrupt:  # while modules were loaded
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

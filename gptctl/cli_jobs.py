@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gptctl.cli_clusters import clusters
 from gptctl.cli_logs import logs
 from gptctl.options import (
     ScriptCommand,
+    as_json_option,
     check_job,
-    complete_cluster,
     complete_job,
     config_options,
     examples,
     job_argument,
     launch_options,
 )
-from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
+from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
     from gptctl.check import Checked
@@ -41,17 +42,30 @@ def open_store() -> Store:
     return store
 
 
+def say_damaged(store: Store) -> None:
+    from gptctl import ui
+
+    for note in store.damaged:
+        ui.say(f"note: {note}")
+
+
 def find_job(name: str | None, store: Store | None = None) -> JobRecord:
     """A job by its id; without one the latest, and it is said which."""
     from gptctl import ui
 
-    record = (store or open_store()).find(name)
+    store = store or open_store()
+    try:
+        record = store.find(name)
+    finally:
+        say_damaged(store)
     if name is None:
         ui.say(f"job {record.id}")
     return record
 
 
-as_json_option = click.option("--json", "as_json", is_flag=True, help="Print a report for programs.")
+def require_folder(record: JobRecord) -> None:
+    if not record.run_folder.is_dir():
+        raise UserError(f"the folder of {record.id} is gone: {record.run_dir}", "", OUT_OF_REACH)
 
 
 def template_places(template: str | None, config: Path | None) -> list[Path]:
@@ -61,7 +75,10 @@ def template_places(template: str | None, config: Path | None) -> list[Path]:
             f"there is no template {template}", "name a file such as launch.sh.j2, or a folder", WRONG_USAGE
         )
     beside = config.parent / "templates" if config else None
-    return [*([Path(template)] if template else []), *([beside] if beside and beside.is_dir() else [])]
+    places = [*([Path(template)] if template else []), *([beside] if beside and any(beside.glob("*.j2")) else [])]
+    if template and Path(template).is_dir() and not any(Path(template).glob("*.j2")):
+        raise UserError(f"{template} holds no templates", "put a file such as launch.sh.j2 there", WRONG_USAGE)
+    return places
 
 
 def refuse_invalid(checked: Checked, what: str) -> None:
@@ -97,10 +114,10 @@ def submit(
     script with its arguments, instead of the bundled trainer; it needs no config, and uses one only if it is named.
     Nothing is written when something is wrong. Nothing old is overwritten: every job has a folder of its own.
     """
-    from gptctl import ui
-    from gptctl.submit import Interrupted, prepare, this_site
-    from gptctl.submit import submit as send
+    from gptctl.submit import prepare, this_site
 
+    if dry_run and (follow or wait_for_it):
+        raise UserError("nothing runs in a dry run", "leave out --follow and --wait", WRONG_USAGE)
     store = open_store()
     if resume is not None:
         arguments["overrides"] += (f"Engine.save_load.ckpt_dir={resumable_output(resume, store)}",)
@@ -109,11 +126,21 @@ def submit(
     if dry_run:
         show_dry_run(prepared, as_json)
         return 0
+    return send_and_stay(prepared, store, as_json, follow, wait_for_it)
+
+
+def send_and_stay(prepared: Prepared, store: Store, as_json: bool, follow: bool, wait_for_it: bool) -> int:
+    from gptctl import job_report, ui
+    from gptctl.submit import Interrupted
+    from gptctl.submit import submit as send
+
     ui.print_findings(prepared.findings, to_stderr=True)
     try:
         record = send(prepared, store)
     except Interrupted as interrupted:
-        ui.say(after_interrupt(interrupted.record))
+        if interrupted.reason:
+            ui.say(f"warning: its record is not complete: {interrupted.reason}")
+        ui.say(job_report.goes_on(interrupted.record))
         return INTERRUPTED
     return accompany(prepared, record, as_json, follow, wait_for_it)
 
@@ -123,14 +150,14 @@ def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: str
     from gptctl.run_folder import RunFolder
 
     plan = prepared.plan
-    endpoint = RunFolder(record.run_dir).endpoint() or f"{plan.master_addr}:{plan.master_port or '(a free port)'}"
+    endpoint = RunFolder(record.run_dir).endpoint()
     facts = {**job_report.submitted(record, endpoint), **ending}
     if as_json:
         ui.print_json(facts)
         return
     shown = [
         ("world", f"{plan.world} ranks: {plan.nnodes} × {plan.per_node} on cluster {plan.cluster}"),
-        ("endpoint", f"{endpoint}, {plan.form} rendezvous"),
+        ("endpoint", f"{endpoint}, {plan.form} rendezvous{f' {plan.rdzv_id}' if plan.form == 'c10d' else ''}"),
         ("logs", record.log_dir),
         ("follow", facts["follow"]),
     ]
@@ -154,7 +181,7 @@ def accompany(prepared: Prepared, record: JobRecord, as_json: bool, follow: bool
             return follow_job(record, Wanted(all_attempts=True), Lines(), "json" if as_json else "text")
         return wait_for(record, None) if wait_for_it else 0
     except KeyboardInterrupt:
-        ui.say(after_interrupt(record))
+        ui.say(job_report.goes_on(record))
         return INTERRUPTED
 
 
@@ -174,7 +201,7 @@ def show_dry_run(prepared: Prepared, as_json: bool) -> None:
 def resumable_output(job: str, store: Store) -> str:
     from gptctl import job_report
 
-    record = store.find(job)
+    record = find_job(job, store)
     if not record.output_dir:
         raise UserError(f"{record.id} ran a script of its own", "only the bundled trainer resumes", WRONG_USAGE)
     if not job_report.is_final(job_report.state_of(record)):
@@ -182,10 +209,6 @@ def resumable_output(job: str, store: Store) -> str:
     if not any(Path(record.output_dir).glob("step_*")):
         raise UserError(f"{record.id} has left no checkpoint in {record.output_dir}", "submit without --resume")
     return record.output_dir
-
-
-def after_interrupt(record: JobRecord) -> str:
-    return f"\n{record.id} goes on; gptctl logs {record.id} --follow, gptctl cancel {record.id}"
 
 
 @click.command(
@@ -230,9 +253,11 @@ def render(node: int | None, as_json: bool, template: str | None, **arguments: A
 def list_jobs(show_all: bool, as_json: bool) -> None:
     """List jobs with their states, oldest first."""
     from gptctl import job_report, ui
+    from gptctl.report import count
 
-    records, _ = open_store().records()
-    rows = [job_report.row(record) for record in (records if show_all else records[-20:])]
+    store = open_store()
+    rows = [job_report.row(record) for record in store.records(None if show_all else 20)]
+    say_damaged(store)
     if as_json:
         ui.print_json(rows)
         return
@@ -240,8 +265,11 @@ def list_jobs(show_all: bool, as_json: bool) -> None:
         row["ranks"] = f"{row['nodes']} × {row['world_size'] // row['nodes']}"
         row["when"] = job_report.when(row["created"])
     cells = [[row[key] for key in ("job", "state", "ranks", "cluster", "when", "reason")] for row in rows]
-    older = f"; {len(records) - len(rows)} older ones with --all" if len(records) > len(rows) else ""
-    ui.print_table(f"{len(rows)} jobs{older}", ["job", "state", "ranks", "cluster", "created", "reason"], cells)
+    hidden = len(store.ids()) - len(rows)
+    older = f"; {count(hidden, 'older one')} with --all" if hidden else ""
+    ui.print_table(
+        f"{count(len(rows), 'job')}{older}", ["job", "state", "ranks", "cluster", "created", "reason"], cells
+    )
 
 
 @click.command(epilog=examples("gptctl status", "gptctl status gpt-3f9a2c --json"))
@@ -270,6 +298,7 @@ def show(job: str, prefix: str | None, show_script: bool, as_json: bool) -> None
     from gptctl.run_folder import read_json
 
     record = find_job(job)
+    require_folder(record)
     if show_script:
         ui.print_exactly(job_report.script(record))
         return
@@ -296,12 +325,14 @@ def cancel(jobs: tuple[str, ...], now: bool, as_json: bool) -> None:
     """End jobs and all of their processes. The trainer saves a checkpoint first, for which it has 30 seconds."""
     from gptctl import job_report, ui
     from gptctl.backends import backend_of
+    from gptctl.run_folder import LOST
 
     store = open_store()
-    records = [store.find(job) for job in jobs]
+    records = [find_job(job, store) for job in jobs]
     answers = []
     for record in records:
-        if not job_report.is_final(job_report.state_of(record)):
+        state = job_report.state_of(record)
+        if not job_report.is_final(state) or state.state == LOST:  # processes of a lost job may still be there
             ui.say(f"ending {record.id} …")
             backend_of(record.kind).cancel(record, now)
         answers.append({"job": record.id, "state": job_report.state_of(record).state})
@@ -323,7 +354,7 @@ def wait(job: str | None, timeout: float | None, as_json: bool) -> int:
     try:
         code = wait_for(record, timeout, quiet=as_json)
     except KeyboardInterrupt:
-        ui.say(after_interrupt(record))
+        ui.say(job_report.goes_on(record))
         return INTERRUPTED
     if as_json:
         ui.print_json(job_report.row(record))
@@ -332,6 +363,7 @@ def wait(job: str | None, timeout: float | None, as_json: bool) -> int:
 
 def wait_for(record: JobRecord, timeout: float | None, quiet: bool = False) -> int:
     from gptctl import job_report, ui
+    from gptctl.run_folder import UNKNOWN
 
     deadline = time.monotonic() + timeout if timeout is not None else None
     shown = ""
@@ -339,11 +371,13 @@ def wait_for(record: JobRecord, timeout: float | None, quiet: bool = False) -> i
         if state.state != shown:
             shown = state.state
             ui.say(f"{record.id}: {shown}")
+        if state.state == UNKNOWN:
+            raise UserError(f"{record.id}: {state.reason}", "", OUT_OF_REACH)
         if deadline and time.monotonic() > deadline:
             raise UserError(f"{record.id} is still {state.state}", "wait longer, or cancel it", ANSWER_IS_NO)
         time.sleep(0.2)
     if not quiet:
-        ui.print_text(f"{record.id}: {state.state}{': ' + state.reason if state.reason else ''}")
+        ui.print_text(f"{record.id}: {state}")
     return job_report.verdict(state)
 
 
@@ -356,78 +390,11 @@ def wait_for(record: JobRecord, timeout: float | None, quiet: bool = False) -> i
 def rerun(job: str, overrides: tuple[str, ...], follow: bool, wait_for_it: bool, as_json: bool) -> int:
     """Submit a job again from its saved files: the same config, cluster profile and code, in a new run folder."""
     from gptctl.submit import prepare_rerun
-    from gptctl.submit import submit as send
     from trainer.config import Override
 
     store = open_store()
-    prepared = prepare_rerun(store.find(job), store, [Override.parse(text) for text in overrides])
-    record = send(prepared, store)
-    return accompany(prepared, record, as_json, follow, wait_for_it)
-
-
-@click.group(epilog=examples("gptctl clusters list", "gptctl clusters check local"))
-def clusters() -> None:
-    """Cluster profiles: where jobs can run."""
-
-
-@clusters.command("list", epilog=examples("gptctl clusters list", "gptctl clusters list --json"))
-@as_json_option
-def list_clusters(as_json: bool) -> None:
-    """List the profiles in ./clusters, in the user's config folder, and the bundled ones."""
-    from gptctl import ui
-    from gptctl.cluster import known_profiles, load_profile
-    from trainer.errors import errors_in
-
-    rows = []
-    for name, file in known_profiles().items():
-        profile = load_profile(str(file))
-        kind = "cannot be used" if errors_in(profile.findings) else profile.cluster.kind
-        rows.append({"cluster": name, "kind": kind, "file": str(file)})
-    if as_json:
-        ui.print_json(rows)
-    else:
-        ui.print_table("clusters", ["cluster", "kind", "file"], [list(row.values()) for row in rows])
-
-
-@clusters.command("show", epilog=examples("gptctl clusters show local", "gptctl clusters show a800 --json"))
-@click.argument("name", shell_complete=complete_cluster)
-@as_json_option
-def show_cluster(name: str, as_json: bool) -> None:
-    """Show every value of a profile, with the line it was written in."""
-    from gptctl import ui
-    from gptctl.cluster import load_profile
-    from gptctl.plan import cluster_as_json
-
-    profile = load_profile(name)
-    values = cluster_as_json(profile.cluster)
-    places = {key: str(place) for key, place in profile.reading.places.items() if key in profile.reading.values}
-    if as_json:
-        ui.print_json({"values": values, "origins": places})
-        return
-    cells = [[key, "" if value is None else value, places.get(key, "default")] for key, value in values.items()]
-    ui.print_table(f"cluster {profile.cluster.name}", ["key", "value", "from"], cells)
-
-
-@clusters.command("check", epilog=examples("gptctl clusters check local", "gptctl clusters check clusters/a800.yaml"))
-@click.argument("name", shell_complete=complete_cluster)
-@as_json_option
-def check_cluster(name: str, as_json: bool) -> int:
-    """Check a profile, and on this machine that jobs can run. Exit code 0: nothing is wrong."""
-    from gptctl import ui
-    from gptctl.cluster import load_profile
-    from gptctl.preflight import check_profile
-    from gptctl.submit import this_site
-    from trainer.errors import errors_in
-
-    profile = load_profile(name)
-    findings = [*profile.findings, *check_profile(profile.cluster, this_site())]
-    if as_json:
-        ui.print_json({"cluster": profile.cluster.name, "findings": [finding.as_json() for finding in findings]})
-    else:
-        ui.print_findings(findings)
-        wrong = len(errors_in(findings))
-        ui.print_text(f"{profile.cluster.name}: {f'{wrong} errors' if wrong else 'ready'}")
-    return ANSWER_IS_NO if errors_in(findings) else 0
+    prepared = prepare_rerun(find_job(job, store), store, [Override.parse(text) for text in overrides])
+    return send_and_stay(prepared, store, as_json, follow, wait_for_it)
 
 
 VERBS = [submit, render, logs, list_jobs, status, show, cancel, wait, rerun, clusters]

@@ -47,12 +47,15 @@ def logs(job: str | None, **asked: Any) -> int:
     check_options(asked)
     if job is not None and os.path.isfile(job):
         return show_file(job, asked)
-    from gptctl.cli_jobs import find_job
+    from gptctl.cli_jobs import find_job, require_folder
 
     record = find_job(job)
     files = files_of(record)
     if asked["follow"]:
         return follow_job(record, wanted_of(asked, record.per_node), lines_of(asked), style_of(asked))
+    require_folder(record)
+    if asked["failed"]:
+        return show_failure(record, files, asked)
     return answer(files, wanted_of(asked, record.per_node), asked, is_over=lambda: is_over(record))
 
 
@@ -114,14 +117,24 @@ def answer(files: LogFiles, wanted: Wanted, asked: dict[str, Any], is_over: Call
     from gptctl.logs import report
     from gptctl.logs.show import show_logs
 
-    if asked["failed"]:
-        report.print_failure(files, asked["attempt"], asked["as_json"])
-    elif asked["list_them"]:
+    if asked["list_them"]:
         report.print_list(files, wanted, asked["as_json"], is_over())
     elif asked["metrics"]:
         report.print_metrics(files, wanted, asked["as_json"])
     else:
         show_logs(files, wanted, lines_of(asked), style_of(asked))
+    return 0
+
+
+def show_failure(record: JobRecord, files: LogFiles, asked: dict[str, Any]) -> int:
+    """First what is known of the job as a whole: a time limit or a cancel is not the fault of the first rank to end."""
+    from gptctl import job_report, ui
+    from gptctl.logs import report
+
+    state = job_report.state_of(record)
+    if not asked["as_json"]:
+        ui.print_text(f"{record.id}: {state}")
+    report.print_failure(files, asked["attempt"], asked["as_json"], **state._asdict())
     return 0
 
 
@@ -137,6 +150,7 @@ def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "te
     from gptctl.logs.progress import ProgressLine
     from gptctl.logs.show import Printer
     from gptctl.logs.stream import follow
+    from gptctl.run_folder import FAILED
 
     sys.stdout.flush()
     out = sys.stdout.buffer
@@ -146,13 +160,13 @@ def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "te
     try:
         follow(files_of(record), wanted, lines, printer, lambda: is_over(record))
     except KeyboardInterrupt:
-        ui.say(f"\n{record.id} goes on; gptctl logs {record.id} --follow, gptctl cancel {record.id}")
+        ui.say(job_report.goes_on(record))
         return INTERRUPTED
     finally:
         if isinstance(printer, ProgressLine):
             printer.close()
     state = job_report.state_of(record)
-    ui.say(f"{record.id}: {state.state}{': ' + state.reason if state.reason else ''}")
-    if job_report.verdict(state):
+    ui.say(f"{record.id}: {state}")
+    if state.state == FAILED:
         ui.say(f"hint: gptctl logs {record.id} --failed")
     return job_report.verdict(state)

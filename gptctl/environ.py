@@ -141,7 +141,7 @@ def _name(s: Setting) -> Iterator[Finding]:
         yield s.found(UNSETTABLE, f"`{s.name}` is not a name for a variable", "use letters, digits and `_` only")
     elif s.name in READONLY_IN_BASH:
         yield s.found(UNSETTABLE, f"bash does not let `{s.name}` be set", "choose another name")
-    elif s.name in SET_FOR_EACH_PROCESS:
+    elif s.name in SET_FOR_EACH_PROCESS or (s.name.startswith("GPTCTL_") and s.name != "GPTCTL_HOME"):
         yield s.found(COMPUTED, f"`{s.value}` would be overwritten, or would break the rendezvous", "remove it")
     elif s.name.startswith("SBATCH_"):
         yield s.found(SCHEDULER, "sbatch reads it before the job exists", "remove it; set the option for the cluster")

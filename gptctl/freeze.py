@@ -10,35 +10,61 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gptctl.check import Checked
 from gptctl.plan import LaunchPlan, Site, cluster_as_json
-from gptctl.report import absolute, frozen_config
+from gptctl.report import frozen_config
 from trainer.errors import UserError
 
 MAX_CODE = 200 << 20
 MAX_DIFF = 1 << 20
+PLAIN_DIFF = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
 _NOT_CODE = shutil.ignore_patterns("__pycache__", ".git", ".venv*", "*.pyc")
 
 
-def freeze(folder: Path, plan: LaunchPlan, checked: Checked, site: Site, scripts: dict[str, str]) -> None:
+def freeze(
+    folder: Path,
+    plan: LaunchPlan,
+    checked: Checked,
+    site: Site,
+    scripts: dict[str, str],
+    templates: Sequence[Path],
+    git: Mapping[str, Any],
+) -> None:
     """Writes everything into a new folder; its modes are the caller's umask."""
     folder.mkdir(parents=True)
-    _write(folder / "config.json", json.dumps(frozen_config(checked, site.folder), indent=1, ensure_ascii=False) + "\n")
+    _write(folder / "config.json", json.dumps(frozen_config(checked, site), indent=1, ensure_ascii=False) + "\n")
     _write(folder / "cluster.json", json.dumps(cluster_as_json(checked.cluster), indent=1) + "\n")
     _write(folder / "plan.json", json.dumps(plan.as_json(), indent=1) + "\n")
     for name, text in scripts.items():
         _write(folder / name, text)
         (folder / name).chmod(0o700)
     _copy_code(folder / "code", checked, site)
-    _write(folder / "git.json", json.dumps(git_state(site.folder), indent=1) + "\n")
+    _copy_templates(folder / "templates", templates)
+    _make_private(folder)
+    _write(folder / "git.json", json.dumps(git, indent=1) + "\n")
 
 
 def _write(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
+
+
+def _make_private(folder: Path) -> None:
+    """What was copied has the modes of its source; of these only the owner's x stays."""
+    for entry in [folder, *folder.rglob("*")]:
+        if not entry.is_symlink():
+            entry.chmod(0o700 if entry.is_dir() or entry.stat().st_mode & 0o100 else 0o600)
+
+
+def _copy_templates(target: Path, templates: Sequence[Path]) -> None:
+    """The user's own ones, so that a rerun has them; the first of a name counts."""
+    target.mkdir()
+    for place in reversed(templates):
+        for file in sorted(place.glob("*.j2")) if place.is_dir() else [place]:
+            shutil.copyfile(file, target / file.name)
 
 
 def _copy_code(code: Path, checked: Checked, site: Site) -> None:
@@ -47,18 +73,34 @@ def _copy_code(code: Path, checked: Checked, site: Site) -> None:
     if checked.launch.entrypoint == "trainer":
         shutil.copytree(site.trainer, code / "trainer", ignore=_NOT_CODE)
         return
-    script = Path(absolute(checked.launch.entrypoint, site.folder))
-    listed = [Path(absolute(file, site.folder)) for file in checked.launch.files]
+    script = Path(site.absolute(checked.launch.entrypoint))
+    listed = [Path(site.absolute(file)) for file in checked.launch.files]
     wanted = dict.fromkeys([script, *listed, *imported_beside(script)])
     _check_size(wanted)
     for source in wanted:
-        target = code / source.name
-        if target.exists():
-            raise UserError(f"{source} and another file have the same name", "rename one of them: they share a folder")
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=_NOT_CODE)
-        else:
-            shutil.copyfile(source, target)
+        try:
+            if source.is_dir():
+                shutil.copytree(source, code / source.name, symlinks=True, ignore=_ignored(code))
+            else:
+                shutil.copy(source, code / source.name)
+        except (shutil.Error, shutil.SpecialFileError) as error:
+            raise UserError(f"{source} cannot be shipped: {_first(error)}", "see Launch.files") from None
+
+
+def _ignored(code: Path) -> Callable[[str, list[str]], set[str]]:
+    """What is no code, and the folder of runs itself."""
+    runs = code.parent.parent
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        return {*_NOT_CODE(folder, names), *(name for name in names if Path(folder, name) == runs)}
+
+    return ignored
+
+
+def _first(error: OSError) -> str:
+    """Of what copytree collected (source, target, reason) the first."""
+    listed = error.args[0] if error.args and isinstance(error.args[0], list) else []
+    return f"{listed[0][0]}: {listed[0][2]}" if listed else str(error)
 
 
 def _check_size(sources: Iterable[Path]) -> None:
@@ -96,22 +138,24 @@ def _imports(file: Path) -> set[str]:
 
 def git_state(folder: str) -> dict[str, Any]:
     """Commit, branch and what is not committed; empty outside of a repository."""
-    commit = _git(folder, "rev-parse", "HEAD").strip()
+    commit = _git(folder, "rev-parse", "HEAD")
     if not commit:
         return {}
-    changed = _git(folder, "status", "--porcelain").splitlines()
+    changed, diff = _git(folder, "status", "--porcelain"), _git(folder, "diff", *PLAIN_DIFF, "HEAD")
     return {
-        "commit": commit,
-        "branch": _git(folder, "branch", "--show-current").strip(),
-        "changed": changed,
-        "diff": _git(folder, "diff", "HEAD")[:MAX_DIFF] if changed else "",
+        "commit": commit.strip(),
+        "branch": (_git(folder, "branch", "--show-current") or "").strip(),
+        "changed": None if changed is None else changed.splitlines(),
+        "diff": diff and diff[:MAX_DIFF],
+        "diff_is_complete": diff is not None and len(diff) <= MAX_DIFF,
     }
 
 
-def _git(folder: str, *arguments: str) -> str:
+def _git(folder: str, *arguments: str) -> str | None:
+    """What git says, or None when it gave no answer."""
     command = ["git", "-C", folder, "--no-optional-locks", *arguments]
     try:
         result = subprocess.run(command, capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout.decode(errors="replace") if result.returncode == 0 else ""
+        return None
+    return result.stdout.decode(errors="replace") if result.returncode == 0 else None

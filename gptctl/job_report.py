@@ -7,17 +7,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from gptctl.backends import State, backend_of
+from gptctl.backends import BUILT, State, backend_of
 from gptctl.jobs import JobRecord
 from gptctl.logs.failed import rank_runs
 from gptctl.logs.local import LocalLogFiles
-from gptctl.run_folder import COMPLETED, FINAL, RunFolder, read_json, read_text
+from gptctl.run_folder import COMPLETED, FINAL, UNKNOWN, RunFolder, read_json, read_text
 
 
 def state_of(record: JobRecord) -> State:
     """The job's own last word counts first; absence of it never counts as success."""
     if result := RunFolder(record.run_dir).result():
         return State(result.state, result.reason)
+    if record.kind not in BUILT:
+        return State(UNKNOWN, f"this gptctl knows no clusters of kind {record.kind}")
     return backend_of(record.kind).state(record)
 
 
@@ -61,20 +63,18 @@ def submitted(record: JobRecord, endpoint: str) -> dict[str, Any]:
 
 def status(record: JobRecord) -> dict[str, Any]:
     """How a job stands, in full."""
-    folder, state = RunFolder(record.run_dir), state_of(record)
+    folder = RunFolder(record.run_dir)
     attempt = folder.attempts() - 1
     result = folder.result()
     return {
         **row(record),
-        "state": state.state,
-        "reason": state.reason,
         "gpus_per_node": record.per_node,
         "attempts": folder.attempts(),
         "endpoint": folder.endpoint(),
         "ended": result.ended if result else None,
         "exit_codes": folder.exit_codes(attempt, record.nodes) if attempt >= 0 else {},
         "ranks": rank_rows(record, attempt) if attempt >= 0 else [],
-        "trainer": read_json(record.run_folder / "output" / "status.json") if record.output_dir else None,
+        "trainer": read_json(Path(record.output_dir) / "status.json") if record.output_dir else None,
         "log_dir": record.log_dir,
         "config": record.config,
     }
@@ -136,6 +136,11 @@ def origins(record: JobRecord, prefix: str) -> list[tuple[str, Any, str]]:
         if full.lower().startswith(prefix.lower()):
             found.append((full, plan["env"][name], origin))
     return found
+
+
+def goes_on(record: JobRecord) -> str:
+    """What an interrupt of gptctl is answered with."""
+    return f"\n{record.id} goes on; gptctl logs {record.id} --follow, gptctl cancel {record.id}"
 
 
 def max_steps(record: JobRecord) -> int:

@@ -83,7 +83,11 @@ class Duration:
             )
         clock = [int(part) for part in match["clock"].split(":")]
         seconds = _seconds(match["days"], clock)
-        if not 0 < seconds < 10 * 366 * 86400 or any(part > 59 for part in clock[1:]):
+        if any(part > 59 for part in clock[1:]) or (match["days"] is not None and clock[0] > 23):
+            raise BadValue(
+                OUT_OF_RANGE, f"{shown(text)} is no time", "use at most 59 minutes or seconds, 23 hours of a day"
+            )
+        if not 0 < seconds < 10 * 366 * 86400:
             raise BadValue(
                 OUT_OF_RANGE, f"{shown(text)} is no time for a job", "use more than nothing, less than ten years"
             )
@@ -174,7 +178,7 @@ class Launch:
     nodes: int | str = key(NodeCount(), 1, "a number, or MIN:MAX for an elastic job")
     gpus_per_node: int | None = integer(None, "ranks per node; empty: the profile's", low=1, high=MAX_PER_NODE)
     devices: tuple[str, ...] | None = key(Devices(), None, '"0,1,2,3": also sets gpus_per_node')
-    style: str | None = choice(None, STYLES, "empty: by backend")
+    style: str | None = choice(None, STYLES, f"{' | '.join(STYLES)}; empty: by cluster")
     rdzv: Rendezvous = section(Rendezvous)
     max_restarts: int = integer(0, "how often a failed job is started again", low=0, high=1000)
     job_name: str = text("gpt", "", JOB_NAME, "a name of 1 to 64 letters, digits and ._-")

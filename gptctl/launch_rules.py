@@ -75,7 +75,8 @@ def _check_names(launch: Launch, cluster: Cluster) -> Iterator[Finding]:
         yield ARGUMENTS.found("Launch.args", list(launch.args), "args, but the entrypoint is the trainer", hint)
     unused = [name for name in ("partition", "account", "cpus_per_task", "extra") if getattr(launch.slurm, name)]
     if unused and cluster.kind != "slurm":
-        message = f"{', '.join(unused)} have no effect on {cluster.name}, which is {cluster.kind}"
+        verb = "has" if len(unused) == 1 else "have"
+        message = f"{', '.join(unused)} {verb} no effect on {cluster.name}, a cluster of kind {cluster.kind}"
         yield NO_SLURM.found("Launch.slurm", None, message)
     for option in sorted(set(launch.slurm.extra) & SET_BY_GPTCTL):
         hint = "use the key of Launch for it, and delete it here"

@@ -66,12 +66,14 @@ def config_options(verb: F) -> F:
 def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     from gptctl.jobs import Store
 
-    return [record.id for record in Store().records()[0] if record.id.startswith(incomplete)]
+    return [job_id for job_id in Store().ids() if job_id.startswith(incomplete)]
 
 
 def job_argument(required: bool) -> Callable[[F], F]:
     return click.argument("job", required=required, shell_complete=complete_job)
 
+
+as_json_option = click.option("--json", "as_json", is_flag=True, help="Print a report for programs.")
 
 # Flags that set a key of Launch.
 FLAGS = {
@@ -104,7 +106,11 @@ def launch_options(verb: F) -> F:
         click.option("--exclude", metavar="HOSTS", help="Slurm: none of these hosts."),
         click.option("--log-dir", "--log_dir", metavar="DIR", help="Folder of the logs, instead of the run folder's."),
         click.option("--env", "variables", metavar="K=V", multiple=True, help="Set a variable; repeatable."),
-        click.option("--style", metavar="STYLE", help="How ranks are launched; see `gptctl keys Launch.style`."),
+        click.option(
+            "--style",
+            metavar="STYLE",
+            help="standalone, c10d, static or launch; on Slurm also srun-script, sbatch or loop.",
+        ),
         click.option("--max-restarts", metavar="K", help="Start a failed job again, at most K times."),
         click.option("--template", metavar="PATH", help="Your own template, or a folder of them, before ours."),
     ):
@@ -137,6 +143,8 @@ def typed_overrides(
     from trainer.config import Override
 
     typed = [Override.parse(text) for text in overrides]
+    if flags.get("devices") and not flags.get("gpus_per_node"):  # what was typed wins over a number in the config
+        typed.append(Override("Launch.gpus_per_node", "", f"--devices {flags['devices']}"))
     for name, value in flags.items():
         flag = f"--{name.replace('_', '-')}"
         if value is None:

@@ -16,6 +16,7 @@ from gptctl.cluster import Cluster
 from gptctl.launch import Launch, split_endpoint
 from trainer.config import Override
 
+LOOPBACK = "127.0.0.1"
 C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's own defaults
 NCCL_SYNTAX = re.compile(r"[=^:,]")  # for several interfaces; gloo reads plain names only
 
@@ -26,6 +27,9 @@ class Site(NamedTuple):
     folder: str  # the current folder, absolute
     python: str  # the interpreter
     trainer: str  # folder of the trainer package
+
+    def absolute(self, path: str) -> str:
+        return os.path.normpath(os.path.join(self.folder, os.path.expanduser(path)))
 
 
 class Ground(NamedTuple):
@@ -156,7 +160,7 @@ def _endpoint(
     if is_in_place and cluster.kind != "slurm":
         port = port or (C10D_PORT if form == "c10d" else STATIC_PORT)
     if not host and cluster.kind == "local":
-        host = "127.0.0.1"
+        host = LOOPBACK
     return host or (hosts[0] if hosts else ""), port
 
 
@@ -191,8 +195,8 @@ def _program(checked: Checked, site: Site, ground: Ground, overrides: Sequence[O
         return (*logged, "-m", "trainer", "-c", os.path.join(ground.run_dir, "config.json"), *output, *launch.args)
     logged = [os.path.join(site.trainer, "rank_log.py")] if launch.log_dir else []
     if not is_trainer:
-        return (*logged, os.path.join(site.folder, launch.entrypoint), *launch.args)
-    config = ["-c", os.path.join(site.folder, checked.path)] if checked.path else []
+        return (*logged, site.absolute(launch.entrypoint), *launch.args)
+    config = ["-c", site.absolute(str(checked.path))] if checked.path else []
     trained = [override for override in overrides if not override.key.startswith("Launch.")]
     typed = [word for override in trained for word in ("-o", f"{override.key}={override.value}")]
     return (*logged, "-m", "trainer", *config, *typed, *launch.args)
@@ -201,12 +205,12 @@ def _program(checked: Checked, site: Site, ground: Ground, overrides: Sequence[O
 def _output_dir(checked: Checked, site: Site, ground: Ground) -> str:
     if checked.launch.entrypoint != "trainer":
         return ""
-    return os.path.join(site.folder, checked.output_dir or os.path.join(ground.run_dir, "output"))
+    return site.absolute(checked.output_dir or os.path.join(ground.run_dir, "output"))
 
 
 def _log_dir(launch: Launch, site: Site, ground: Ground) -> str:
     if launch.log_dir:
-        return os.path.join(site.folder, os.path.expanduser(launch.log_dir), ground.job_id).rstrip("/")
+        return site.absolute(os.path.join(launch.log_dir, ground.job_id))
     return os.path.join(ground.run_dir, "logs") if ground.run_dir else ""
 
 
@@ -239,7 +243,7 @@ def _environment(checked: Checked, form: str) -> dict[str, tuple[str, str]]:
 def _absolute_secrets(launch: Launch, site: Site) -> dict[str, Mapping[str, str]]:
     def absolute(source: Mapping[str, str]) -> Mapping[str, str]:
         path = source.get("file")
-        return {"file": os.path.join(site.folder, os.path.expanduser(path))} if path else source
+        return {"file": site.absolute(path)} if path else source
 
     return {name: absolute(source) for name, source in launch.secrets.items()}
 
@@ -267,5 +271,6 @@ def _sbatch_options(checked: Checked) -> dict[str, str]:
 
 
 def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
-    """A profile that loads back: what a job was planned with."""
-    return asdict(cluster)
+    """A profile that loads back to what a job was planned with: what it says besides the defaults."""
+    defaults = asdict(Cluster())
+    return {name: value for name, value in asdict(cluster).items() if value != defaults[name]}

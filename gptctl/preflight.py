@@ -10,7 +10,8 @@ from pathlib import Path
 
 from gptctl.check import Checked
 from gptctl.cluster import Cluster
-from gptctl.plan import LaunchPlan, Site, python_of
+from gptctl.plan import LOOPBACK, LaunchPlan, Site, python_of
+from gptctl.report import NO_PATH
 from trainer.errors import Finding, Rule
 
 SCRIPT = Rule("S001", "the script and the files that are shipped with it exist")
@@ -27,7 +28,7 @@ def check_surroundings(checked: Checked, plan: LaunchPlan, site: Site) -> list[F
     found = [
         *_check_program(checked, site),
         *_check_data(checked, site),
-        *(_check_this_machine(checked, plan) if plan.kind == "local" else ()),
+        *(_check_this_machine(checked, plan, site) if plan.kind == "local" else ()),
     ]
     return [finding._replace(message=_at(finding, places.get(finding.key, ""))) for finding in found]
 
@@ -40,13 +41,22 @@ def _check_program(checked: Checked, site: Site) -> Iterator[Finding]:
     launch = checked.launch
     if launch.entrypoint == "trainer":
         return
-    script = Path(site.folder, os.path.expanduser(launch.entrypoint))
+    script = Path(site.absolute(launch.entrypoint))
     if not script.is_file():
         what = "is a folder" if script.is_dir() else "does not exist"
         yield SCRIPT.found("Launch.entrypoint", launch.entrypoint, f"{script} {what}", "name a Python script")
+    taken = {"rank_log.py": "gptctl's own rank_log.py", script.name: str(script)}
     for file in launch.files:
-        if not Path(site.folder, os.path.expanduser(file)).exists():
+        path = site.absolute(file)
+        name = os.path.basename(path)
+        if not os.path.exists(path):
             yield SCRIPT.found("Launch.files", file, f"{file} does not exist in {site.folder}", "check the path")
+        elif taken.setdefault(name, path) != path:
+            message = f"{path} has the name of {taken[name]}"
+            yield SCRIPT.found("Launch.files", file, message, "rename one of them: they share a folder")
+    if script.name == "rank_log.py":
+        message = "gptctl puts a rank_log.py of its own beside it"
+        yield SCRIPT.found("Launch.entrypoint", launch.entrypoint, message, "give the script another name")
 
 
 def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
@@ -59,11 +69,11 @@ def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
     key, data = ("path", dataset.path) if is_text else ("input_dir", dataset.input_dir)
     wanted = {f"Data.Train.dataset.{key}": data, "Engine.save_load.ckpt_dir": keeping.ckpt_dir}
     for name, path in wanted.items():
-        if path and path not in ("auto", "builtin") and not _exists(path, site):
+        if path and path not in NO_PATH and not os.path.exists(site.absolute(path)):
             rule = DATA if checked.cluster.kind == "local" else DATA._replace(level="warning")
             yield rule.found(name, path, f"{path} does not exist in {site.folder}", "check the path")
     output = keeping.output_dir
-    if output and not keeping.ckpt_dir and any(Path(site.folder, os.path.expanduser(output)).glob("step_*")):
+    if output and not keeping.ckpt_dir and any(Path(site.absolute(output)).glob("step_*")):
         hint = "set Engine.save_load.ckpt_dir=auto to go on with them, or another output_dir"
         yield OUTPUT.found("Engine.save_load.output_dir", output, f"{output} holds checkpoints of an earlier run", hint)
 
@@ -71,22 +81,26 @@ def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
 def check_profile(cluster: Cluster, site: Site) -> Iterator[Finding]:
     """Whether a cluster can be used from here, as far as this machine can tell."""
     if cluster.kind == "local":
-        yield from _check_python(python_of(cluster, site), bool(cluster.container.image), cluster.name)
-        root = Path(site.folder, os.path.expanduser(cluster.run_root))
-        existing = next(place for place in (root, *root.parents) if place.exists())
-        if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
-            yield WRITABLE.found("run_root", cluster.run_root, f"{existing} cannot be written to", "choose another")
+        yield from _check_python(python_of(cluster, site), bool(cluster.container.image or cluster.setup), cluster.name)
+        yield from _check_run_root(cluster, site)
 
 
-def _exists(path: str, site: Site) -> bool:
-    return Path(site.folder, os.path.expanduser(path)).exists()
+def _check_run_root(cluster: Cluster, site: Site) -> Iterator[Finding]:
+    root = Path(site.absolute(cluster.run_root))
+    existing = next(place for place in (root, *root.parents) if os.path.lexists(place))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        what = "cannot be written to" if existing.is_dir() else "is no folder"
+        message = f"{existing} {what}"
+        yield WRITABLE.found("run_root", cluster.run_root, message, "choose another run_root in the cluster profile")
 
 
-def _check_this_machine(checked: Checked, plan: LaunchPlan) -> Iterator[Finding]:
-    yield from _check_python(plan.python, bool(plan.container), plan.cluster)
+def _check_this_machine(checked: Checked, plan: LaunchPlan, site: Site) -> Iterator[Finding]:
+    yield from _check_run_root(checked.cluster, site)
+    yield from _check_python(plan.python, bool(plan.container or plan.setup), plan.cluster)
     port = plan.master_port
-    if port and plan.form != "standalone" and _is_busy(plan.master_addr, port):
-        message = f"port {port} of {plan.master_addr} is in use"
+    asked = port or plan.master_addr != LOOPBACK
+    if asked and plan.form != "standalone" and (fault := _fault_of(plan.master_addr, port or 0)):
+        message = f"ranks cannot meet at {plan.master_addr}:{port or '(any port)'}: {fault}"
         yield PORT_FREE.found("Launch.rdzv.port", port, message, "leave it empty: a free one is chosen")
     for name, source in plan.secrets.items():
         missing = not os.access(source["file"], os.R_OK) if "file" in source else source["env"] not in os.environ
@@ -95,21 +109,24 @@ def _check_this_machine(checked: Checked, plan: LaunchPlan) -> Iterator[Finding]
             yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, what, "name another source")
 
 
-def _check_python(python: str, is_inside: bool, cluster: str) -> Iterator[Finding]:
+def _check_python(python: str, comes_later: bool, cluster: str) -> Iterator[Finding]:
+    """An interpreter that a setup or a container provides cannot be looked at from here."""
+    from shutil import which
+
     if python == sys.executable and importlib.util.find_spec("torch") is None:
         hint = "pip install 'gptctl[train]', or set `python` or `setup` in the cluster profile"
         yield PYTHON.found("Launch.cluster", cluster, f"{python} has no torch", hint)
-    elif os.path.isabs(python) and not is_inside and not os.access(python, os.X_OK):
+    elif not comes_later and not which(python):
         yield PYTHON.found("Launch.cluster", cluster, f"there is no {python}", "see `python` in the profile")
 
 
-def _is_busy(host: str, port: int) -> bool:
+def _fault_of(host: str, port: int) -> str:
     import socket
 
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: a closed one is free at once
             probe.bind((host, port))
-    except OSError:
-        return True
-    return False
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

@@ -22,7 +22,8 @@ def identity(pid: int) -> dict[str, Any]:
 
 
 def is_here(process: Mapping[str, Any]) -> bool:
-    return process.get("host") == os.uname().nodename
+    """A host may get another name while it runs."""
+    return is_same_boot(process) or process.get("host") == os.uname().nodename
 
 
 def is_same_boot(process: Mapping[str, Any]) -> bool:
@@ -31,7 +32,7 @@ def is_same_boot(process: Mapping[str, Any]) -> bool:
 
 def is_alive(process: Mapping[str, Any]) -> bool:
     pid = process.get("pid")
-    if not isinstance(pid, int) or not is_here(process) or not is_same_boot(process):
+    if not isinstance(pid, int) or not is_same_boot(process):
         return False
     started = _start_time(pid)
     return started is not None and started == process.get("started")
@@ -65,14 +66,46 @@ def processes_of(run_dir: str) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
-def kill_all(run_dir: str, patience: float = 10.0) -> list[int]:
+def descendants(ancestor: int) -> list[int]:
+    """Children, their children and so on; orphans count where the ancestor adopts them."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir(PROC):
+        if entry.isdigit():
+            with suppress(OSError):
+                state, parent = (PROC / entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+                if state not in (b"Z", b"X"):
+                    children.setdefault(int(parent), []).append(int(entry))
+    found, pending = [], [ancestor]
+    while pending:
+        new = children.get(pending.pop(), [])
+        found += new
+        pending += new
+    return found
+
+
+def adopt_orphans() -> None:
+    """From now on, processes whose parent ends become children of this one: even those that hide their environment."""
+    import ctypes
+
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def kill_all(run_dir: str, ancestor: int | None = None, patience: float = 10.0) -> list[int]:
     """Kills every process of a job, again and again until none is left; returns those that outlived that."""
     from signal import SIGKILL
 
     deadline = time.monotonic() + patience
-    while (left := processes_of(run_dir)) and time.monotonic() < deadline:
+    while True:
+        left = {*processes_of(run_dir), *(descendants(ancestor) if ancestor else ())}
+        if not left or time.monotonic() > deadline:
+            return sorted(left)
         for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, SIGKILL)
+            send(pid, SIGKILL)
         time.sleep(0.02)
-    return left
+
+
+def send(pid: int, number: int) -> None:
+    """A signal to a process that may have ended, or not be ours."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

@@ -44,6 +44,18 @@ def render(plan: LaunchPlan, script: str, templates: Sequence[Path] = (), node: 
         return template.render(known)
     except TemplateError as error:
         raise _explained(error) from None
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of an expression in it
+        raise _explained(error) from None
+
+
+def check_syntax(name: str, text: str) -> None:
+    """Raises UserError where bash cannot read a script that a user's template made."""
+    import subprocess
+
+    read = subprocess.run(["bash", "-n"], input=text.encode(), capture_output=True)
+    if read.returncode:
+        said = read.stderr.decode(errors="replace").strip().splitlines()
+        raise UserError(f"bash cannot read {name}: {said[0] if said else ''}", "mend the template", WRONG_USAGE)
 
 
 def script_of(style: str) -> str:
@@ -56,6 +68,10 @@ def _environment(templates: Sequence[Path]) -> Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     own = {file.name: file for file in templates if file.is_file()}
+    for file in own.values():
+        if file.name not in known_templates():
+            hint = f"name it after the one it replaces: {', '.join(known_templates())}"
+            raise UserError(f"{file} replaces no template", hint, WRONG_USAGE)
     loaders = [FileSystemLoader(str(place)) for place in [*templates, folder("templates")] if place.is_dir()]
     replaced = DictLoader({name: file.read_text(encoding="utf-8") for name, file in own.items()})
     environment = ImmutableSandboxedEnvironment(
@@ -72,6 +88,10 @@ def _environment(templates: Sequence[Path]) -> Environment:
     )
     environment.filters["shell"] = Shell
     return environment
+
+
+def known_templates() -> list[str]:
+    return sorted(file.name for file in folder("templates").glob("*.j2"))
 
 
 def quoted(value: Any) -> Any:
@@ -144,4 +164,6 @@ def _explained(error: Exception) -> UserError:
         if frame.f_code.co_filename.endswith(".j2"):
             line, file = number, frame.f_code.co_filename
     where = f"{file or 'template'}{f':{line}' if line else ''}"
+    if type(error).__name__ == "TemplateNotFound":
+        return UserError(f"there is no template {error}", f"known: {', '.join(known_templates())}", WRONG_USAGE)
     return UserError(f"{where}: {getattr(error, 'message', None) or error}", "see templates/ for ours", WRONG_USAGE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os.path
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
@@ -11,8 +10,9 @@ from typing import Any
 
 from gptctl.check import Checked
 from gptctl.launch import Launch
+from gptctl.plan import Site
 from trainer.config.kinds import FilePath, Section, keys_of
-from trainer.config.resolve import Resolved, sections
+from trainer.config.resolve import NOT_BUILT_YET, Resolved, sections
 from trainer.config.sections import RunConfig
 from trainer.estimate import ASSUMPTIONS, GIB, UNKNOWN_VOCAB, Estimate
 from trainer.layout import AXES, Layout, Machines, padded_vocab
@@ -30,7 +30,7 @@ BY_WORLD = (
 
 def verdict(checked: Checked, is_valid: bool) -> str:
     levels = [finding.level for finding in checked.findings]
-    counts = [_count(levels.count(level), level) for level in ("error", "warning") if level in levels]
+    counts = [count(levels.count(level), level) for level in ("error", "warning") if level in levels]
     if checked.is_valid:
         counts.insert(0, "valid" if is_valid else "not valid with --strict")
     return ", ".join(counts)
@@ -43,19 +43,19 @@ def summary(checked: Checked) -> list[tuple[str, str]]:
         return []
     run, batch, machines = resolved.run, resolved.batch, checked.machines
     unit = "GPU" if run.Global.device == "gpu" else "rank"
-    nodes = f"{_count(machines.nodes, 'node')} × {machines.per_node}"
+    nodes = f"{count(machines.nodes, 'node')} × {machines.per_node}"
     origin = checked.launch_origins["Launch.gpus_per_node"]
     guess = f" ({origin.removeprefix('derived: ')})" if origin.startswith("derived: ") else ""
     replicas = resolved.layout.data_ranks
     tokens = batch.global_size * run.Data.Train.dataset.max_seq_len
     length = f"{tokens * run.Engine.max_steps:,} in {run.Engine.max_steps:,} updates"
     if run.Engine.run_mode == "epoch":
-        length = _count(run.Engine.num_train_epochs, "epoch")
+        length = count(run.Engine.num_train_epochs, "epoch")
     return [
         ("layout", f"{resolved.layout}{_stage(resolved)}"),
-        ("world", f"{_count(machines.world, unit)}, {nodes}{guess} on cluster {checked.cluster.name}"),
-        ("batch", f"global {batch.global_size} = local {batch.local} × {_count(replicas, 'replica')}"),
-        ("accumulation", f"{_count(batch.accumulate, 'micro-batch', 'micro-batches')} of {batch.micro} per update"),
+        ("world", f"{count(machines.world, unit)}, {nodes}{guess} on cluster {checked.cluster.name}"),
+        ("batch", f"global {batch.global_size} = local {batch.local} × {count(replicas, 'replica')}"),
+        ("accumulation", f"{count(batch.accumulate, 'micro-batch', 'micro-batches')} of {batch.micro} per update"),
         ("tokens", f"{tokens:,} per update; {length}"),
         ("model", _model(resolved)),
         ("parameters", f"{estimated.parameters:,} ({_millions(estimated.parameters)}{_guess(resolved)})"),
@@ -64,7 +64,7 @@ def summary(checked: Checked) -> list[tuple[str, str]]:
     ]
 
 
-def _count(number: int, one: str, many: str = "") -> str:
+def count(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
@@ -82,7 +82,7 @@ def _model(resolved: Resolved) -> str:
             f"vocabulary {model.vocab_size} (padded {padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)})"
         )
     sizes = (
-        f"{_count(model.num_layers, 'layer')}, hidden {model.hidden_size}, {_count(model.num_attention_heads, 'head')}"
+        f"{count(model.num_layers, 'layer')}, hidden {model.hidden_size}, {count(model.num_attention_heads, 'head')}"
     )
     return f"{model.name}: {sizes}, {vocab}, {model.max_position_embeddings} positions"
 
@@ -153,29 +153,25 @@ def _shown(checked: Checked) -> RunConfig:
     return replace(run, Global=opened("Global"), Engine=opened("Engine"), Distributed=opened("Distributed"))
 
 
-def frozen_config(checked: Checked, folder: str) -> dict[str, Any]:
+def frozen_config(checked: Checked, site: Site) -> dict[str, Any]:
     """The resolved config with where every value came from, and with paths that hold in any folder."""
     frozen = as_json(checked, with_config=True)
     resolved, launch = frozen["resolved"], frozen["resolved"]["Launch"]
-    _make_absolute(RunConfig, resolved, folder)
-    launch["log_dir"] = launch["log_dir"] and absolute(launch["log_dir"], folder)
-    launch["files"] = [absolute(file, folder) for file in launch["files"]]
+    _make_absolute(RunConfig, resolved, site)
+    launch["log_dir"] = launch["log_dir"] and site.absolute(launch["log_dir"])
+    launch["files"] = [site.absolute(file) for file in launch["files"]]
     if launch["entrypoint"] != "trainer":
-        launch["entrypoint"] = absolute(launch["entrypoint"], folder)
+        launch["entrypoint"] = site.absolute(launch["entrypoint"])
     return frozen
 
 
-def _make_absolute(cls: type, values: dict[str, Any], folder: str) -> None:
+def _make_absolute(cls: type, values: dict[str, Any], site: Site) -> None:
     for name, key in keys_of(cls).items():
         value = values[name]
-        if isinstance(key.kind, Section):
-            _make_absolute(key.kind.cls, value, folder)
+        if isinstance(key.kind, Section) and name not in NOT_BUILT_YET:  # of these nothing is used
+            _make_absolute(key.kind.cls, value, site)
         elif isinstance(key.kind, FilePath) and value and value not in NO_PATH:
-            values[name] = absolute(value, folder)
-
-
-def absolute(path: str, folder: str) -> str:
-    return os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
+            values[name] = site.absolute(value)
 
 
 def resolved_yaml(checked: Checked) -> str:

@@ -2,7 +2,7 @@
 
 config.json  cluster.json  plan.json  launch.sh  code/  git.json     frozen when the job is submitted
 claim.json            who runs it (a supervisor), or that nobody ever will
-attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl
+attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  cannot-be-helped
 logs/attempt-<k>/     workerlog.<rank>  node.<n>.log
 output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
 cancelled             nothing of this job may start any more
@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.durable import replacing
-
-CANNOT_BE_HELPED = 93  # a rank's exit code: starting again would end the same way
 
 COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "STOPPED"
 LOST, UNKNOWN, PENDING, RUNNING = "LOST", "UNKNOWN", "PENDING", "RUNNING"
@@ -76,7 +74,9 @@ class RunFolder:
         return True
 
     def claimed_by(self) -> dict[str, Any] | None:
-        return read_json(self.claim)
+        claim = read_json(self.claim)
+        is_sound = claim and (claim.get("abandoned") or isinstance(claim.get("host"), str))
+        return claim if is_sound else None
 
     def finish(self, state: str, reason: str) -> None:
         with replacing(self.path / "result.json") as stream:
@@ -86,7 +86,8 @@ class RunFolder:
         found = read_json(self.path / "result.json")
         if not found or found.get("state") not in FINAL:
             return None
-        return Result(**{name: found[name] for name in Result._fields if name in found})
+        kinds: dict[str, Any] = {"state": str, "reason": str, "attempts": int, "ended": (int, float)}
+        return Result(**{name: found[name] for name, kind in kinds.items() if isinstance(found.get(name), kind)})
 
     def exit_codes(self, attempt: int, nodes: int) -> dict[int, int]:
         """The exit codes of the nodes that have ended."""
@@ -105,7 +106,21 @@ class RunFolder:
         return [event for file in files for event in json_lines(read_text(file).encode())]
 
     def cannot_be_helped(self, attempt: int) -> bool:
-        return any(event.get("exit") == CANNOT_BE_HELPED for event in self.rank_events(attempt))
+        """Whether a rank has said that starting again would end the same way."""
+        return (self.attempt(attempt) / "cannot-be-helped").exists()
+
+    def judge(self, attempt: int, codes: Mapping[int, int], nnodes: str, output_dir: str, since: float) -> Result:
+        """How an attempt ended whose nodes have all ended; the first code that is not 0 is the one to name."""
+        failed = {node: code for node, code in codes.items() if code}
+        fewest, _, most = nnodes.partition(":")
+        enough_are_left = bool(most) and len(codes) - len(failed) >= int(fewest) and not self.cannot_be_helped(attempt)
+        if not failed or enough_are_left:
+            return Result(COMPLETED)
+        if has_stopped_on_purpose(output_dir, since):
+            return Result(STOPPED, "the trainer was asked to stop, and saved its work")
+        node, code = next(iter(failed.items()))
+        why = "; starting again cannot help" if self.cannot_be_helped(attempt) else ""
+        return Result(FAILED, f"node {node} ended with exit code {code}{why}")
 
     def endpoint(self) -> str:
         """Where the ranks of the latest attempt meet."""

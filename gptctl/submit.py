@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import trainer
-from gptctl.backends import backend_of
+from gptctl.backends import BUILT, backend_of
 from gptctl.check import Checked, check_config
 from gptctl.jobs import JobRecord, Store, new_record, private_files
 from gptctl.plan import Ground, LaunchPlan, Site, build_plan
 from gptctl.preflight import check_surroundings
 from gptctl.processes import is_alive, is_here
-from gptctl.render import LAUNCH, render
+from gptctl.render import LAUNCH, check_syntax, render
 from gptctl.report import frozen_config
 from gptctl.run_folder import RunFolder, read_json, read_text
 from trainer.config import Override
@@ -36,12 +38,17 @@ class Prepared(NamedTuple):
     findings: tuple[Finding, ...]
     base_id: str
     templates: tuple[Path, ...]
+    git: Mapping[str, Any] | None = None  # None: as it is now
 
 
 def this_site() -> Site:
-    folder = os.getcwd()
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder has been deleted", "go to another one", WRONG_USAGE) from None
     if any(not character.isprintable() for character in folder):
-        raise UserError("the current folder has a name with control characters", "rename it", WRONG_USAGE)
+        message = "the name of the current folder has control characters, or is not UTF-8"
+        raise UserError(message, "rename it, or go to another one", WRONG_USAGE)
     return Site(folder, sys.executable, os.path.dirname(os.path.abspath(trainer.__file__)))
 
 
@@ -56,12 +63,25 @@ def prepare(
     if not checked.is_valid:
         raise UserError(f"{checked.name} is not submitted", findings=checked.findings)
     base = f"{checked.launch.job_name}-{_digest(build_plan(checked, site, overrides=overrides), checked, site)}"
-    plan = _planned(checked, site, store, base)
-    found = [*checked.findings, *check_surroundings(checked, plan, site)]
+    found = [*checked.findings, *check_surroundings(checked, _planned(checked, site, store, base), site)]
     if errors_in(found):
         raise UserError(f"{checked.name} is not submitted", findings=found)
-    scripts = {LAUNCH: render(plan, LAUNCH, templates)}
-    return Prepared(checked, site, plan, scripts, tuple(found), base, tuple(templates))
+    return _prepared(checked, store, site, base, templates, found)
+
+
+def _prepared(
+    checked: Checked, store: Store, site: Site, base: str, templates: Sequence[Path], found: Sequence[Finding]
+) -> Prepared:
+    plan = _planned(checked, site, store, base)
+    return Prepared(checked, site, plan, _scripts(plan, templates), tuple(found), base, tuple(templates))
+
+
+def _scripts(plan: LaunchPlan, templates: Sequence[Path]) -> dict[str, str]:
+    """What is submitted, by file name; where a template is the user's own, bash reads it first."""
+    text = render(plan, LAUNCH, templates)
+    if templates:
+        check_syntax(LAUNCH, text)
+    return {LAUNCH: text}
 
 
 def prepare_rerun(record: JobRecord, store: Store, overrides: Sequence[Override]) -> Prepared:
@@ -70,8 +90,13 @@ def prepare_rerun(record: JobRecord, store: Store, overrides: Sequence[Override]
     before = read_json(folder / "plan.json")
     if before is None:
         raise UserError(f"{folder} has no plan any more", "submit its config again", OUT_OF_REACH)
-    site = Site(before["work_dir"], sys.executable, str(folder / "code" / "trainer"))
-    kept = [Override("Launch.cluster", str(folder / "cluster.json"), "the job's own profile", verbatim=True)]
+    if not (folder / "code" / "rank_log.py").is_file():
+        raise UserError(f"{folder}/code is gone or damaged", "submit its config again", OUT_OF_REACH)
+    site = Site(before["work_dir"], before["python"], str(folder / "code" / "trainer"))
+    if os.path.isabs(before["python"]) and not os.access(before["python"], os.X_OK):
+        raise UserError(f"the interpreter of {record.id} is gone: {before['python']}", "submit its config again")
+    kept = [Override("Engine.save_load.output_dir", "", "a folder of its own")]
+    kept += [Override("Launch.cluster", str(folder / "cluster.json"), "the job's own profile", verbatim=True)]
     if not record.output_dir:
         script = os.path.basename(before["program"][1])
         files = sorted(entry for entry in os.listdir(folder / "code") if entry not in (script, "rank_log.py"))
@@ -80,23 +105,40 @@ def prepare_rerun(record: JobRecord, store: Store, overrides: Sequence[Override]
             Override("Launch.files", tuple(str(folder / "code" / file) for file in files), "the job's own code")
         )
         site = site._replace(trainer=str(folder / "code"))
-    checked = check_config(folder / "config.json", [*kept, *overrides])
-    return prepare(checked, store, site, overrides)
+    checked = _with_first_origins(check_config(folder / "config.json", [*kept, *overrides]), folder)
+    prepared = prepare(checked, store, site, overrides, [folder / "templates"])
+    prepared = prepared._replace(git=read_json(folder / "git.json") or {})
+    if overrides:
+        return prepared
+    base = re.sub(r"(-[0-9a-f]{6})-\d+$", r"\1", record.id)  # the same job again: another number of the same name
+    again = _prepared(checked, store, site, base, prepared.templates, prepared.findings)
+    return again._replace(git=prepared.git)
+
+
+def _with_first_origins(checked: Checked, folder: Path) -> Checked:
+    """Values of a frozen config came from where they came from when it was frozen."""
+    config, first = str(folder / "config.json"), (read_json(folder / "config.json") or {}).get("origins", {})
+
+    def before(origins: Mapping[str, str]) -> dict[str, str]:
+        return {key: first.get(key, origin) if origin.startswith(config) else origin for key, origin in origins.items()}
+
+    resolved = checked.resolved and checked.resolved._replace(origins=before(checked.resolved.origins))
+    return checked._replace(resolved=resolved, launch_origins=before(checked.launch_origins))
 
 
 def _digest(plan: LaunchPlan, checked: Checked, site: Site) -> str:
     """Equal jobs have equal ids, so that a dry run prints the very id that the next submit uses."""
-    text = json.dumps([plan.as_json(), frozen_config(checked, site.folder)["resolved"]], sort_keys=True)
+    text = json.dumps([plan.as_json(), frozen_config(checked, site)["resolved"]], sort_keys=True)
     return f"{zlib.crc32(text.encode()) & 0xFFFFFF:06x}"
 
 
 def _planned(checked: Checked, site: Site, store: Store, base: str) -> LaunchPlan:
     """The plan under the first id of this job that is free: `gpt-3f9a2c`, then `gpt-3f9a2c-2`, …"""
-    root = os.path.join(site.folder, os.path.expanduser(checked.cluster.run_root))
+    root = site.absolute(checked.cluster.run_root)
     number = 1
     while True:
         job_id = base if number == 1 else f"{base}-{number}"
-        run_dir = os.path.normpath(os.path.join(root, job_id))
+        run_dir = os.path.join(root, job_id)
         if not store.holds(job_id) and not os.path.lexists(run_dir):
             return build_plan(checked, site, Ground(job_id, run_dir))
         number += 1
@@ -109,12 +151,13 @@ def submit(prepared: Prepared, store: Store) -> JobRecord:
     try:
         _freeze(prepared, record)
         record = record._replace(handle=backend.start(prepared.plan))
-        store.replace(record)
+        store.accept(record)
         _point_latest_at(prepared.plan.run_dir)
     except BaseException as error:
         if not undo(record, store):
-            adopt(record, store)
-            raise Interrupted(record) from error
+            with suppress(OSError):  # a later gptctl completes the record
+                adopt(record, store)
+            raise Interrupted(record, _reason(error) if isinstance(error, OSError) else "") from error
         if isinstance(error, OSError):
             hint = "check run_root in the cluster profile, and the space there"
             raise UserError(f"cannot write {record.run_dir}: {_reason(error)}", hint, OUT_OF_REACH) from None
@@ -131,11 +174,11 @@ def _reason(error: OSError) -> str:
 
 
 class Interrupted(Exception):
-    """gptctl was interrupted, but the job exists."""
+    """gptctl was interrupted, or could not complete its record, but the job exists."""
 
-    def __init__(self, record: JobRecord) -> None:
+    def __init__(self, record: JobRecord, reason: str) -> None:
         super().__init__(record.id)
-        self.record = record
+        self.record, self.reason = record, reason
 
 
 def _journal(prepared: Prepared, store: Store) -> tuple[Prepared, JobRecord]:
@@ -151,7 +194,7 @@ def _journal(prepared: Prepared, store: Store) -> tuple[Prepared, JobRecord]:
             nodes=plan.nodes,
             per_node=plan.per_node,
             world=plan.world,
-            config=os.path.join(prepared.site.folder, checked.path) if checked.path else "",
+            config=prepared.site.absolute(str(checked.path)) if checked.path else "",
             output_dir=plan.output_dir,
             token=os.urandom(8).hex(),
         )
@@ -159,17 +202,18 @@ def _journal(prepared: Prepared, store: Store) -> tuple[Prepared, JobRecord]:
             return prepared, record
         # Another gptctl took the id since.
         plan = _planned(checked, prepared.site, store, prepared.base_id)
-        prepared = prepared._replace(plan=plan, scripts={LAUNCH: render(plan, LAUNCH, prepared.templates)})
+        prepared = prepared._replace(plan=plan, scripts=_scripts(plan, prepared.templates))
 
 
 def _freeze(prepared: Prepared, record: JobRecord) -> None:
     """The folder gets its name when it is complete."""
-    from gptctl.freeze import freeze
+    from gptctl.freeze import freeze, git_state
 
+    git = prepared.git if prepared.git is not None else git_state(prepared.site.folder)
     part = _part(record)
     with private_files():
         part.parent.mkdir(parents=True, exist_ok=True)
-        freeze(part, prepared.plan, prepared.checked, prepared.site, prepared.scripts)
+        freeze(part, prepared.plan, prepared.checked, prepared.site, prepared.scripts, prepared.templates, git)
         (part / TOKEN).write_text(record.token, encoding="utf-8")
         if os.path.lexists(record.run_dir):
             raise UserError(f"{record.run_dir} has just been made by somebody else", "submit again", OUT_OF_REACH)
@@ -196,22 +240,25 @@ def undo(record: JobRecord, store: Store) -> bool:
 
 def sweep(store: Store) -> list[str]:
     """Settles what a killed gptctl left half-done: a job that has started is adopted, any other is taken back."""
+    notes = []
     store.tidy()
-    records, notes = store.records()
-    for record in records:
-        if record.handle or is_alive(record.submitter) or not is_here(record.submitter):
+    for record in store.pending():
+        if record.kind not in BUILT or is_alive(record.submitter) or not is_here(record.submitter):
             continue
-        if undo(record, store):
-            notes.append(f"{record.id} was never started, since its gptctl was killed; its files are removed")
-        else:
-            adopt(record, store)
+        try:
+            if undo(record, store):
+                notes.append(f"{record.id} was never started, since its gptctl was killed; its files are removed")
+            else:
+                adopt(record, store)
+        except OSError as error:
+            notes.append(f"{record.id} was left half-submitted, and cannot be tidied up: {_reason(error)}")
     return notes
 
 
 def adopt(record: JobRecord, store: Store) -> None:
     """Completes the record of a job that runs, though its gptctl did not come to it."""
     if claim := RunFolder(record.run_dir).claimed_by():
-        store.replace(record._replace(handle=claim))
+        store.accept(record._replace(handle=claim))
 
 
 def _point_latest_at(run_dir: str) -> None:

@@ -20,15 +20,13 @@ from pathlib import Path
 
 from gptctl.launch import seconds_of
 from gptctl.plan import LaunchPlan
-from gptctl.processes import kill_all, this_process
+from gptctl.processes import adopt_orphans, kill_all, processes_of, send, this_process
 from gptctl.run_folder import (
     CANCELLED,
-    COMPLETED,
     FAILED,
     STOPPED,
     TIMEOUT,
     RunFolder,
-    has_stopped_on_purpose,
     read_json,
     read_text,
 )
@@ -53,9 +51,19 @@ class Supervisor:
     def __init__(self, plan: LaunchPlan) -> None:
         self.folder, self.plan = RunFolder(plan.run_dir), plan
         self.wanted: Stopped | None = None
+        self.port: int | None = None  # chosen, not used yet
         limit = seconds_of(plan.time_limit) if plan.time_limit else None
         self.deadline = time.monotonic() + limit if limit else None
         self.environment = dict(os.environ)
+
+    def choose_port(self, attempt: int) -> int:
+        """Where the ranks of an attempt will meet, for all to read."""
+        host = self.plan.master_addr
+        self.port = self.plan.master_port or free_port(host)
+        self.folder.attempt(attempt).mkdir(exist_ok=True)
+        with replacing(self.folder.attempt(attempt) / "endpoint.json") as stream:
+            stream.write(json.dumps({"host": host, "port": self.port}).encode())
+        return self.port
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -67,7 +75,7 @@ class Supervisor:
         except OSError as error:
             reason = f"{error.filename}: {error.strerror}"
         finally:
-            kill_all(self.plan.run_dir)
+            kill_all(self.plan.run_dir, os.getpid())
             self.folder.finish(state, reason)
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -80,38 +88,32 @@ class Supervisor:
         for number in range(self.plan.attempts):
             began = time.time()
             codes = self._attempt(number)
-            failed = {node: code for node, code in codes.items() if code}
-            fewest = int(self.plan.nnodes.partition(":")[0])
-            if not failed or (self.plan.is_elastic and len(codes) - len(failed) >= fewest):
-                return COMPLETED, ""
-            if has_stopped_on_purpose(self.plan.output_dir, since=began):
-                return STOPPED, "the trainer was asked to stop, and saved its work"
-            node, code = next(iter(failed.items()))
-            reason = f"node {node} ended with exit code {code}"
-            if self.folder.cannot_be_helped(number):
-                return FAILED, f"{reason}; starting again cannot help"
+            ended = self.folder.judge(number, codes, self.plan.nnodes, self.plan.output_dir, began)
+            reason = f"{ended.reason}{self._last_words(number, next(iter(codes)))}"
+            if ended.state != FAILED or self.folder.cannot_be_helped(number):
+                break
             print(f"attempt {number}: {reason}", flush=True)
-        return FAILED, reason
+        return ended.state, reason
 
     def _attempt(self, number: int) -> dict[int, int]:
         """The exit codes of one start of all nodes, the first that failed first."""
-        codes: dict[int, int] = {}
         for _ in range(PORT_TRIES):
+            already_said = len(self._said(number, 0))
             codes = self._start_and_wait(number)
-            if not any(codes.values()) or not self._port_was_taken(number):
+            if not any(codes.values()) or not self._port_was_taken(number, already_said):
                 break
         return codes
 
     def _start_and_wait(self, number: int) -> dict[int, int]:
         if self.folder.cancelled.exists():
             raise Stopped(CANCELLED, "cancelled")
-        folder, logs = self.folder.attempt(number), Path(self.plan.log_dir) / f"attempt-{number}"
-        folder.mkdir(exist_ok=True)
+        port = self.port or self.choose_port(number)
+        self.port = None
+        logs = self._logs(number)
         logs.mkdir(parents=True, exist_ok=True)
-        host, port = self.plan.master_addr, self.plan.master_port or free_port(self.plan.master_addr)
-        with replacing(folder / "endpoint.json") as stream:
-            stream.write(json.dumps({"host": host, "port": port}).encode())
-        meeting = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        for stale in self.folder.attempt(number).glob("node.*"):  # of a try whose port was taken
+            stale.unlink()
+        meeting = {"MASTER_ADDR": self.plan.master_addr, "MASTER_PORT": str(port)}
         nodes = [self._start_node(node, number, logs, meeting) for node in range(self.plan.nodes)]
         try:
             return self._wait(nodes)
@@ -155,29 +157,51 @@ class Supervisor:
             time.sleep(TICK)
 
     def _stop(self, nodes: list[subprocess.Popen[bytes]], attempt: int) -> None:
-        """Asks torchrun to end: ranks get the signal from it, and time to save."""
-        for node in range(len(nodes)):
-            pid = read_text(self.folder.attempt(attempt) / f"node.{node}.pid").strip()
-            if pid.isdecimal() and nodes[node].poll() is None:
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGTERM)
-        self._end(nodes, 0.0 if self.folder.is_hurried() else GRACE)
+        """Asks torchrun to end; ranks get the signal from it, and time to save. Before ranks run, none is needed."""
+        asked: set[int] = set()
+        deadline = time.monotonic() + GRACE
+        while any(process.poll() is None for process in nodes) and time.monotonic() < deadline:
+            if self.folder.is_hurried() or not self.folder.rank_events(attempt):
+                break
+            for node in set(range(len(nodes))) - asked:
+                pid = read_text(self.folder.attempt(attempt) / f"node.{node}.pid").strip()
+                if pid.isdecimal() and nodes[node].poll() is None:
+                    asked.add(node)
+                    self._wake_and_ask(int(pid))
+            time.sleep(TICK)
+        self._end(nodes, 0.0)
+
+    def _wake_and_ask(self, torchrun: int) -> None:
+        for pid in processes_of(self.plan.run_dir):  # one that is stopped could not answer
+            send(pid, signal.SIGCONT)
+        send(torchrun, signal.SIGTERM)
 
     def _end(self, nodes: list[subprocess.Popen[bytes]], patience: float) -> None:
         deadline = time.monotonic() + patience
         while any(process.poll() is None for process in nodes) and time.monotonic() < deadline:
             time.sleep(TICK)
-            if self.folder.is_hurried():
-                break
-        kill_all(self.plan.run_dir)
+        kill_all(self.plan.run_dir, os.getpid())
         for process in nodes:
             process.wait()
 
-    def _port_was_taken(self, attempt: int) -> bool:
+    def _last_words(self, attempt: int, node: int) -> str:
+        """What a node said that failed before it had a rank."""
+        if self.folder.rank_events(attempt) or self.folder.exit_codes(attempt, self.plan.nodes).get(node) == 0:
+            return ""
+        lines = self._said(attempt, node).split("\n")
+        return next((f": {line.strip()[:200]}" for line in reversed(lines) if line.strip()), "")
+
+    def _said(self, attempt: int, node: int) -> str:
+        return read_text(self._logs(attempt) / f"node.{node}.log")
+
+    def _logs(self, attempt: int) -> Path:
+        return Path(self.plan.log_dir) / f"attempt-{attempt}"
+
+    def _port_was_taken(self, attempt: int, already_said: int) -> bool:
         """Between choosing a port and using it somebody else may take it; no rank has started then."""
         if self.plan.master_port or self.folder.rank_events(attempt):
             return False
-        log = read_text(Path(self.plan.log_dir) / f"attempt-{attempt}" / "node.0.log")
+        log = self._said(attempt, 0)[already_said:]
         return "EADDRINUSE" in log or "address already in use" in log.lower()
 
 
@@ -196,13 +220,18 @@ def main() -> None:
     os.umask(0o077)
     for number in (signal.SIGHUP, signal.SIGINT):  # they belong to terminals; ignored, they would be for the ranks too
         signal.signal(number, lambda number, frame: None)
+    adopt_orphans()
     plan = LaunchPlan.from_json(read_json(folder.path / "plan.json") or {})
+    supervisor = Supervisor(plan)
     taken = folder.take(this_process())
+    if taken:
+        supervisor.choose_port(0)  # before gptctl says where it is
     if ready := os.environ.pop("GPTCTL_READY", ""):  # tells gptctl that the job exists
-        os.write(int(ready), b"1" if taken else b"0")
+        with suppress(BrokenPipeError):  # gptctl may have been killed; the job exists all the same
+            os.write(int(ready), b"1" if taken else b"0")
         os.close(int(ready))
     if taken:
-        Supervisor(plan).run()
+        supervisor.run()
 
 
 if __name__ == "__main__":

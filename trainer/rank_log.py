@@ -19,6 +19,7 @@ if __name__ == "__main__":  # a program beside this file may be called json.py; 
 import signal
 import time
 
+CANNOT_BE_HELPED = 93  # an exit code: whoever starts this again gets the same end
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
 PR_SET_PDEATHSIG = 1
 
@@ -32,6 +33,12 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     redirect(os.environ.get("GPTCTL_LOG_DIR", ""))
+    hopeless = os.path.join(os.environ.get("GPTCTL_ATTEMPT_DIR", ""), "cannot-be-helped")
+    if os.path.exists(hopeless):  # torchrun restarts all the same
+        return CANNOT_BE_HELPED
+    folder = os.environ.get("GPTCTL_WORK_DIR", "")
+    if os.path.isdir(folder):  # a container may have another one
+        os.chdir(folder)
     return watch([sys.executable, "-u", *program[:size], *flags, *program[size:]])
 
 
@@ -49,6 +56,15 @@ def redirect(folder: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+
+
+def ends_with_a_line() -> bool:
+    """Whether this rank's file does, so that last words stay a line of their own."""
+    try:
+        with open(os.path.join(os.environ["GPTCTL_LOG_DIR"], f"workerlog.{rank()}"), "rb") as file:
+            return not file.seek(0, os.SEEK_END) or not file.seek(-1, os.SEEK_END) or file.read() == b"\n"
+    except (KeyError, OSError):
+        return True
 
 
 def rank() -> int:
@@ -72,8 +88,11 @@ def watch(command: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # its process number may be another's from now on
     code, killer = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
     note("end", child, exit=code, signal=killer, max_rss_mb=usage.ru_maxrss >> 10)
+    if code == CANNOT_BE_HELPED:
+        append("cannot-be-helped", "")
     if killer is not None:
-        print(f"rank {rank()} (pid {child}) was killed by {signal.Signals(killer).name}", file=sys.stderr, flush=True)
+        said = f"rank {rank()} (pid {child}) was killed by {signal.Signals(killer).name}"
+        print(f"{'' if ends_with_a_line() else chr(10)}{said}", file=sys.stderr, flush=True)
     if status:
         end_group(child)
     if killer is not None:
@@ -126,14 +145,19 @@ def note(event: str, child: int, **facts: int | None) -> None:
     """One line for the launcher, in the file of this node. That it cannot be written is no reason to end the rank."""
     import json
 
-    folder, node = os.environ.get("GPTCTL_ATTEMPT_DIR"), os.environ.get("GPTCTL_NODE", "0")
-    if not folder:
-        return
+    node = os.environ.get("GPTCTL_NODE", "0")
     who = {"rank": rank(), "local_rank": int(os.environ.get("LOCAL_RANK", "0")), "node": int(node)}
     line = {"event": event, **who, "host": os.uname().nodename, "pid": child, "time": time.time(), **facts}
+    append(f"ranks.{node}.jsonl", json.dumps(line) + "\n")
+
+
+def append(name: str, text: str) -> None:
+    folder = os.environ.get("GPTCTL_ATTEMPT_DIR")
+    if not folder:
+        return
     try:
-        file = os.open(os.path.join(folder, f"ranks.{node}.jsonl"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(file, (json.dumps(line) + "\n").encode())
+        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.write(file, text.encode())
         os.close(file)
     except OSError as error:
         print(f"rank {rank()}: {error.filename}: {error.strerror}", file=sys.stderr)

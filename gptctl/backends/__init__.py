@@ -18,6 +18,9 @@ class State(NamedTuple):
     state: str
     reason: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.state}: {self.reason}" if self.reason else self.state
+
 
 class Backend(Protocol):
     def start(self, plan: LaunchPlan) -> dict[str, Any]:

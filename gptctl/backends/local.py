@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 from gptctl.backends import State
 from gptctl.jobs import JobRecord, private_files
 from gptctl.plan import LaunchPlan
-from gptctl.processes import is_alive, is_here, is_same_boot, kill_all, processes_of
+from gptctl.processes import is_alive, is_here, is_same_boot, kill_all, processes_of, send
 from gptctl.run_folder import (
     CANCELLED,
-    COMPLETED,
-    FAILED,
     LOST,
     PENDING,
     RUNNING,
-    STOPPED,
     UNKNOWN,
     RunFolder,
-    has_stopped_on_purpose,
+    read_json,
+    read_text,
 )
 from trainer.errors import OUT_OF_REACH, UserError
 
@@ -33,6 +32,7 @@ STOP_PATIENCE = 60.0  # the supervisor's own patience, and some seconds more
 
 # What another launcher around gptctl left in the environment would be taken for the job's own.
 _LEAKING = ("GPTCTL_", "SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "PET_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_KEPT = ("GPTCTL_HOME",)
 _LEAKED = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS BASH_ENV ENV "
     "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -54,10 +54,12 @@ def start(plan: LaunchPlan) -> dict[str, Any]:
             start_new_session=True,
         )
     os.close(writing)
-    answer = os.read(reading, 1)  # or nothing, when it ended before it could answer
+    answered, _, _ = select.select([reading], [], [], START_PATIENCE)
+    answer = os.read(reading, 1) if answered else b""  # or nothing, when it ended before it could answer
     os.close(reading)
     claim = RunFolder(plan.run_dir).claimed_by()
     if answer != b"1" or not claim:
+        process.kill()
         process.wait()
         hint = f"see {plan.run_dir}/supervisor.log"
         raise UserError("the job's supervisor did not start", hint, OUT_OF_REACH)
@@ -65,7 +67,11 @@ def start(plan: LaunchPlan) -> dict[str, Any]:
 
 
 def clean_environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in _LEAKED and not name.startswith(_LEAKING)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or (name not in _LEAKED and not name.startswith(_LEAKING))
+    }
     if "PYTHONPATH" in kept:  # the supervisor starts in another folder
         kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, kept["PYTHONPATH"].split(os.pathsep)))
     return kept
@@ -73,13 +79,16 @@ def clean_environment() -> dict[str, str]:
 
 def state(record: JobRecord) -> State:
     folder = RunFolder(record.run_dir)
-    claim = folder.claimed_by()
+    claim = folder.claimed_by() or dict(record.handle)
     owner = claim or record.submitter
     if not is_here(owner):
         return State(UNKNOWN, f"it runs on {owner.get('host')}: ask there")
     if not claim:
         alive = is_alive(record.submitter)
         return State(PENDING, "being submitted") if alive else State(LOST, "gptctl ended before the job was started")
+    if claim and not folder.path.is_dir():
+        runs = is_alive(claim) or (is_same_boot(claim) and processes_of(record.run_dir))
+        return State(RUNNING if runs else LOST, f"its folder {record.run_dir} is gone")
     if is_alive(claim):
         begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
         return State(RUNNING, "" if begun else "starting")
@@ -95,12 +104,9 @@ def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]
     attempt = folder.attempts() - 1
     codes = folder.exit_codes(attempt, record.nodes)
     if len(codes) == record.nodes:
-        if not any(codes.values()):
-            return State(COMPLETED)
-        if has_stopped_on_purpose(record.output_dir, since=record.created):
-            return State(STOPPED, "the trainer was asked to stop, and saved its work")
-        node = next(node for node, code in codes.items() if code)
-        return State(FAILED, f"node {node} ended with exit code {codes[node]}")
+        nnodes = str((read_json(folder.path / "plan.json") or {}).get("nnodes", record.nodes))
+        ended = folder.judge(attempt, codes, nnodes, record.output_dir, since=record.created)
+        return State(ended.state, ended.reason)
     if folder.cancelled.exists():
         return State(CANCELLED, "cancelled")
     why = "its processes were killed" if is_same_boot(claim) else "the machine was restarted"
@@ -109,23 +115,39 @@ def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]
 
 def cancel(record: JobRecord, now: bool) -> None:
     folder = RunFolder(record.run_dir)
-    claim = folder.claimed_by() or {}
+    claim = folder.claimed_by() or dict(record.handle)
     if not is_here(claim or record.submitter):
         host = (claim or record.submitter).get("host")
         raise UserError(f"{record.id} runs on {host}", "cancel it there", OUT_OF_REACH)
-    if not claim and folder.path.is_dir():
+    has_folder = folder.path.is_dir()
+    if not claim and has_folder:
         folder.take({"abandoned": True})
-    folder.cancel(now)
-    deadline = time.monotonic() + STOP_PATIENCE
+    if has_folder:
+        folder.cancel(now)
     if is_alive(claim):
-        with suppress(ProcessLookupError):
-            os.kill(claim["pid"], signal.SIGTERM)
-    while is_alive(claim) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        send(claim["pid"], signal.SIGTERM)
+        _wait_while(lambda: is_alive(claim), STOP_PATIENCE)
+    elif not now:
+        _ask_torchrun(folder)
+        _wait_while(lambda: bool(processes_of(record.run_dir)), STOP_PATIENCE)
     if left := kill_all(record.run_dir):
         raise UserError(f"processes {left} of {record.id} cannot be ended", "are they yours?", OUT_OF_REACH)
-    if not folder.result():
+    if has_folder and not folder.result():
         folder.finish(CANCELLED, "cancelled")
+
+
+def _ask_torchrun(folder: RunFolder) -> None:
+    """In the place of a supervisor that is gone."""
+    for file in folder.attempt(folder.attempts() - 1).glob("node.*.pid"):
+        pid = read_text(file).strip()
+        if pid.isdecimal() and int(pid) in processes_of(str(folder.path)):
+            send(int(pid), signal.SIGTERM)
+
+
+def _wait_while(holds: Callable[[], bool], patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def abandon(record: JobRecord) -> bool:

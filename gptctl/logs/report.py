@@ -12,6 +12,7 @@ from gptctl.logs.files import LogFile, LogFiles, Wanted
 from gptctl.logs.lines import readable
 from gptctl.logs.match import Grep
 from gptctl.logs.stream import Lines, Source, merged
+from gptctl.report import count
 from trainer.logline import TrainLine, parse_train_line
 
 LAST_LINES = 20
@@ -30,7 +31,7 @@ def failure_of(files: LogFiles, attempt: int | None = None) -> tuple[int, Failur
     return attempt, find_failure(rank_runs(records), node_exits(records))
 
 
-def print_failure(files: LogFiles, attempt: int | None = None, as_json: bool = False) -> bool:
+def print_failure(files: LogFiles, attempt: int | None = None, as_json: bool = False, **of_job: str) -> bool:
     """`gptctl logs --failed`; says whether anything has failed."""
     attempt, failure = failure_of(files, attempt)
     kind, number = ("rank", failure.first.rank) if failure.first else ("node", failure.first_node)
@@ -38,7 +39,7 @@ def print_failure(files: LogFiles, attempt: int | None = None, as_json: bool = F
     blamed = [file for file in listed if (file.attempt, file.kind, file.number) == (attempt, kind, number)]
     last = last_lines(files, blamed[0]) if blamed else []
     if as_json:
-        ui.print_json({"attempt": attempt, **failure.as_json(), "last_lines": last})
+        ui.print_json({**of_job, "attempt": attempt, **failure.as_json(), "last_lines": last})
         return failure.is_failure
     ui.print_text("\n".join(_failure_text(attempt, failure)))
     if blamed:
@@ -69,7 +70,8 @@ def _failure_text(attempt: int, failure: Failure) -> Iterator[str]:
             yield f"  the launch script of node {node} ended with {_exit_text(code)}"
     if first and failure.silent:
         ranks = ", ".join(str(run.rank) for run in failure.silent[:8]) + (", …" if len(failure.silent) > 8 else "")
-        yield f"  no end is recorded of {len(failure.silent)} ranks ({ranks}): running, or their machine is gone"
+        silent = count(len(failure.silent), "rank")
+        yield f"  no end is recorded of {silent} ({ranks}): running, or killed with their node"
 
 
 def _cascade_text(failure: Failure, run: RankRun) -> str:
@@ -131,7 +133,7 @@ def print_list(files: LogFiles, wanted: Wanted, as_json: bool = False, job_is_ov
     columns = ["attempt", "file", "rank", "node", "host", "size", "last write", "ended"]
     shown = [{**row, "changed": _moment(row["changed"]), "size": f"{row['size']:,}"} for row in rows]
     cells = [["" if cell is None else cell for cell in row.values()] for row in shown]
-    ui.print_table(f"{len(rows)} log files", columns, cells, by_first=True)
+    ui.print_table(count(len(rows), "log file"), columns, cells, by_first=True)
 
 
 def metric_rows(files: LogFiles, wanted: Wanted) -> list[dict[str, Any]]:
@@ -170,4 +172,4 @@ def print_metrics(files: LogFiles, wanted: Wanted, as_json: bool = False) -> Non
     if len({row["attempt"] for row in rows}) > 1:
         columns = ["attempt", *columns]
         cells = [[str(row["attempt"]), *cell] for row, cell in zip(rows, cells)]
-    ui.print_table(f"{len(rows)} steps", columns, cells)
+    ui.print_table(count(len(rows), "step"), columns, cells)

@@ -217,9 +217,13 @@ class Follower:
         if len(known) < len(self._sources):
             nameless = [source for source in self._sources.values() if source.look != self._looks]
         news = [self._drain(source, now) for source in nameless]
-        news += [self._catch_up(source, now, last) for source in known if last or source.file.size != source.offset]
+        grown = [source for source in known if last or source.file.size != source.offset]
+        # What a new file holds came before the end that it has in a file of the same attempt, such as torchrun's.
+        newest = chosen[-1].attempt if chosen else -1
+        news += [self._catch_up(source, now, last) for source in grown if source.file.attempt < newest]
         if chosen:
             news.append(self._begin(chosen, now))
+        news += [self._catch_up(source, now, last) for source in grown if source.file.attempt >= newest]
         self._show_bars(now)
         if last:
             for source in list(self._sources.values()):

@@ -8,8 +8,8 @@ export NCCL_DEBUG=WARN
 export NCCL_IB_DISABLE=1
 export NCCL_SOCKET_IFNAME=bond0
 export GLOO_SOCKET_IFNAME=bond0
-cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
-export OMP_NUM_THREADS=$((cores > 2 ? cores / 2 : 1)) # 2 ranks share the cores
+gptctl_cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
+export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # 2 ranks share the cores
 torchrun \
   --nnodes=2 --nproc-per-node=2 --max-restarts=0 \
   --rdzv-backend=c10d --rdzv-id=gpt --rdzv-endpoint=10.0.0.46:29400 \

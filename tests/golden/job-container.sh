@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # One node of one attempt of job gpt-3f9a2c: 1 node(s) with 2 rank(s) each. gptctl starts it; by hand, from any folder:
 #   GPTCTL_NODE=0 GPTCTL_ATTEMPT=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 bash /home/me/work/runs/gpt-3f9a2c/launch.sh
-set -u
 : "${GPTCTL_NODE:?the number of this node, from 0}" "${GPTCTL_ATTEMPT:?how often the job was started before}"
 : "${MASTER_ADDR:?the address of node 0}" "${MASTER_PORT:?a free port of node 0}"
 
@@ -13,36 +12,36 @@ export GPTCTL_LOG_DIR=/home/me/work/runs/gpt-3f9a2c/logs/"attempt-$GPTCTL_ATTEMP
 umask 077
 mkdir -p "$GPTCTL_ATTEMPT_DIR" "$GPTCTL_LOG_DIR" || exit 73
 
-# Says how this node ended, in a file that is there whole or not at all.
+# Says how this node ended.
 finish() {
-  local file="$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.exit"
-  echo "$1" > "$file.part" && mv "$file.part" "$file"
+  echo "$1" > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.exit"
   exit "$1"
 }
 fail() {
   echo "error: $*" >&2
   finish 78
 }
-[ ! -e "$GPTCTL_RUN_DIR/cancelled" ] || finish 143
 
 export PYTHONUNBUFFERED=1
 export PYTHONFAULTHANDLER=1
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=3
 export NCCL_DEBUG=WARN
 export GLOO_SOCKET_IFNAME=lo
-cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
-export OMP_NUM_THREADS=$((cores > 2 ? cores / 2 : 1)) # 2 ranks share the cores
+gptctl_cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
+export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # 2 ranks share the cores
 export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$GPTCTL_LOG_DIR/nccl_trace_rank_}"
-export PYTHONPATH=/home/me/work/runs/gpt-3f9a2c/code"${PYTHONPATH:+:$PYTHONPATH}"
 
 cd /home/me/work || fail "the job's working folder is not here"
 
-cd /home/me/work/runs/gpt-3f9a2c/code || fail "the job's code is not here" # `-m trainer` is the frozen copy
+# `-m trainer` is the frozen copy.
+export GPTCTL_WORK_DIR=/home/me/work/runs/gpt-3f9a2c/code PYTHONPATH=/home/me/work/runs/gpt-3f9a2c/code"${PYTHONPATH:+:$PYTHONPATH}"
+cd "$GPTCTL_ATTEMPT_DIR" || fail # torchrun imports from where it is started: there is nothing here
+[ ! -e "$GPTCTL_RUN_DIR/cancelled" ] || finish 143
 
 singularity exec --nv --pwd /b -B '/a b:/b:rw' -B /home/me/work/runs/gpt-3f9a2c /images/gpt.sif torchrun \
   --nnodes=1 --nproc-per-node=2 --node-rank="$GPTCTL_NODE" \
   --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --max-restarts=0 \
-  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --log-dir="$GPTCTL_ATTEMPT_DIR/torchrun.$GPTCTL_NODE" \
   /home/me/work/runs/gpt-3f9a2c/code/rank_log.py -m trainer -c /home/me/work/runs/gpt-3f9a2c/config.json -o Engine.save_load.output_dir=/home/me/work/runs/gpt-3f9a2c/output &
 torchrun=$!
 

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # One node of gpt: srun --nodes=2 --ntasks-per-node=1 ./this-script.sh
-set -u
 fail() {
   echo "error: $*" >&2
   exit 1
 }
-mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?this is to be run inside a Slurm job}")
-[ "${#nodes[@]}" -gt 0 ] || fail "scontrol does not name the hosts of $SLURM_JOB_NODELIST"
-MASTER_ADDR=$(getent ahostsv4 "${nodes[0]}" | awk '$1 !~ /^127[.]/ { print $1; exit }')
-[ -n "$MASTER_ADDR" ] || fail "${nodes[0]} resolves to no address that other nodes can reach"
+mapfile -t gptctl_nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?this is to be run inside a Slurm job}")
+[ "${#gptctl_nodes[@]}" -gt 0 ] || fail "scontrol does not name the hosts of $SLURM_JOB_NODELIST"
+MASTER_ADDR=$(getent ahostsv4 "${gptctl_nodes[0]}" | awk '$1 !~ /^127[.]/ { print $1; exit }')
+[ -n "$MASTER_ADDR" ] || fail "${gptctl_nodes[0]} resolves to no address that other nodes can reach"
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000)) # below the ports that outgoing connections take
 export MASTER_ADDR MASTER_PORT
 
@@ -19,11 +18,16 @@ export NCCL_DEBUG=WARN
 export NCCL_IB_DISABLE=1
 export NCCL_SOCKET_IFNAME=bond0
 export GLOO_SOCKET_IFNAME=bond0
-cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
-export OMP_NUM_THREADS=$((cores > 4 ? cores / 4 : 1)) # 4 ranks share the cores
-set +u
-module load anaconda/3-2023.03
-conda activate gpt
+gptctl_cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
+export OMP_NUM_THREADS=$((gptctl_cores > 4 ? gptctl_cores / 4 : 1)) # 4 ranks share the cores
+
+# Setup of cluster profile lab.
+{
+  module load anaconda/3-2023.03
+} || fail 'in the setup: module load anaconda/3-2023.03'
+{
+  conda activate gpt
+} || fail 'in the setup: conda activate gpt'
 
 exec torchrun \
   --nnodes=2 --nproc-per-node=4 --node-rank="$SLURM_NODEID" \

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptctl.logs.failed import find_failure, node_exits, rank_runs
@@ -104,6 +104,7 @@ GARBAGE = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(lines=st.lists(GARBAGE, max_size=12), code=st.binary(max_size=5))
 def test_torn_records_never_crash(lines: list[bytes], code: bytes) -> None:
     """Oracle: no exception, and an answer that JSON can hold."""

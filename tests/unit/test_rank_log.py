@@ -85,7 +85,7 @@ def test_a_killed_program_is_noted_and_its_last_words_are_kept(tmp_path, name: s
     assert process.wait() == -number
     assert events(tmp_path)[-1]["signal"] == number
     assert log(tmp_path).startswith("last words")
-    assert f"was killed by {name}" in log(tmp_path)
+    assert log(tmp_path) == f"last words\nrank 3 (pid {events(tmp_path)[0]['pid']}) was killed by {name}\n"
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])

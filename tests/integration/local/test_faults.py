@@ -117,6 +117,17 @@ def test_many_gptctl_at_once(jobs) -> None:
         (["--cluster", "a900", "--", "x.py"], ["A001", "no cluster is called a900", "known: local, slurm-example, ssh-example"]),
         (["--cluster", "", "--", "x.py"], ["--cluster is empty"]),
         (["--devices", "0,0", "--", "x.py"], ["C012"]),
+        (["--env", "GPTCTL_RUN_DIR=/x", "--", "x.py"], ["E002", "GPTCTL_RUN_DIR"]),
+        (["--env", "RANDOM=5", "--", "x.py"], ["E001"]),
+        (["--env", "RANK=5", "--", "x.py"], ["E002"]),
+        (["-o", "Launch.files=[a/x.py]", "--", "x.py"], ["S001", "has the name of"]),
+        (["-o", "Launch.files=[fifo]", "--", "x.py"], ["fifo cannot be shipped", "named pipe"]),
+        (["-o", "Launch.rdzv.endpoint=no-such-host.invalid:29500", "--", "x.py"], ["S004"]),
+        (["--dry-run", "--follow", "--", "x.py"], ["nothing runs in a dry run"]),
+        (["--template", "x.py", "--", "x.py"], ["x.py replaces no template"]),
+        (["--template", "a", "--", "x.py"], ["a holds no templates"]),
+        (["--time", "3:70", "--", "x.py"], ["3:70 is no time"]),
+        (["--time", "1-25:00:00", "--", "x.py"], ["1-25:00:00 is no time"]),
         (["--style", "sbatch", "--", "x.py"], ["A006"]),
         (["--max-restarts", "-1", "--", "x.py"], ["C012"]),
         (["--template", "no.j2", "--", "x.py"], ["there is no template no.j2"]),
@@ -130,6 +141,9 @@ def test_many_gptctl_at_once(jobs) -> None:
 def test_a_mistake_is_named_and_leaves_nothing(jobs, arguments: list[str], expected: list[str]) -> None:
     """All at once, before anything is written."""
     jobs.gptctl("init")
+    (jobs.folder / "a").mkdir()
+    (jobs.folder / "a" / "x.py").write_text("")
+    os.mkfifo(jobs.folder / "fifo")
     answer = jobs.gptctl("submit", *arguments)
     assert answer.returncode in (1, 2, 3), answer.stdout
     assert all(text in answer.stderr for text in expected), answer.stderr
@@ -148,7 +162,7 @@ def test_an_interpreter_that_cannot_train_is_refused(jobs) -> None:
         "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)"
     )
     answer = jobs.gptctl("submit", "--", "x.py", PYTHONPATH=str(jobs.folder))
-    assert f"{sys.executable} has no torch" in answer.stderr
+    assert "has no torch" in answer.stderr
     assert jobs.left_over() == []
 
 
@@ -167,7 +181,7 @@ def test_a_busy_port_is_refused_and_a_free_one_respected(jobs) -> None:
         port = busy.getsockname()[1]
         answer = jobs.gptctl("submit", "-o", f"Launch.rdzv.port={port}", "--", "x.py")
         assert "S004" in answer.stderr
-        assert f"port {port} of 127.0.0.1 is in use" in answer.stderr
+        assert f"ranks cannot meet at 127.0.0.1:{port}: Address already in use" in answer.stderr
     assert jobs.left_over() == []
     with socket.socket() as usual:
         usual.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -178,14 +192,37 @@ def test_a_busy_port_is_refused_and_a_free_one_respected(jobs) -> None:
     assert jobs.status(job)["endpoint"] == f"127.0.0.1:{port}"
 
 
+def test_a_job_whose_gptctl_is_killed_while_it_starts_runs_all_the_same(jobs) -> None:
+    """Killed when the supervisor has been started, and before it could answer."""
+    env = {**os.environ, "HOME": str(jobs.folder / "home")}
+    command = [
+        sys.executable,
+        "-c",
+        "import gptctl.backends.local as l, os, signal, subprocess\nstart = subprocess.Popen\nclass popen(start):\n    def __init__(self, a, **k):\n        super().__init__(a, **k)\n        if 'gptctl.supervisor' in a: os.kill(os.getpid(), signal.SIGKILL)\nl.subprocess.Popen = popen\nfrom gptctl.cli import main\nmain()",
+        *QUICK,
+    ]
+    assert subprocess.run(command, cwd=jobs.folder, env=env, capture_output=True).returncode == -signal.SIGKILL
+    time.sleep(2)
+    (row,) = settled(jobs)
+    assert row["state"] == "COMPLETED"
+
+
+@pytest.mark.parametrize(("port", "tries"), [("", 3), ("29777", 1)])
+def test_only_a_port_of_ours_is_chosen_again(jobs, port: str, tries: int) -> None:
+    (jobs.folder / "quick").write_text("#!/bin/sh\necho x >> $GPTCTL_RUN_DIR/tries\necho 'EADDRINUSE'; exit 1\n")
+    job = jobs.quick("-o", f"Launch.rdzv.port={port}")
+    assert jobs.wait(job) == "FAILED"
+    assert len((jobs.run_dir(job) / "tries").read_text().split()) == tries
+
+
 def test_a_port_that_is_taken_in_between_is_chosen_again(jobs) -> None:
     """A torchrun that finds its port taken, twice: it is not the job's fault, and costs it no restart."""
     (jobs.folder / "quick").write_text(
-        "#!/bin/sh\necho $MASTER_PORT >> ports\n[ $(wc -l < ports) -gt 2 ] || { echo 'EADDRINUSE: address already in use'; exit 1; }\n"
+        "#!/bin/sh\ncd $GPTCTL_RUN_DIR\necho $MASTER_PORT >> ports\n[ $(wc -l < ports) -gt 2 ] || { echo 'EADDRINUSE: address already in use'; exit 1; }\n"
     )
     job = jobs.quick()
     assert jobs.wait(job) == "COMPLETED"
-    assert len(set((jobs.folder / "ports").read_text().split())) == 3
+    assert len(set((jobs.run_dir(job) / "ports").read_text().split())) == 3
     assert jobs.status(job)["attempts"] == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,14 +83,18 @@ def test_a_script_on_two_nodes(jobs, toy) -> None:
 
 
 def test_a_run_folder_is_private_complete_and_its_own(jobs) -> None:
-    first = jobs.quick()
-    second = jobs.quick()
+    (jobs.folder / "helper").mkdir(mode=0o755)
+    (jobs.folder / "helper" / "run.sh").write_text("")
+    (jobs.folder / "helper" / "run.sh").chmod(0o755)
+    first = jobs.quick("-o", "Launch.files=[helper]")
+    second = jobs.quick("-o", "Launch.files=[helper]")
     assert second == f"{first}-2"
     assert (jobs.folder / "runs" / "latest").resolve() == jobs.run_dir(second)
     assert jobs.wait(second) == "COMPLETED"
     folder = jobs.run_dir(second)
     for entry in [folder, *folder.rglob("*")]:
         assert entry.stat().st_mode & 0o077 == 0, entry
+    assert os.access(folder / "code" / "helper" / "run.sh", os.X_OK)
     assert {"config.json", "cluster.json", "plan.json", "launch.sh", "git.json", "code"} <= {
         e.name for e in folder.iterdir()
     }
@@ -257,7 +262,7 @@ def test_a_job_of_before_the_machine_was_restarted_is_lost(jobs) -> None:
     (folder / "attempt-0" / "node.0.exit").unlink()
     status = jobs.status(job)
     assert (status["state"], "restarted" in status["reason"]) == ("LOST", True)
-    (folder / "claim.json").write_text(json.dumps({**claim, "host": "elsewhere"}))
+    (folder / "claim.json").write_text(json.dumps({**claim, "boot": "another", "host": "elsewhere"}))
     assert jobs.status(job)["state"] == "UNKNOWN"
 
 
@@ -336,6 +341,85 @@ def test_a_secret_is_in_the_rank_and_nowhere_else(jobs) -> None:
             assert b"0ther" not in file.read_bytes(), file
 
 
+def test_a_node_that_waits_for_a_failed_one_is_ended(jobs) -> None:
+    """No collective tells it: a rank of one node fails, that of the other would sleep for ever."""
+    (jobs.folder / "x.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '1': raise SystemExit(5)\ntime.sleep(600)"
+    )
+    job = jobs.submit("--nodes", "2", "--gpus-per-node", "1", "--", "x.py")
+    assert jobs.wait(job, 40) == "FAILED"
+    assert is_gone(jobs.run_dir(job), 1)
+    assert jobs.status(job)["reason"] == "node 1 ended with exit code 1"
+    assert f"{job}: FAILED: node 1 ended" in jobs.gptctl("logs", job, "--failed").stdout
+
+
+def test_daemons_that_hide_do_not_outlive_their_job(jobs) -> None:
+    """Without the job's environment, and in a session of their own."""
+    (jobs.folder / "x.py").write_text(
+        "import subprocess\nprint(subprocess.Popen(['sleep', '611'], env={}, start_new_session=True).pid)"
+    )
+    job = jobs.submit("--", "x.py")
+    assert jobs.wait(job) == "COMPLETED"
+    pid = int(jobs.log(job, 0))
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and "sleep" in Path(f"/proc/{pid}/cmdline").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_job_whose_folder_is_deleted_is_known_and_can_be_cancelled(jobs) -> None:
+    (jobs.folder / "x.py").write_text("import time\nprint('on', flush=True)\ntime.sleep(600)")
+    job = jobs.submit("--", "x.py")
+    jobs.await_text(job, 0, "on")
+    shutil.rmtree(jobs.run_dir(job))
+    status = jobs.status(job)
+    assert (status["state"], "is gone" in status["reason"]) == ("RUNNING", True)
+    for verb in (["show", job], ["logs", job], ["logs", job, "--failed"], ["rerun", job]):
+        answer = jobs.gptctl(*verb)
+        assert answer.returncode == 3, verb
+        assert "gone" in answer.stderr or "no plan any more" in answer.stderr
+    jobs.gptctl("cancel", job)
+    assert is_gone(jobs.run_dir(job), 1)
+    assert jobs.status(job)["state"] == "LOST"
+    assert jobs.gptctl("logs", job, "--follow").returncode == 1
+
+
+def test_cancel_before_any_rank_runs_is_quick(jobs) -> None:
+    (jobs.folder / "slow.yaml").write_text("kind: local\nsetup: [sleep 60, touch after]\n")
+    job = jobs.submit("--cluster", "./slow.yaml", "--", "x.py")
+    began = time.monotonic()
+    assert jobs.gptctl("cancel", job).stdout == f"{job}: CANCELLED\n"
+    assert time.monotonic() - began < 10
+    assert not (jobs.folder / "after").exists()
+
+
+def test_a_job_without_its_supervisor_is_still_asked_to_save(jobs) -> None:
+    jobs.gptctl("init")
+    job = jobs.submit("--gpus-per-node", "1", *SMALL, "-o", "Engine.max_steps=100000")
+    jobs.await_text(job, 0, "global step 5,")
+    os.kill(json.loads((jobs.run_dir(job) / "claim.json").read_text())["pid"], signal.SIGKILL)
+    assert jobs.gptctl("cancel", job).returncode == 0
+    assert processes_of(str(jobs.run_dir(job))) == []
+    assert jobs.status(job)["trainer"]["state"] == "stopped"
+
+
+def test_a_hopeless_rank_is_not_started_again_by_torchrun_either(jobs) -> None:
+    (jobs.folder / "x.py").write_text("print('once', flush=True)\nraise SystemExit(93)")
+    job = jobs.submit("--nodes", "1:2", "--gpus-per-node", "1", "--max-restarts", "3", "--", "x.py")
+    assert jobs.wait(job) == "FAILED"
+    assert jobs.log(job, 0).count("once") == 1
+
+
+def test_a_module_of_the_working_folder_does_not_break_torchrun(jobs) -> None:
+    """Python puts the current folder first: a queue.py there would be torch's queue."""
+    (jobs.folder / "queue.py").write_text("raise SystemExit('the wrong queue')")
+    (jobs.folder / "sub").mkdir()
+    (jobs.folder / "sub" / "x.py").write_text("import os; print(os.getcwd())")
+    job = jobs.submit("--", "sub/x.py")
+    assert jobs.wait(job) == "COMPLETED", jobs.gptctl("logs", job).stdout
+    assert jobs.log(job, 0).strip() == str(jobs.folder)
+
+
 def test_own_templates_beside_the_config(jobs) -> None:
     (jobs.folder / "templates").mkdir()
     (jobs.folder / "run.yaml").write_text("Launch: {entrypoint: x.py, cluster: ./quick.yaml}\n")
@@ -343,6 +427,13 @@ def test_own_templates_beside_the_config(jobs) -> None:
     own.write_text("export MINE={{ job_id }}\n")
     job = jobs.submit("run.yaml")
     assert f"export MINE={job}\n" in (jobs.run_dir(job) / "launch.sh").read_text()
+    jobs.wait(job)
+    own.write_text("export MINE=not-any-more\n")
+    again = json.loads(jobs.gptctl("rerun", job, "--json").stdout)["job"]
+    assert again == f"{job}-2"
+    assert f"export MINE={again}\n" in (jobs.run_dir(again) / "launch.sh").read_text()
+    own.write_text("if then\n")
+    assert "bash cannot read launch.sh" in jobs.gptctl("submit", "run.yaml").stderr
     own.write_text("export MINE={{ jobid }}\n")
     refused = jobs.gptctl("submit", "run.yaml")
     assert refused.returncode == 2
@@ -363,5 +454,6 @@ def test_a_failing_setup_line_ends_the_job_and_says_which(jobs) -> None:
     job = jobs.submit("--cluster", "./bad.yaml", "--", "x.py")
     assert jobs.wait(job) == "FAILED"
     assert "in the setup: no_such_command --load cuda" in jobs.gptctl("logs", job).stdout
+    assert "in the setup: no_such_command" in jobs.status(job)["reason"]
     assert not (jobs.folder / "after").exists()
     assert subprocess.run(["pgrep", "-f", str(jobs.run_dir(job))]).returncode == 1

@@ -72,10 +72,11 @@ def test_raw_following_loses_and_doubles_nothing_over_three_attempts(jobs) -> No
     ).stdout
     assert once == (logs / "attempt-1" / "workerlog.1").read_bytes()
     failed = jobs.gptctl("logs", job, "--failed").stdout
-    assert failed.startswith("attempt 2: rank 2 failed first: SIGKILL")
-    assert jobs.gptctl("logs", job, "--failed", "--attempt", "0").stdout.startswith(
-        "attempt 0: rank 2 failed first: SIGKILL"
-    )
+    assert failed.splitlines()[:2] == [
+        f"{job}: FAILED: node 1 ended with exit code 1",
+        "attempt 2: rank 2 failed first: SIGKILL",
+    ]
+    assert "attempt 0: rank 2 failed first: SIGKILL" in jobs.gptctl("logs", job, "--failed", "--attempt", "0").stdout
 
 
 def test_the_commands_of_the_first_page_typed_literally(jobs) -> None:

@@ -1,0 +1,261 @@
+"""The job store, the run folder and the processes of a job, each alone. Oracles: files, and processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gptctl import supervisor
+from gptctl.backends.local import clean_environment
+from gptctl.check import check_config
+from gptctl.freeze import git_state, imported_beside
+from gptctl.jobs import JobRecord, Store, new_record
+from gptctl.plan import Site
+from gptctl.processes import descendants, is_alive, is_here, kill_all, processes_of, this_process
+from gptctl.report import frozen_config
+from gptctl.run_folder import COMPLETED, FAILED, STOPPED, RunFolder, has_stopped_on_purpose
+from gptctl.submit import prepare, sweep
+from trainer.config import Override
+
+
+def record(name: str = "gpt-1", **facts) -> JobRecord:
+    where = {"run_dir": f"/nowhere/{name}", "log_dir": "/nowhere/logs", "nodes": 1, "per_node": 1, "world": 1}
+    return new_record(id=name, name="gpt", cluster="local", kind="local", token="t", **{**where, **facts})
+
+
+def test_an_id_is_given_once_and_taken_back_only_by_its_owner(tmp_path) -> None:
+    store = Store(tmp_path)
+    first, second = record(), record()._replace(token="u")
+    assert store.add(first)
+    assert not store.add(second)
+    store.remove(second)
+    assert store.find("gpt-1") == first
+    assert [each.token for each in store.pending()] == ["t"]
+    store.accept(first)
+    assert store.pending() == []
+    store.remove(first)
+    assert store.ids() == []
+
+
+def test_a_submit_that_is_going_on_is_left_alone(tmp_path) -> None:
+    """The submitter is this process; a dead one in its place, and the job is taken back."""
+    store = Store(tmp_path)
+    store.add(record("gpt-1"))
+    dead = record("gpt-2")
+    store.add(dead._replace(submitter={**dead.submitter, "pid": 2**22 + 1}))
+    elsewhere = record("gpt-3")
+    store.add(elsewhere._replace(submitter={"pid": 1, "host": "elsewhere", "boot": "another"}))
+    unknown = record("gpt-4", run_dir="/nowhere/4")._replace(
+        kind="cloud", submitter={**dead.submitter, "pid": 2**22 + 1}
+    )
+    store.add(unknown)
+    assert [note.split()[0] for note in sweep(store)] == ["gpt-2"]
+    assert set(store.ids()) == {"gpt-1", "gpt-3", "gpt-4"}
+
+
+def test_tidying_removes_old_leftovers_and_no_records(tmp_path) -> None:
+    store = Store(tmp_path)
+    store.add(record("my.part1-abc"))
+    store.add(record("x.json.part7"))
+    old = time.time() - 7200
+    for name in (".gpt-1.123", "gpt-1.json.part99"):
+        (store.folder / name).write_text("")
+        (store.folder / f"{name}0").write_text("")
+        os.utime(store.folder / name, (old, old))
+    for file in store.folder.glob("*.json"):
+        os.utime(file, (old, old))
+    store.tidy()
+    assert sorted(store.ids()) == ["my.part1-abc", "x.json.part7"]
+    assert {file.name for file in store.folder.iterdir() if ".part99" in file.name or file.name.startswith(".")} == {
+        ".gpt-1.1230",
+        "gpt-1.json.part990",
+    }
+
+
+def test_a_record_that_cannot_be_read_for_a_moment_stays(tmp_path, monkeypatch) -> None:
+    """ESTALE of a network file system: a mock, since no local file system has it."""
+    store = Store(tmp_path)
+    store.add(record())
+
+    def stale(*arguments):
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gptctl.jobs.os.open", stale)
+        assert store.records() == []
+    assert "cannot be read: Stale file handle" in store.damaged[0]
+    assert len(store.records()) == 1
+
+
+def test_a_process_is_known_by_more_than_its_number() -> None:
+    me = this_process()
+    assert is_alive(me)
+    assert not is_alive({**me, "started": me["started"] + 1})
+    assert not is_alive({**me, "boot": "another"})
+    assert is_here({**me, "host": "renamed since"})
+    assert not is_here({**me, "boot": "another", "host": "elsewhere"})
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    time.sleep(0.5)
+    assert not is_alive({**me, "pid": child.pid})  # ended, and not waited for
+    child.wait()
+
+
+def test_processes_of_a_job_are_found_by_their_environment_or_descent(tmp_path) -> None:
+    run_dir = str(tmp_path)
+    marked = subprocess.Popen(["sleep", "60"], env={"GPTCTL_RUN_DIR": run_dir})
+    other = subprocess.Popen(["sleep", "60"], env={"GPTCTL_RUN_DIR": f"{run_dir}-2", "X_GPTCTL_RUN_DIR": run_dir})
+    try:
+        assert processes_of(run_dir) == [marked.pid]
+        assert {marked.pid, other.pid} <= set(descendants(os.getpid()))
+        assert kill_all(run_dir) == []
+        assert (marked.wait(5), other.poll()) == (-9, None)
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.parametrize(
+    ("codes", "nnodes", "hopeless", "stopped", "expected"),
+    [
+        ({0: 0, 1: 0}, "2", False, False, COMPLETED),
+        ({0: 0, 1: 1}, "2", False, False, FAILED),
+        ({0: 0, 1: 1}, "1:2", False, False, COMPLETED),  # enough nodes were left
+        ({0: 1, 1: 1}, "1:2", False, False, FAILED),
+        ({0: 0, 1: 1}, "2:3", False, False, FAILED),
+        ({0: 0, 1: 1}, "1:2", True, False, FAILED),  # a rank has said that it cannot be helped
+        ({0: 1}, "1", False, True, STOPPED),
+        ({0: 0}, "1", False, True, COMPLETED),
+    ],
+)
+def test_one_verdict(tmp_path, codes, nnodes: str, hopeless: bool, stopped: bool, expected: str) -> None:
+    folder = RunFolder(tmp_path)
+    folder.attempt(0).mkdir()
+    if hopeless:
+        (folder.attempt(0) / "cannot-be-helped").touch()
+    (tmp_path / "status.json").write_text(json.dumps({"state": "stopped" if stopped else "failed", "time": 100.0}))
+    assert folder.judge(0, codes, nnodes, str(tmp_path), since=50.0).state == expected
+
+
+def test_a_stop_of_an_earlier_attempt_does_not_count(tmp_path) -> None:
+    (tmp_path / "status.json").write_text('{"state": "stopped", "time": 100.0}')
+    assert has_stopped_on_purpose(str(tmp_path), since=99.0)
+    assert not has_stopped_on_purpose(str(tmp_path), since=101.0)
+    assert not has_stopped_on_purpose(str(tmp_path / "missing"), since=0.0)
+
+
+def test_a_result_that_makes_no_sense_is_none(tmp_path) -> None:
+    folder = RunFolder(tmp_path)
+    for text in ("", "[]", '{"state": "DONE"}', '{"state": 5}'):
+        (tmp_path / "result.json").write_text(text)
+        assert folder.result() is None
+    (tmp_path / "result.json").write_text('{"state": "COMPLETED", "attempts": "x", "reason": 5, "ended": "never"}')
+    assert folder.result().reason == ""
+
+
+def test_a_port_in_use_is_not_chosen(monkeypatch) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        monkeypatch.setattr(supervisor, "PORTS", range(port, port + 1))
+        monkeypatch.setattr(supervisor.random, "sample", lambda ports, count: list(ports))
+        with pytest.raises(OSError, match="no free port"):
+            supervisor.free_port("127.0.0.1")
+
+
+def test_paths_of_a_frozen_config_hold_in_any_folder(tmp_path) -> None:
+    keys = [
+        "Data.Train.dataset.input_dir=d",
+        "Engine.save_load.output_dir=~/out",
+        "Engine.save_load.ckpt_dir=auto",
+        "Launch.log_dir=l",
+        "Launch.files=[a]",
+    ]
+    checked = check_config(None, [Override.parse(key) for key in keys])
+    frozen = frozen_config(checked, Site("/work", "python", "/t"))["resolved"]
+    home = os.path.expanduser("~")
+    assert frozen["Data"]["Train"]["dataset"]["input_dir"] == "/work/d"
+    assert frozen["Engine"]["save_load"] == {
+        **frozen["Engine"]["save_load"],
+        "output_dir": f"{home}/out",
+        "ckpt_dir": "auto",
+    }
+    assert (frozen["Launch"]["log_dir"], frozen["Launch"]["files"]) == ("/work/l", ["/work/a"])
+    assert frozen["Launch"]["entrypoint"] == "trainer"
+
+
+def test_equal_jobs_have_equal_ids_and_others_have_not(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text("")
+    site = Site(str(tmp_path), sys.executable, str(tmp_path))
+
+    def base_id(*keys: str) -> str:
+        script = Override("Launch.entrypoint", "x.py", "--")
+        return prepare(check_config(None, [script, *map(Override.parse, keys)]), Store(tmp_path), site).base_id
+
+    assert base_id() == base_id()
+    assert len({base_id(), base_id("Global.seed=7"), base_id("Launch.nodes=2"), base_id("Launch.env.A=1")}) == 4
+
+
+def test_flags_win_over_overrides() -> None:
+    from gptctl.options import typed_overrides
+
+    typed = typed_overrides({"nodes": "3", "devices": "0,1"}, ("Launch.nodes=2", "Launch.gpus_per_node=8"))
+    checked = check_config(None, typed)
+    assert (checked.launch.nodes, checked.machines.per_node) == (3, 2)
+    assert checked.launch_origins["Launch.nodes"] == "--nodes 3"
+
+
+def test_git_state(tmp_path) -> None:
+    assert git_state(str(tmp_path)) == {}
+
+    def git(*arguments: str) -> None:
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=b", *arguments],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
+
+    git("init", "-b", "trunk")
+    (tmp_path / "file").write_text("one\n")
+    git("add", ".")
+    git("commit", "-m", "x")
+    clean = git_state(str(tmp_path))
+    assert (len(clean["commit"]), clean["branch"], clean["changed"], clean["diff"]) == (40, "trunk", [], "")
+    (tmp_path / "file").write_text("two\n")
+    changed = git_state(str(tmp_path))
+    assert changed["changed"] == [" M file"]
+    assert "+two" in changed["diff"]
+    assert changed["diff_is_complete"]
+
+
+def test_modules_beside_a_script_are_followed(tmp_path) -> None:
+    (tmp_path / "main.py").write_text(
+        "import os, a\nfrom pack.inner import x\ntry:\n    import missing\nexcept ImportError: pass\n"
+    )
+    (tmp_path / "a.py").write_text("def f():\n    import b\n")
+    (tmp_path / "b.py").write_text("this is no python")
+    (tmp_path / "unused.py").write_text("")
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "pack" / "inner.py").write_text("import c\nx = 1")
+    (tmp_path / "c.py").write_text("import main")
+    assert {path.name for path in imported_beside(tmp_path / "main.py")} == {"a.py", "b.py", "pack", "c.py"}
+
+
+def test_what_a_job_inherits(monkeypatch) -> None:
+    monkeypatch.setattr(
+        os,
+        "environ",
+        {"PATH": "p", "GPTCTL_HOME": "h", "GPTCTL_NODE": "1", "SLURM_X": "1", "RANK": "1", "PYTHONPATH": "a:/b"},
+    )
+    kept = clean_environment()
+    assert kept == {"PATH": "p", "GPTCTL_HOME": "h", "PYTHONPATH": f"{Path('a').absolute()}:/b"}
