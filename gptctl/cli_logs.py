@@ -150,13 +150,16 @@ def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "te
     from gptctl.logs.progress import ProgressLine
     from gptctl.logs.show import Printer
     from gptctl.logs.stream import follow
-    from gptctl.run_folder import FAILED
+    from gptctl.run_folder import FAILED, PENDING, UNKNOWN
 
     sys.stdout.flush()
     out = sys.stdout.buffer
     printer: Any = Printer(out, style)
     if style == "text" and out.isatty() and os.environ.get("TERM") != "dumb":
         printer = ProgressLine(printer, out, job_report.max_steps(record))
+    state = job_report.state_of(record)
+    if state.state in (PENDING, UNKNOWN):
+        ui.say(f"{record.id}: {state}")
     try:
         follow(files_of(record), wanted, lines, printer, lambda: is_over(record))
     except KeyboardInterrupt:

@@ -111,13 +111,17 @@ def _check_this_machine(checked: Checked, plan: LaunchPlan, site: Site) -> Itera
 
 def _check_python(python: str, comes_later: bool, cluster: str) -> Iterator[Finding]:
     """An interpreter that a setup or a container provides cannot be looked at from here."""
-    from shutil import which
-
     if python == sys.executable and importlib.util.find_spec("torch") is None:
         hint = "pip install 'gptctl[train]', or set `python` or `setup` in the cluster profile"
         yield PYTHON.found("Launch.cluster", cluster, f"{python} has no torch", hint)
-    elif not comes_later and not which(python):
+    elif python != sys.executable and not comes_later and not _is_program(python):
         yield PYTHON.found("Launch.cluster", cluster, f"there is no {python}", "see `python` in the profile")
+
+
+def _is_program(name: str) -> bool:
+    from shutil import which
+
+    return which(name) is not None
 
 
 def _fault_of(host: str, port: int) -> str:

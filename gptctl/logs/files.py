@@ -116,6 +116,10 @@ class Wanted:
                 chosen.append(file)
         return sorted(chosen, key=lambda file: file.place)
 
+    def is_sure(self, files: LogFiles, file: LogFile) -> bool:
+        """Whether it is known on which node a rank is; a log file is there before the record that tells."""
+        return self.node is None or file.kind != "rank" or file.number in node_of_ranks(files.records(file.attempt))
+
     def _has(self, file: LogFile, nodes: Mapping[int, int]) -> bool:
         if self.ranks is not None and not (
             file.kind == "rank" and any(file.number in several for several in self.ranks)

@@ -264,7 +264,7 @@ class Follower:
 
     def _chosen(self, new: list[LogFile]) -> list[LogFile]:
         chosen = self._wanted.choose(self._files, new)
-        self._unwanted |= {_key(file) for file in {*new} - {*chosen}}
+        self._unwanted |= {_key(file) for file in {*new} - {*chosen} if self._wanted.is_sure(self._files, file)}
         self._show.expect(chosen)
         return chosen
 
