@@ -1,12 +1,13 @@
 """Frozen dataclasses that are cheap to define.
 
 `dataclass` compiles six methods for every class. A start of gptctl defines thirty sections, and compiling cost it more
-CPU time than reading and checking a config; so comparison and repr are written once here and shared by them all.
+CPU time than reading and checking a config; so all of them share the methods below. `fields`, `asdict` and `replace`
+work as usual.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 __all__ = ["record"]
@@ -16,13 +17,36 @@ if TYPE_CHECKING:
 else:
 
     def record(*, frozen: bool):
-        """As `@dataclass(frozen=True)`."""
+        """As `@dataclass(frozen=True)`, for classes that inherit from no other."""
+        assert frozen
 
         def decorate(cls: type) -> type:
-            cls.__eq__, cls.__hash__, cls.__repr__ = _equal, None, _repr
-            return dataclass(frozen=frozen, eq=False, repr=False)(cls)
+            cls.__doc__ = cls.__doc__ or cls.__name__  # or dataclass would write one, which is slow
+            cls = dataclass(init=False, eq=False, repr=False)(cls)
+            cls.__init__, cls.__eq__, cls.__hash__, cls.__repr__ = _init, _equal, None, _repr
+            cls.__setattr__ = cls.__delattr__ = _refuse
+            return cls
 
         return decorate
+
+
+def _init(self: Any, **values: Any) -> None:
+    for item in fields(self):
+        if item.name in values:
+            value = values.pop(item.name)
+        elif item.default_factory is not MISSING:
+            value = item.default_factory()
+        else:
+            value = item.default
+        if value is MISSING:
+            raise TypeError(f"{type(self).__name__} needs {item.name}")
+        object.__setattr__(self, item.name, value)
+    if values:
+        raise TypeError(f"{type(self).__name__} has no {', '.join(values)}")
+
+
+def _refuse(self: Any, name: str, value: Any = None) -> None:
+    raise FrozenInstanceError(f"{type(self).__name__}.{name} cannot be changed")
 
 
 def _values(self: Any) -> dict[str, Any]:

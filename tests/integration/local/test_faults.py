@@ -28,10 +28,12 @@ def hook(event, arguments):
             os.kill(os.getpid(), number)
 sys.addaudithook(hook)
 from gptctl.cli import main
-try:
-    main()
-finally:
-    print("changes", count, file=sys.stderr)
+leave = os._exit
+def told(code):
+    print("changes", count, file=sys.stderr, flush=True)
+    leave(code)
+os._exit = told
+main()
 """
 QUICK = ["submit", "--cluster", "./quick.yaml", "--", "x.py"]
 

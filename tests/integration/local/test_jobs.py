@@ -79,7 +79,7 @@ def test_a_script_on_two_nodes(jobs, toy) -> None:
     assert status["exit_codes"] == {"0": 0, "1": 0}
     assert is_gone(jobs.run_dir(job))
     code = jobs.run_dir(job) / "code"
-    assert sorted(entry.name for entry in code.iterdir()) == ["beside.py", "deeper.py", "rank_log.py", "toy.py"]
+    assert sorted(entry.name for entry in code.glob("*.py")) == ["beside.py", "deeper.py", "rank_log.py", "toy.py"]
 
 
 def test_a_run_folder_is_private_complete_and_its_own(jobs) -> None:
