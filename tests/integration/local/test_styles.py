@@ -17,7 +17,8 @@ from tests.ranks import free_port
 SCRIPT = """
 import json, os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TOKEN")
-print(json.dumps([sys.argv[1:], {name: os.environ.get(name) for name in names}]), flush=True)
+line = json.dumps([sys.argv[1:], {name: os.environ.get(name) for name in names}])
+os.write(1, f"{line}\\n".encode())  # in one piece: other ranks write to the same pipe
 """
 ARGUMENTS = ["--batch_size", "32", "10", "5", "a b", "it's", "$HOME", '"q"']
 
