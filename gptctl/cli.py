@@ -11,11 +11,10 @@ import click
 
 from gptctl import __version__
 from gptctl.cli_jobs import VERBS
-from gptctl.options import check_arguments, complete_template, config_options, examples
+from gptctl.options import INTERRUPTED, check_arguments, complete_template, config_options, examples
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
 
 BUG = 70
-INTERRUPTED = 130
 READER_GONE = 141  # as a program that dies of SIGPIPE
 MAX_LISTED = 1 << 17
 

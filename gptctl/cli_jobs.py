@@ -11,6 +11,7 @@ import click
 from gptctl.cli_clusters import clusters
 from gptctl.cli_logs import logs
 from gptctl.options import (
+    INTERRUPTED,
     ScriptCommand,
     as_json_option,
     check_job,
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from gptctl.check import Checked
     from gptctl.jobs import JobRecord, Store
     from gptctl.submit import Prepared
-
-INTERRUPTED = 130
 
 
 def open_store() -> Store:
@@ -95,7 +94,7 @@ def refuse_invalid(checked: Checked, what: str) -> None:
 @config_options
 @launch_options
 @click.option("--resume", metavar="JOB", help="Go on from the newest checkpoint of that job.")
-@click.option("--dry-run", is_flag=True, help="Print exactly what would run, and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Print exactly what would run, and start nothing.")
 @click.option("-f", "--follow", is_flag=True, help="Then follow its logs; the exit code is the job's verdict.")
 @click.option("--wait", "wait_for_it", is_flag=True, help="Then wait for its end; the exit code is the job's verdict.")
 @as_json_option

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gptctl.options import examples, job_argument
+from gptctl.options import INTERRUPTED, examples, job_argument
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from gptctl.logs.files import LogFiles, Wanted
     from gptctl.logs.stream import Lines
 
-INTERRUPTED = 130
 ANSWERS = ("failed", "list_them", "metrics")  # options whose answer is a report, not lines
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from gptctl.check import Checked
     from trainer.config import Override
 
+INTERRUPTED = 130  # exit code
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -54,7 +54,6 @@ class LaunchPlan(NamedTuple):
     per_node: int
     world: int
     device: str
-    devices: str  # of each node, for CUDA_VISIBLE_DEVICES; empty: all
     hosts: tuple[str, ...]  # addresses in node order, where they are known beforehand
     rdzv_id: str  # empty: Slurm's job id
     master_addr: str  # empty: the first host of the allocation
@@ -120,7 +119,6 @@ def build_plan(
         per_node=machines.per_node,
         world=machines.world,
         device=checked.device,
-        devices=",".join(launch.devices or ()),
         hosts=hosts,
         rdzv_id=launch.rdzv.id or ground.job_id or ("" if cluster.kind == "slurm" else launch.job_name),
         master_addr=address,

@@ -30,7 +30,6 @@ class Result(NamedTuple):
 
     state: str
     reason: str = ""
-    attempts: int = 1
     ended: float = 0.0
 
 
@@ -80,13 +79,13 @@ class RunFolder:
 
     def finish(self, state: str, reason: str) -> None:
         with replacing(self.path / "result.json") as stream:
-            stream.write(json.dumps(Result(state, reason, self.attempts(), time.time())._asdict()).encode() + b"\n")
+            stream.write(json.dumps(Result(state, reason, time.time())._asdict()).encode() + b"\n")
 
     def result(self) -> Result | None:
         found = read_json(self.path / "result.json")
         if not found or found.get("state") not in FINAL:
             return None
-        kinds: dict[str, Any] = {"state": str, "reason": str, "attempts": int, "ended": (int, float)}
+        kinds: dict[str, Any] = {"state": str, "reason": str, "ended": (int, float)}
         return Result(**{name: found[name] for name, kind in kinds.items() if isinstance(found.get(name), kind)})
 
     def exit_codes(self, attempt: int, nodes: int) -> dict[int, int]:
@@ -97,6 +96,15 @@ class RunFolder:
             if text.isdecimal():
                 codes[node] = int(text)
         return codes
+
+    def torchruns(self, attempt: int) -> dict[int, int]:
+        """The process number of each node's torchrun, where it has started."""
+        numbers = {}
+        for file in self.attempt(attempt).glob("node.*.pid"):
+            node, pid = file.name.split(".")[1], read_text(file).strip()
+            if node.isdecimal() and pid.isdecimal():
+                numbers[int(node)] = int(pid)
+        return numbers
 
     def rank_events(self, attempt: int) -> list[dict[str, Any]]:
         """What the ranks' watchers wrote, per node in the order they wrote it; torn lines are left out."""

@@ -58,21 +58,16 @@ def prepare(
     site: Site,
     overrides: Sequence[Override] = (),
     templates: Sequence[Path] = (),
+    base: str = "",
 ) -> Prepared:
     """Everything but the deed. Raises UserError with all findings when the job cannot start right."""
     if not checked.is_valid:
         raise UserError(f"{checked.name} is not submitted", findings=checked.findings)
-    base = f"{checked.launch.job_name}-{_digest(build_plan(checked, site, overrides=overrides), checked, site)}"
-    found = [*checked.findings, *check_surroundings(checked, _planned(checked, site, store, base), site)]
+    base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides)}"
+    plan = _planned(checked, site, store, base)
+    found = [*checked.findings, *check_surroundings(checked, plan, site)]
     if errors_in(found):
         raise UserError(f"{checked.name} is not submitted", findings=found)
-    return _prepared(checked, store, site, base, templates, found)
-
-
-def _prepared(
-    checked: Checked, store: Store, site: Site, base: str, templates: Sequence[Path], found: Sequence[Finding]
-) -> Prepared:
-    plan = _planned(checked, site, store, base)
     return Prepared(checked, site, plan, _scripts(plan, templates), tuple(found), base, tuple(templates))
 
 
@@ -106,13 +101,10 @@ def prepare_rerun(record: JobRecord, store: Store, overrides: Sequence[Override]
         )
         site = site._replace(trainer=str(folder / "code"))
     checked = _with_first_origins(check_config(folder / "config.json", [*kept, *overrides]), folder)
-    prepared = prepare(checked, store, site, overrides, [folder / "templates"])
-    prepared = prepared._replace(git=read_json(folder / "git.json") or {})
-    if overrides:
-        return prepared
-    base = re.sub(r"(-[0-9a-f]{6})-\d+$", r"\1", record.id)  # the same job again: another number of the same name
-    again = _prepared(checked, store, site, base, prepared.templates, prepared.findings)
-    return again._replace(git=prepared.git)
+    # The same job again: another number of the same name.
+    base = "" if overrides else re.sub(r"(-[0-9a-f]{6})-\d+$", r"\1", record.id)
+    prepared = prepare(checked, store, site, overrides, [folder / "templates"], base)
+    return prepared._replace(git=read_json(folder / "git.json") or {})
 
 
 def _with_first_origins(checked: Checked, folder: Path) -> Checked:
@@ -126,8 +118,9 @@ def _with_first_origins(checked: Checked, folder: Path) -> Checked:
     return checked._replace(resolved=resolved, launch_origins=before(checked.launch_origins))
 
 
-def _digest(plan: LaunchPlan, checked: Checked, site: Site) -> str:
+def _digest(checked: Checked, site: Site, overrides: Sequence[Override]) -> str:
     """Equal jobs have equal ids, so that a dry run prints the very id that the next submit uses."""
+    plan = build_plan(checked, site, overrides=overrides)
     text = json.dumps([plan.as_json(), frozen_config(checked, site)["resolved"]], sort_keys=True)
     return f"{zlib.crc32(text.encode()) & 0xFFFFFF:06x}"
 

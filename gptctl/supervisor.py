@@ -54,7 +54,7 @@ class Supervisor:
         self.port: int | None = None  # chosen, not used yet
         limit = seconds_of(plan.time_limit) if plan.time_limit else None
         self.deadline = time.monotonic() + limit if limit else None
-        self.environment = dict(os.environ)
+        self.environment = {name: value for name, value in os.environ.items() if name != "GPTCTL_READY"}
 
     def choose_port(self, attempt: int) -> int:
         """Where the ranks of an attempt will meet, for all to read."""
@@ -69,6 +69,8 @@ class Supervisor:
         signal.signal(signal.SIGTERM, self._on_signal)
         state, reason = FAILED, "the supervisor failed; see supervisor.log"
         try:
+            self.choose_port(0)  # before gptctl is told that the job exists, and says where it meets
+            tell_gptctl(b"1")
             state, reason = self._attempts()
         except Stopped as stop:
             state, reason = stop.state, stop.reason
@@ -77,6 +79,7 @@ class Supervisor:
         finally:
             kill_all(self.plan.run_dir, os.getpid())
             self.folder.finish(state, reason)
+            tell_gptctl(b"1")  # a job that failed at once exists, too
 
     def _on_signal(self, number: int, frame: object) -> None:
         is_cancelled = self.folder.cancelled.exists()
@@ -163,11 +166,10 @@ class Supervisor:
         while any(process.poll() is None for process in nodes) and time.monotonic() < deadline:
             if self.folder.is_hurried() or not self.folder.rank_events(attempt):
                 break
-            for node in set(range(len(nodes))) - asked:
-                pid = read_text(self.folder.attempt(attempt) / f"node.{node}.pid").strip()
-                if pid.isdecimal() and nodes[node].poll() is None:
+            for node, pid in self.folder.torchruns(attempt).items():
+                if node not in asked and nodes[node].poll() is None:
                     asked.add(node)
-                    self._wake_and_ask(int(pid))
+                    self._wake_and_ask(pid)
             time.sleep(TICK)
         self._end(nodes, 0.0)
 
@@ -214,6 +216,15 @@ def free_port(host: str) -> int:
     raise OSError(98, "no free port", f"{host}:{PORTS.start}-{PORTS.stop}")
 
 
+def tell_gptctl(answer: bytes) -> None:
+    """Once, whether the job exists."""
+    ready = os.environ.pop("GPTCTL_READY", "")
+    if ready:
+        with suppress(BrokenPipeError):  # gptctl may have been killed; the job exists all the same
+            os.write(int(ready), answer)
+        os.close(int(ready))
+
+
 def main() -> None:
     run_dir = sys.argv[1]
     folder = RunFolder(run_dir)
@@ -223,15 +234,10 @@ def main() -> None:
     adopt_orphans()
     plan = LaunchPlan.from_json(read_json(folder.path / "plan.json") or {})
     supervisor = Supervisor(plan)
-    taken = folder.take(this_process())
-    if taken:
-        supervisor.choose_port(0)  # before gptctl says where it is
-    if ready := os.environ.pop("GPTCTL_READY", ""):  # tells gptctl that the job exists
-        with suppress(BrokenPipeError):  # gptctl may have been killed; the job exists all the same
-            os.write(int(ready), b"1" if taken else b"0")
-        os.close(int(ready))
-    if taken:
+    if folder.take(this_process()):
         supervisor.run()
+    else:
+        tell_gptctl(b"0")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from trainer.config import Override, load
 from trainer.config.flags import parse_flags
 from trainer.errors import OUT_OF_REACH, UserError
+from trainer.rank_log import CANNOT_BE_HELPED
 from trainer.stop import StopRequest
-
-CANNOT_BE_HELPED = 93  # the exit code that tells a launcher not to try again
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,8 +33,8 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     redirect(os.environ.get("GPTCTL_LOG_DIR", ""))
-    hopeless = os.path.join(os.environ.get("GPTCTL_ATTEMPT_DIR", ""), "cannot-be-helped")
-    if os.path.exists(hopeless):  # torchrun restarts all the same
+    attempt = os.environ.get("GPTCTL_ATTEMPT_DIR")
+    if attempt and os.path.exists(os.path.join(attempt, "cannot-be-helped")):  # torchrun restarts all the same
         return CANNOT_BE_HELPED
     folder = os.environ.get("GPTCTL_WORK_DIR", "")
     if os.path.isdir(folder):  # a container may have another one
@@ -91,7 +91,8 @@ def watch(command: list[str]) -> int:
     if code == CANNOT_BE_HELPED:
         append("cannot-be-helped", "")
     if killer is not None:
-        said = f"rank {rank()} (pid {child}) was killed by {signal.Signals(killer).name}"
+        name = next((known.name for known in signal.Signals if known == killer), f"signal {killer}")
+        said = f"rank {rank()} (pid {child}) was killed by {name}"
         print(f"{'' if ends_with_a_line() else chr(10)}{said}", file=sys.stderr, flush=True)
     if status:
         end_group(child)

@@ -23,7 +23,6 @@ from gptctl.run_folder import (
     UNKNOWN,
     RunFolder,
     read_json,
-    read_text,
 )
 from trainer.errors import OUT_OF_REACH, UserError
 
@@ -86,7 +85,7 @@ def state(record: JobRecord) -> State:
     if not claim:
         alive = is_alive(record.submitter)
         return State(PENDING, "being submitted") if alive else State(LOST, "gptctl ended before the job was started")
-    if claim and not folder.path.is_dir():
+    if not folder.path.is_dir():
         runs = is_alive(claim) or (is_same_boot(claim) and processes_of(record.run_dir))
         return State(RUNNING if runs else LOST, f"its folder {record.run_dir} is gone")
     if is_alive(claim):
@@ -138,10 +137,10 @@ def cancel(record: JobRecord, now: bool) -> None:
 
 def _ask_torchrun(folder: RunFolder) -> None:
     """In the place of a supervisor that is gone."""
-    for file in folder.attempt(folder.attempts() - 1).glob("node.*.pid"):
-        pid = read_text(file).strip()
-        if pid.isdecimal() and int(pid) in processes_of(str(folder.path)):
-            send(int(pid), signal.SIGTERM)
+    running = processes_of(str(folder.path))
+    for pid in folder.torchruns(folder.attempts() - 1).values():
+        if pid in running:
+            send(pid, signal.SIGTERM)
 
 
 def _wait_while(holds: Callable[[], bool], patience: float) -> None:
@@ -151,4 +150,6 @@ def _wait_while(holds: Callable[[], bool], patience: float) -> None:
 
 
 def abandon(record: JobRecord) -> bool:
-    return RunFolder(record.run_dir).take({"abandoned": True})
+    folder = RunFolder(record.run_dir)
+    # Or another gptctl has abandoned it, and was killed before it could take the folder away.
+    return folder.take({"abandoned": True}) or bool((folder.claimed_by() or {}).get("abandoned"))

@@ -60,6 +60,18 @@ def test_a_submit_that_is_going_on_is_left_alone(tmp_path) -> None:
     assert set(store.ids()) == {"gpt-1", "gpt-3", "gpt-4"}
 
 
+def test_a_job_that_was_abandoned_halfway_is_taken_back_all_the_same(tmp_path) -> None:
+    """A gptctl was killed between deciding that the job never starts, and removing its folder."""
+    store, run = Store(tmp_path / "home"), tmp_path / "runs" / "gpt-1"
+    run.mkdir(parents=True)
+    (run / ".token").write_text("t")
+    half = record(run_dir=str(run))
+    store.add(half._replace(submitter={**half.submitter, "pid": 2**22 + 1}))
+    assert RunFolder(run).take({"abandoned": True})
+    sweep(store)
+    assert (store.ids(), store.pending(), run.exists()) == ([], [], False)
+
+
 def test_tidying_removes_old_leftovers_and_no_records(tmp_path) -> None:
     store = Store(tmp_path)
     store.add(record("my.part1-abc"))
@@ -179,15 +191,15 @@ def test_paths_of_a_frozen_config_hold_in_any_folder(tmp_path) -> None:
         "Launch.files=[a]",
     ]
     checked = check_config(None, [Override.parse(key) for key in keys])
-    frozen = frozen_config(checked, Site("/work", "python", "/t"))["resolved"]
+    frozen = frozen_config(checked, Site("/home/me", "python", "/t"))["resolved"]
     home = os.path.expanduser("~")
-    assert frozen["Data"]["Train"]["dataset"]["input_dir"] == "/work/d"
+    assert frozen["Data"]["Train"]["dataset"]["input_dir"] == "/home/me/d"
     assert frozen["Engine"]["save_load"] == {
         **frozen["Engine"]["save_load"],
         "output_dir": f"{home}/out",
         "ckpt_dir": "auto",
     }
-    assert (frozen["Launch"]["log_dir"], frozen["Launch"]["files"]) == ("/work/l", ["/work/a"])
+    assert (frozen["Launch"]["log_dir"], frozen["Launch"]["files"]) == ("/home/me/l", ["/home/me/a"])
     assert frozen["Launch"]["entrypoint"] == "trainer"
 
 
