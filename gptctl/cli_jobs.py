@@ -146,6 +146,7 @@ def send_and_stay(prepared: Prepared, store: Store, as_json: bool, follow: bool,
 
 def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: str) -> None:
     from gptctl import job_report, ui
+    from gptctl.report import count
     from gptctl.run_folder import RunFolder
 
     plan = prepared.plan
@@ -155,7 +156,7 @@ def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: str
         ui.print_json(facts)
         return
     shown = [
-        ("world", f"{plan.world} ranks: {plan.nnodes} × {plan.per_node} on cluster {plan.cluster}"),
+        ("world", f"{count(plan.world, 'rank')}: {plan.nnodes} × {plan.per_node} on cluster {plan.cluster}"),
         ("endpoint", f"{endpoint}, {plan.form} rendezvous{f' {plan.rdzv_id}' if plan.form == 'c10d' else ''}"),
         ("logs", record.log_dir),
         ("follow", facts["follow"]),

@@ -11,6 +11,7 @@ from gptctl.backends import BUILT, State, backend_of
 from gptctl.jobs import JobRecord
 from gptctl.logs.failed import rank_runs
 from gptctl.logs.local import LocalLogFiles
+from gptctl.report import count
 from gptctl.run_folder import COMPLETED, FINAL, UNKNOWN, RunFolder, read_json, read_text
 
 
@@ -90,7 +91,7 @@ def rank_rows(record: JobRecord, attempt: int) -> list[dict[str, Any]]:
 def endings(ranks: list[dict[str, Any]]) -> str:
     """`3 running, 1 SIGKILL`"""
     counts = Counter(rank["how"] for rank in ranks)
-    return ", ".join(f"{count} {how}" for how, count in counts.items())
+    return ", ".join(f"{number} {how}" for how, number in counts.items())
 
 
 def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -99,7 +100,10 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ended = f", ended {when(facts['ended'])}" if facts["ended"] else ""
     lines = [
         ("state", f"{facts['state']}{reason}"),
-        ("world", f"{facts['world_size']} ranks: {facts['nodes']} × {facts['gpus_per_node']} on {facts['cluster']}"),
+        (
+            "world",
+            f"{count(facts['world_size'], 'rank')}: {facts['nodes']} × {facts['gpus_per_node']} on {facts['cluster']}",
+        ),
         ("created", f"{when(facts['created'])}{ended}"),
         ("attempts", str(facts["attempts"])),
         ("endpoint", facts["endpoint"]),

@@ -18,6 +18,10 @@ from trainer.config import Override
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
 
+# Nothing of the user's own is looked at, whoever starts a process.
+for _elsewhere in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "GPTCTL_HOME"):
+    os.environ.pop(_elsewhere, None)
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -39,9 +43,7 @@ def gptctl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).with_name("gptctl")), *arguments]
-        elsewhere = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "GPTCTL_HOME")
-        inherited = {name: value for name, value in os.environ.items() if name not in elsewhere}
-        env = {**inherited, "HOME": str(tmp_path / "home"), "COLUMNS": "120", **environment}
+        env = {**os.environ, "HOME": str(tmp_path / "home"), "COLUMNS": "120", **environment}
         return subprocess.run(command, cwd=cwd or tmp_path, env=env, capture_output=True, text=True, timeout=60)
 
     return run
