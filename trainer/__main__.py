@@ -62,12 +62,10 @@ def _run(arguments: Sequence[str], stop: StopRequest) -> int:
 def _train(arguments: Sequence[str], stop: StopRequest) -> None:
     from trainer.mesh import join, machines
     from trainer.metrics import Log
-    from trainer.parallel import check_built
     from trainer.train import train
 
     path, overrides = parse(arguments)
     resolved = load(path, overrides, machines())
-    check_built(resolved.layout)
     with join(resolved.run, resolved.layout) as mesh:
         log = Log(resolved.run.Engine.log_style, mesh.rank)
         for finding in resolved.findings:

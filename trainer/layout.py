@@ -95,6 +95,11 @@ class Layout(NamedTuple):
         """The number of ranks that read different data."""
         return self.dp * self.sharding
 
+    @property
+    def readers(self) -> int:
+        """The number of ranks that read the same data."""
+        return self.mp * self.pp
+
     def coordinates(self, rank: int) -> Coordinates:
         places = []
         for degree in reversed(self):
@@ -164,6 +169,12 @@ def segments(num_layers: int, parts: int) -> tuple[range, ...]:
     """The layers of each pipeline part; where they do not divide, later parts have one more."""
     bounds = [part * num_layers // parts for part in range(parts + 1)]
     return tuple(range(first, last) for first, last in pairwise(bounds))
+
+
+def own_chunks(layout: Layout, num_layers: int, virtual_pp: int, rank: int) -> list[tuple[int, range]]:
+    """The pipeline chunks of a rank with their layers: with several per stage, chunks go round the stages."""
+    chunks = list(enumerate(segments(num_layers, layout.pp * virtual_pp)))
+    return chunks[layout.coordinates(rank).pp :: layout.pp]
 
 
 def padded_vocab(vocab: int, unit: int) -> int:

@@ -7,16 +7,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trainer.config.sections import RunConfig
+from trainer.device import choose_device, group_options
 from trainer.errors import OUT_OF_REACH, UserError
-from trainer.layout import Layout, Machines
+from trainer.layout import AXES, Coordinates, Layout, Machines
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 PATIENCE = 15.0  # seconds after which a rank says what it waits for
 _START = "start it with torchrun, or unset RANK, WORLD_SIZE and the like"
@@ -29,6 +34,7 @@ class Mesh:
     local_rank: int
     device: torch.device
     cpu_group: dist.ProcessGroup | None = None  # beside that of the training loop: for checkpoints, and for objects
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # of the axes with more than one rank
 
     @property
     def world(self) -> int:
@@ -42,13 +48,30 @@ class Mesh:
     def data_rank(self) -> int:
         return self.layout.data_rank(self.rank)
 
+    @property
+    def at(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def states(self) -> DeviceMesh:
+        """The ranks that hold the same layers: parameters are spread along `sharding`, and the same along `dp`."""
+        axes = ("dp", "sharding") if self.layout.dp > 1 else ("sharding",)
+        ranks = torch.arange(self.world).view(tuple(self.layout)).movedim(1, -2)[..., self.at.pp, self.at.mp]
+        ranks = ranks if self.layout.dp > 1 else ranks[0]
+        groups = [self.groups[axis] for axis in axes]
+        from torch.distributed.device_mesh import DeviceMesh  # takes a third of a second, and few layouts need it
+
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=axes)
+
     def total(self, *numbers: float) -> list[float]:
         """Each number, summed over all ranks."""
-        if self.world == 1:
-            return list(numbers)
-        values = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(values)
-        return values.tolist()
+        return self.summed(torch.tensor(numbers, dtype=torch.float64)).tolist()
+
+    def summed(self, values: Tensor, axis: str | None = None) -> Tensor:
+        """The sum over the ranks along one axis, or over all of them, in the place of the values."""
+        if self.world > 1 and (axis is None or axis in self.groups):
+            dist.all_reduce(values, group=self.groups[axis] if axis else None)
+        return values
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, on every rank; for small things outside of the training loop."""
@@ -93,18 +116,17 @@ def machines(environ: Mapping[str, str] = os.environ) -> Machines:
 def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ) -> Iterator[Mesh]:
     """Joins the process group and leaves it at a good end; one process alone needs none."""
     rank, local_rank = _number(environ, "RANK", 0), _number(environ, "LOCAL_RANK", 0)
-    device = _device(run, local_rank)
+    device = choose_device(run, local_rank)
     if layout.world == 1:
         yield Mesh(layout, rank, local_rank, device)
         return
     timeout = timedelta(minutes=run.Distributed.timeout_minutes)
-    backend = "cpu:gloo,cuda:nccl" if run.Distributed.backend == "nccl" else "gloo"
     where = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
     waiting = threading.Timer(PATIENCE, _say_waiting, [f"rank {rank} waits for {layout.world} ranks at {where}"])
     waiting.daemon = True
     waiting.start()
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(timeout=timeout, **group_options(run.Distributed.backend, device))
     except (RuntimeError, ValueError) as error:
         message = f"the ranks did not meet at {where}: {str(error).splitlines()[0]}"
         raise UserError(
@@ -112,26 +134,24 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
         ) from None
     finally:
         waiting.cancel()
-    yield Mesh(layout, rank, local_rank, device, cpu_group=dist.new_group(backend="gloo", timeout=timeout))
+    cpu_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="cpu")
+    yield Mesh(layout, rank, local_rank, device, cpu_group, _groups(layout, timeout))
     dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
 
 
-def _device(run: RunConfig, local_rank: int) -> torch.device:
-    if run.Global.device == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count == 0:
-        raise UserError(
-            "Global.device: gpu, but torch sees no GPU here",
-            "use Global.device: cpu, or check CUDA_VISIBLE_DEVICES, the driver, and that torch is built for CUDA",
-        )
-    if local_rank >= count:
-        raise UserError(
-            f"local rank {local_rank} has no GPU: torch sees {count} of them",
-            f"start at most {count} ranks on this node, or make more devices visible",
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+def _groups(layout: Layout, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along every axis, and `tied`: the two ends of its pipeline, which share the embedding.
+
+    torch wants all ranks to make all groups, in one order. Not init_device_mesh: it leaves the timeout at 30 minutes.
+    """
+    members = {axis: {tuple(layout.group(axis, rank)) for rank in range(layout.world)} for axis in AXES}
+    members["tied"] = {(pipeline[0], pipeline[-1]) for pipeline in members["pp"]}
+    groups = {}
+    for name, lists in members.items():
+        ranks = sorted(map(list, lists))
+        if len(ranks[0]) > 1 and len(set(ranks[0])) > 1:
+            groups[name], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, group_desc=name)
+    return groups
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import sys
 import time
 from datetime import datetime, timezone
@@ -16,6 +15,7 @@ from typing import Any, TextIO
 import torch
 
 from trainer.config.sections import RunConfig
+from trainer.device import peak_memory
 from trainer.estimate import flops_per_token
 from trainer.logline import TrainLine, prefixed
 from trainer.mesh import Mesh
@@ -114,7 +114,7 @@ class Metrics:
             "tokens_per_second": round(rate, 1),
             "step_time": round(cost, 6),
             "reader_time": round(reader, 6),
-            "memory": memory_bytes(self.device),
+            "memory": peak_memory(self.device),
             "mfu": mfu and round(mfu, 4),
         }
         if self.log.rank == 0 and self.log.style != "mingpt":
@@ -134,13 +134,6 @@ class Metrics:
         except OSError as error:  # a full disk must not end a run
             self.log.warn(f"{self.file} cannot be written ({error.strerror}): no more metrics")
             self.file = None
-
-
-def memory_bytes(device: torch.device) -> int:
-    """The most that this rank ever held."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_flops(device: torch.device, in_half: bool) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from trainer.config.sections import Model
 from trainer.errors import UserError
 from trainer.layout import padded_vocab
+from trainer.loss import next_token_loss
+from trainer.slices import Slice
 
 INIT_BLOCK = 1 << 22  # elements that one random stream fills, so that a rank can make only the rows it holds
 
@@ -85,16 +88,23 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits from the embedding's own weight. A module without parameters: a place for others to take hold of."""
+    """Logits from the embedding's own weight, or at once their loss. Without parameters: a place to take hold of."""
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight)
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size  # without padding
+
+    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: float) -> Tensor:
+        if labels is None:
+            return F.linear(x, weight)
+        return next_token_loss(x, weight, labels, self.vocab_size, factor)
 
 
 class GPT(nn.Module):
-    def __init__(self, model: Model, layers: range | None = None) -> None:
+    def __init__(self, model: Model, layers: range | None = None, recompute_interval: int = 1) -> None:
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
+        self.first_layer = layers.start
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.num_layers
         assert model.vocab_size is not None, "a character vocabulary is counted before the model is built"
         if self.is_first or self.is_last:
@@ -103,25 +113,68 @@ class GPT(nn.Module):
         if self.is_first:
             self.position_embeddings = Embedding(model.max_position_embeddings, model.hidden_size)
         self.layers = nn.ModuleDict({str(layer): Block(model, layer) for layer in layers})
+        self.runs = _runs([*self.layers.values()], recompute_interval)
         if self.is_last:
             self.norm = nn.LayerNorm(model.hidden_size)
-            self.head = Head()
+            self.head = Head(model.vocab_size)
         self.dropout = model.hidden_dropout_prob
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens (B, T) into the first layer, or what the layer before made (B, T, C); logits (B, T, V) out."""
+    def forward(self, x: Tensor, labels: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        """Tokens (B, T) into the first layer, or what the layer before made (B, T, C).
+
+        Out of the last layer come logits (B, T, V), or with labels (B, T) factor · the sum of cross entropies.
+        """
         if self.is_first:
             positions = torch.arange(x.shape[1], device=x.device)
             x = self.word_embeddings(x) + self.position_embeddings(positions)
             x = _dropped(x, self.dropout, self.training)
-        for block in self.layers.values():
+        for run in self.runs:
+            x = run(x)
+        return self.head(self.norm(x), self.word_embeddings.weight, labels, factor) if self.is_last else x
+
+
+def _runs(blocks: list[Any], interval: int) -> list[Callable[[Tensor], Tensor]]:
+    """What the layers do one after the other; wholly recomputed ones that follow each other, several at a time."""
+    runs: list[Callable[[Tensor], Tensor]] = []
+    while blocks:
+        together = list(takewhile(lambda block: block.recompute_all, blocks[:interval]))
+        runs.append(_Together(together) if len(together) > 1 else blocks[0])
+        blocks = blocks[max(1, len(together)) :]
+    return runs
+
+
+class _Together:
+    """Layers of which only the first keeps its input; no module, since the layers have their place in the model."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self.blocks = blocks
+        for block in blocks:
+            block.recompute_all = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.blocks[0].training:
+            return _recomputed(self._layers, self.blocks[0].max_dropout)(x)
+        return self._layers(x)
+
+    def _layers(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x), self.word_embeddings.weight) if self.is_last else x
+        return x
 
 
 def build_model(model: Model, seed: int, device: torch.device, layers: range | None = None) -> GPT:
+    """A model on one device, with its initial weights."""
     with torch.device("meta"):
         gpt = GPT(model, layers)
+    materialize(gpt, device)
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():
+            parameter.copy_(initial_value(name, Slice.of(parameter.shape), model, seed))
+    return gpt
+
+
+def materialize(gpt: GPT, device: torch.device) -> None:
+    """Memory for a model that was made without."""
     try:
         gpt.to_empty(device=device)
     except (RuntimeError, MemoryError) as error:
@@ -129,25 +182,27 @@ def build_model(model: Model, seed: int, device: torch.device, layers: range | N
             raise
         hint = "make the model smaller; `gptctl validate` estimates the bytes per rank"
         raise UserError(f"the model does not fit into the memory of {device}", hint) from None
-    with torch.no_grad():
-        for name, parameter in gpt.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, model, seed))
-    return gpt
 
 
-def initial_value(name: str, shape: torch.Size, model: Model, seed: int) -> Tensor:
-    """The whole parameter as a function of its name and the seed, so that every layout starts from the same weights."""
+def initial_value(name: str, piece: Slice, model: Model, seed: int) -> Tensor:
+    """A piece of a parameter, a function of its name and the seed only: all layouts start from the same weights."""
     if name.endswith("bias"):
-        return torch.zeros(shape)
+        return torch.zeros(piece.sizes)
     if "norm" in name:
-        return torch.ones(shape)
+        return torch.ones(piece.sizes)
     std = model.initializer_range
     if name.endswith(("out_proj.weight", "linear2.weight")):  # they add to the residual stream, twice per layer
         std /= math.sqrt(2 * model.num_layers)
-    value = torch.empty(shape)
-    for number, block in enumerate(value.split(max(1, INIT_BLOCK // shape[1]))):
+    (rows, width), (first, left), (count, columns) = piece.whole, piece.offsets, piece.sizes
+    length = max(1, INIT_BLOCK // width)  # rows of a block
+    value = torch.empty(count, columns)
+    for number in range(first // length, -(-(first + count) // length)):
+        begin, end = number * length, min(rows, (number + 1) * length)
         key = hashlib.sha256(f"{seed}:{name}:{number}".encode()).digest()
-        block.normal_(0.0, std, generator=torch.Generator().manual_seed(int.from_bytes(key[:7], "big")))
+        random = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+        block = torch.empty(end - begin, width).normal_(0.0, std, generator=random)
+        low, high = max(begin, first), min(end, first + count)
+        value[low - first : high - first] = block[low - begin : high - begin, left : left + columns]
     return value
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +11,7 @@ from torch.optim.adamw import adamw
 
 from trainer.config.sections import LearningRate, MixPrecision
 from trainer.config.sections import Optimizer as OptimizerConfig
+from trainer.slices import Holders, Piece, Slice
 
 GROWTH_INTERVAL = 1000  # updates without overflow after which the loss scale doubles, as in Paddle
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -42,8 +41,12 @@ class Precision:
         self.scale = config.scale_loss if self.is_dynamic else 1.0
         self.good_updates = 0
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device, self.half) if self.half and not self.is_pure else nullcontext()
+    def apply(self, model: nn.Module) -> None:
+        """Inside the forward pass itself, so that a backward pass between two of them is not touched."""
+        if self.is_pure:
+            model.to(self.half)
+        elif self.half:
+            model.forward = torch.autocast(self.device, self.half)(model.forward)
 
     def judge(self, finite: bool) -> None:
         """Lowers the scale after an overflow, raises it after many updates without one."""
@@ -65,19 +68,33 @@ class Precision:
 
 @dataclass
 class Weight:
-    """A parameter under its name, the fp32 tensor that updates change (itself, or a master copy in O2), its moments."""
+    """A rank's piece of a parameter, the fp32 tensor that updates change (itself, or a master in O2), its moments."""
 
     name: str
     parameter: nn.Parameter
-    master: Tensor
+    at: Slice
+    master: Tensor | None
     exp_avg: Tensor
     exp_avg_sq: Tensor
     step: Tensor
+    is_split: bool = False  # over the ranks of an mp group
+    is_tied: bool = False  # the embedding, which both ends of a pipeline hold
+    is_copy: bool = False  # the one of the two that is neither counted nor saved
+    holders: Holders = Holders()
+
+    @property
+    def local(self) -> Tensor:
+        """The piece itself. Asked for each time: FSDP may move it."""
+        return _local(self.parameter)
+
+    @property
+    def fp32(self) -> Tensor:
+        return self.local if self.master is None else self.master
 
     @property
     def gradient(self) -> Tensor:
         assert self.parameter.grad is not None, self.name
-        return self.parameter.grad.float()
+        return _local(self.parameter.grad)
 
 
 class Optimizer:
@@ -88,44 +105,49 @@ class Optimizer:
     compiler is not imported.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, precision: Precision) -> None:
-        self.config = config
-        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.weights = [_new_weight(name, parameter, precision.is_pure) for name, parameter in named]
-        if precision.is_pure:
-            model.to(precision.half)
-        # Biases and norms do not decay.
-        decayed = [weight for weight in self.weights if weight.parameter.dim() >= 2]
-        others = [weight for weight in self.weights if weight.parameter.dim() < 2]
+    def __init__(self, weights: list[Weight], config: OptimizerConfig) -> None:
+        self.weights, self.config = weights, config
+        # Biases and norms do not decay. Of a parameter with few rows, a rank may have none.
+        decayed = [weight for weight in weights if len(weight.at.whole) >= 2 and weight.at.numel]
+        others = [weight for weight in weights if len(weight.at.whole) < 2 and weight.at.numel]
         self.groups = [(decayed, config.weight_decay), (others, 0.0)]
 
-    def gradient_norm(self, scale: float) -> float:
-        """The global norm of the unscaled gradient; not finite when any element is not."""
-        gradients = [weight.parameter.grad for weight in self.weights if weight.parameter.grad is not None]
-        norms = torch._foreach_norm(gradients, 2, torch.float32)  # half gradients are not copied for it
-        return float(torch.linalg.vector_norm(torch.stack(norms))) / scale
+    @torch.no_grad()
+    def squared_norm(self) -> Tensor:
+        """This rank's share in the square of the gradient's global norm: over all ranks, every element counts once."""
+        counted = [weight for weights, _ in self.groups for weight in weights if not weight.is_copy]
+        norms = torch._foreach_norm([weight.gradient for weight in counted], 2, torch.float32)  # half is not copied
+        squares = torch.stack(norms).double().square()
+        return squares @ squares.new_tensor([1 / weight.holders.total for weight in counted])
 
     def step(self, lr: float, norm: float, scale: float) -> None:
         """One update with clipped gradients; `scale` is the loss scale still in them."""
         clip_norm = self.config.grad_clip.clip_norm
         divisor = scale * (norm / clip_norm if 0 < clip_norm < norm else 1.0)
         for weights, weight_decay in self.groups:
-            self._update(weights, lr, weight_decay, divisor)
+            if weights:
+                self._update(weights, lr, weight_decay, divisor)
+        self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """The half parameters of O2, from their masters."""
         for weight in self.weights:
-            if weight.master is not weight.parameter:
-                weight.parameter.data.copy_(weight.master)
+            if weight.master is not None:
+                weight.local.copy_(weight.master)
 
     @torch.no_grad()
     def _update(self, weights: list[Weight], lr: float, weight_decay: float, divisor: float) -> None:
+        device = weights[0].exp_avg.device
         adamw(
-            [weight.master for weight in weights],
-            [weight.gradient for weight in weights],
+            [weight.fp32 for weight in weights],
+            [weight.gradient.float() for weight in weights],
             [weight.exp_avg for weight in weights],
             [weight.exp_avg_sq for weight in weights],
             [],
             [weight.step for weight in weights],
             fused=True,
-            grad_scale=torch.tensor(divisor, device=weights[0].master.device) if divisor != 1.0 else None,
+            grad_scale=torch.tensor(divisor, device=device) if divisor != 1.0 else None,
             amsgrad=False,
             beta1=self.config.beta1,
             beta2=self.config.beta2,
@@ -139,25 +161,39 @@ class Optimizer:
         for weight in self.weights:
             weight.parameter.grad = None
 
-    def tensors(self) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def tensors(self) -> dict[str, Piece]:
         """Weights and moments under their global names, as they are: what is loaded into them is used."""
-        state: dict[str, Tensor] = {}
+        state: dict[str, Piece] = {}
         for weight in self.weights:
-            state[f"model.{weight.name}"] = weight.master.detach()
-            state[f"optim.exp_avg.{weight.name}"] = weight.exp_avg
-            state[f"optim.exp_avg_sq.{weight.name}"] = weight.exp_avg_sq
+            tensors = {
+                f"model.{weight.name}": weight.fp32,
+                f"optim.exp_avg.{weight.name}": weight.exp_avg,
+                f"optim.exp_avg_sq.{weight.name}": weight.exp_avg_sq,
+            }
+            where = (weight.at, weight.holders, weight.is_copy)
+            state |= {name: Piece(tensor.detach(), *where) for name, tensor in tensors.items()}
         return state
 
     def loaded(self, updates: int) -> None:
         """To be called when `tensors` were overwritten: counts on from there."""
         for weight in self.weights:
             weight.step.fill_(updates)
-            if weight.master is not weight.parameter:
-                weight.parameter.data.copy_(weight.master)
+        self._round()
 
 
-def _new_weight(name: str, parameter: nn.Parameter, has_master: bool) -> Weight:
-    master = parameter.detach().float().clone() if has_master else parameter
-    moments = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-    step = torch.zeros((), device=parameter.device)
-    return Weight(name, parameter, master, moments, torch.zeros_like(moments), step)
+@torch.no_grad()
+def new_weight(name: str, parameter: nn.Parameter, at: Slice, value: Tensor, has_master: bool) -> Weight:
+    """With its initial value, and moments that know nothing yet."""
+    local = _local(parameter)
+    assert tuple(local.shape) == at.sizes, (name, local.shape, at)
+    value = value.to(local.device)
+    local.copy_(value)
+    moments = torch.zeros_like(value)
+    step = torch.zeros((), device=value.device)
+    return Weight(name, parameter, at, value if has_master else None, moments, torch.zeros_like(moments), step)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: a DTensor where FSDP spreads it. To be called without gradients."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -12,11 +12,14 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint import Checkpoints, Facts
+from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.snapshot import load_snapshot, save_snapshot
-from trainer.config.sections import RunConfig
+from trainer.config.sections import Model, RunConfig
 from trainer.errors import UserError
 from trainer.mesh import Mesh
 from trainer.metrics import Log
+from trainer.model import GPT, build_model
+from trainer.slices import shapes, whole
 from trainer.state import Progress, Training
 
 MODEL_KEYS = (
@@ -61,10 +64,32 @@ def restore(t: Training, checkpoints: Checkpoints, folder: Path | None) -> None:
     if t.run.Engine.save_load.snapshot_path:
         _restore_snapshot(t, Path(t.run.Engine.save_load.snapshot_path))
     elif folder:
-        facts = checkpoints.load(folder, t.optimizer.tensors(), lambda facts: _check_same_model(t, facts, folder))
+        shapes = _state_shapes(t.run.Model)
+        facts = checkpoints.load(
+            folder, t.optimizer.tensors(), shapes, lambda facts: _check_same_model(t, facts, folder)
+        )
         _take_over(t, facts)
         if checkpoints.store.holds(folder):
             checkpoints.go_on_from(facts["step"])
+
+
+def whole_model(t: Training, checkpoints: Checkpoints) -> GPT:
+    """All layers on this rank alone, from the newest checkpoint of this run."""
+    from trainer.checkpoint.shards import load_shards
+
+    model = build_model(t.run.Model, t.run.Global.seed, torch.device("cpu"))
+    folder = checkpoints.store.checkpoints()[0]
+    weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    load_shards(folder, whole(weights), _state_shapes(t.run.Model), read_manifest(folder)["files"])
+    return model
+
+
+def _state_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Of every tensor in a checkpoint of this model, whatever layout it is trained in."""
+    with torch.device("meta"):
+        parameters = list(GPT(model).named_parameters())
+    kinds = ("model", "optim.exp_avg", "optim.exp_avg_sq")
+    return shapes({f"{kind}.{name}": parameter for name, parameter in parameters for kind in kinds})
 
 
 def _is_restart(mesh: Mesh) -> bool:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
-
 from trainer.config.sections import RunConfig
 from trainer.data import Length, Splits
 from trainer.mesh import Mesh
 from trainer.metrics import Log, Metrics
-from trainer.model import GPT
 from trainer.optim import Optimizer, Precision
+from trainer.parallel import Parallel
 from trainer.stop import StopRequest
 
 
@@ -33,8 +31,7 @@ class Training:
     stop: StopRequest
     splits: Splits
     length: Length
-    model: GPT
-    parallel: nn.Module  # the model as the layout runs it
+    parallel: Parallel
     precision: Precision
     optimizer: Optimizer
     metrics: Metrics

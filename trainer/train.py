@@ -9,28 +9,24 @@ out (`data`), how a state is kept (`checkpoint`).
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from trainer.banner import announce
 from trainer.checkpoint import Checkpoints
 from trainer.config.resolve import batch_of
 from trainer.config.sections import RunConfig
-from trainer.data import IGNORED, LocalBatch, Reader, open_data
+from trainer.data import LocalBatch, Reader, open_data
 from trainer.errors import UserError
 from trainer.generate import generate
 from trainer.logline import epoch_line, evaluation_line
 from trainer.mesh import Mesh
 from trainer.metrics import Log, Metrics
-from trainer.model import build_model
 from trainer.optim import Optimizer, Precision, learning_rate
-from trainer.parallel import parallelize, without_sync
-from trainer.resume import choose_checkpoint, output_dir, output_folder, restore, save
+from trainer.parallel import parallelize
+from trainer.resume import choose_checkpoint, output_dir, output_folder, restore, save, whole_model
 from trainer.state import Progress, Training
 from trainer.status import told_status
 from trainer.stop import StopRequest
@@ -58,13 +54,12 @@ def train(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> None:
 def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training:
     """Data, model and optimizer, all at step 0. From here on `t.run` also says the vocabulary that the data has."""
     run, splits, length = open_data(run, mesh, log.warn)
-    model = build_model(run.Model, run.Global.seed, mesh.device)
     precision = Precision(run.Engine.mix_precision, mesh.device.type)
-    optimizer = Optimizer(model, run.Optimizer, precision)
+    parallel = parallelize(run, mesh, precision)
+    optimizer = Optimizer(parallel.weights, run.Optimizer)
     metrics = Metrics(run, mesh, log, output_dir(run))
     announce(run, mesh, log, splits, length)
-    parallel = parallelize(model, run, mesh)
-    return Training(run, mesh, log, stop, splits, length, model, parallel, precision, optimizer, metrics, Progress())
+    return Training(run, mesh, log, stop, splits, length, parallel, precision, optimizer, metrics, Progress())
 
 
 def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
@@ -77,11 +72,11 @@ def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
     for batch in batches:
         clock.data_is_here()
         # One small sum over all ranks per step: the tokens to average over, and whether any rank was told to stop.
-        num_predicted, stops = t.mesh.total(batch.num_predicted, bool(t.stop.signal))
+        num_predicted, stops = t.mesh.total(batch.num_predicted / t.mesh.layout.readers, bool(t.stop.signal))
         if stops:
             return False
-        loss = compute_gradients(t, batch, num_predicted)
-        norm = update_weights(t)
+        loss, norm = compute_gradients(t, batch, num_predicted)
+        update_weights(t, norm)
         clock.end()
         log_step(t, loss, norm)
         if save_is_due(t):
@@ -92,49 +87,27 @@ def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
     return True
 
 
-def compute_gradients(t: Training, batch: LocalBatch, num_predicted: float) -> Tensor:
-    """Forward and backward of one update, micro-batch by micro-batch; this rank's part of the mean loss.
+def compute_gradients(t: Training, batch: LocalBatch, num_predicted: float) -> tuple[float, float]:
+    """Forward and backward of one update; the loss, and the norm of its gradient.
 
     loss = sum of cross entropies over all predicted tokens of the global batch / num_predicted, however it is cut.
-    DDP divides gradients by data_ranks, hence that factor. The loss scale of float16 stays in them until the update.
+    Ranks with other data average their gradients, hence the factor data_ranks. The loss scale of float16 stays in them
+    until the update. The sum over all ranks is the only place of a step where the host waits for its device.
     """
-    weight = t.mesh.layout.data_ranks / max(1.0, num_predicted)
-    last = t.run.Engine.accumulate_steps - 1
-    mean = torch.zeros((), device=t.mesh.device)
-    for number, (inputs, labels) in enumerate(batch.micro(t.run.Global.micro_batch_size, t.mesh.device)):
-        seed_dropout(t, number)
-        with without_sync(t.parallel, is_last_micro_batch=number == last):
-            with t.precision.autocast():
-                loss = summed_loss(t, t.parallel(inputs), labels) * weight
-            (loss * t.precision.scale).backward()
-        mean += loss.detach()
-    return mean
+    layout, scale = t.mesh.layout, t.precision.scale
+    factor = layout.data_ranks / max(1.0, num_predicted) * scale
+    loss = t.parallel.gradients(batch, factor, t.progress.step)
+    loss, square = t.mesh.summed(torch.stack([loss.double(), t.optimizer.squared_norm()])).tolist()
+    # Every rank of an mp group has the same loss, and only the last stage of a pipeline has one.
+    return loss / scale / layout.data_ranks / layout.mp, math.sqrt(square) / scale
 
 
-def summed_loss(t: Training, logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy over the true vocabulary: logits of padding rows take no part."""
-    logits = logits[..., : t.run.Model.vocab_size].flatten(0, 1).float()
-    return F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED)
+def update_weights(t: Training, norm: float) -> None:
+    """One step of the optimizer, unless the gradient is not finite.
 
-
-def seed_dropout(t: Training, number: int) -> None:
-    """Randomness as a function of seed, step and micro-batch: a resumed run drops what the uninterrupted one drops."""
-    if not (t.run.Model.hidden_dropout_prob or t.run.Model.attention_probs_dropout_prob):
-        return
-    micro_batch = t.mesh.data_rank * t.run.Engine.accumulate_steps + number
-    key = hashlib.sha256(f"{t.run.Global.seed}:{t.progress.step}:{micro_batch}".encode()).digest()
-    on_gpu = t.mesh.device.type == "cuda"
-    generator = torch.cuda.default_generators[t.mesh.device.index] if on_gpu else torch.default_generator
-    generator.manual_seed(int.from_bytes(key[:7], "big"))
-
-
-def update_weights(t: Training) -> float:
-    """One step of the optimizer, unless the gradient is not finite; the norm of the gradient.
-
-    Gradients are the same on all ranks by now, so all of them skip or none. A skipped update counts as a step and uses
-    up its samples, but the learning rate waits.
+    The norm is the same on all ranks, so all of them skip or none. A skipped update counts as a step and uses up its
+    samples, but the learning rate waits.
     """
-    norm = t.optimizer.gradient_norm(t.precision.scale)
     progress, is_finite = t.progress, math.isfinite(norm)
     progress.step += 1
     progress.samples += t.run.Global.global_batch_size
@@ -147,7 +120,6 @@ def update_weights(t: Training) -> float:
     t.optimizer.zero_grad()
     if not is_finite:
         warn_of_skip(t, norm)
-    return norm
 
 
 def warn_of_skip(t: Training, norm: float) -> None:
@@ -159,14 +131,13 @@ def warn_of_skip(t: Training, norm: float) -> None:
         raise UserError(f"no progress: {MAX_SKIPPED} updates in a row had no finite gradient", hint)
 
 
-def log_step(t: Training, loss: Tensor, norm: float) -> None:
+def log_step(t: Training, loss: float, norm: float) -> None:
     step, (epoch, batch) = t.progress.step, t.length.epoch_and_batch(t.progress.step - 1)
     if t.log.style == "mingpt" and batch % MINGPT_FREQ == 0:
-        t.log.plain(epoch_line(t.mesh.rank, epoch + 1, batch, "Train", float(loss)))
+        t.log.plain(epoch_line(t.mesh.rank, epoch + 1, batch, "Train", loss))
     if step % t.run.Engine.logging_freq == 0:
-        (total,) = t.mesh.total(float(loss))
         next_lr = learning_rate(t.run.Optimizer.lr, t.progress.updates + 1)
-        t.metrics.logged(step, epoch, batch, total / t.mesh.world, next_lr, norm, t.precision.scale)
+        t.metrics.logged(step, epoch, batch, loss, next_lr, norm, t.precision.scale)
 
 
 def is_due(t: Training, steps: int, epochs: int) -> bool:
@@ -199,27 +170,26 @@ def evaluate_and_log(t: Training) -> None:
 
 @torch.no_grad()
 def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
-    """The mean loss over some batches of a split, from the `first` one on. No gradients, so no need of DDP."""
+    """The mean loss over some batches of a split, from the `first` one on."""
     if getattr(t.splits, name) is None or iterations == 0:
         return
     began, batches = time.perf_counter(), reader(t, name)
     total, count = torch.zeros((), dtype=torch.float64, device=t.mesh.device), 0
     epoch, _ = t.length.epoch_and_batch(t.progress.step - 1)
-    t.model.eval()
+    t.parallel.train(False)
     for number in range(iterations):
         if t.mesh.total(bool(t.stop.signal))[0]:  # whoever wants the run to end does not wait for this
-            t.model.train()
+            t.parallel.train()
             return
         batch = batches.read((first + number) * t.run.Global.global_batch_size)
-        loss = torch.zeros_like(total)
-        for inputs, labels in batch.micro(t.run.Global.micro_batch_size, t.mesh.device):
-            with t.precision.autocast():
-                loss += summed_loss(t, t.model(inputs), labels)
+        loss = t.parallel.runner.loss(batch).double()
         total, count = total + loss, count + batch.num_predicted
         if t.log.style == "mingpt" and number % MINGPT_FREQ == 0:
-            t.log.plain(epoch_line(t.mesh.rank, epoch + 1, number, "Eval", float(loss) / max(1, batch.num_predicted)))
-    t.model.train()
-    loss_sum, num_predicted = t.mesh.total(float(total), count)
+            mean = float(t.mesh.summed(loss, "pp")) / max(1, batch.num_predicted)
+            t.log.plain(epoch_line(t.mesh.rank, epoch + 1, number, "Eval", mean))
+    t.parallel.train()
+    layout = t.mesh.layout
+    loss_sum, num_predicted = t.mesh.total(float(total) / layout.mp, count / layout.readers)
     mean, speed = loss_sum / max(1.0, num_predicted), iterations / (time.perf_counter() - began)
     t.log.info(evaluation_line(name, t.progress.step, epoch, iterations - 1, mean, speed))
     t.metrics.record({"step": t.progress.step, f"{name}_loss": mean})
@@ -230,7 +200,7 @@ def finish(t: Training, checkpoints: Checkpoints) -> None:
     save_unless_checking(t, checkpoints)
     if t.log.style != "mingpt" and not t.run.Engine.check_accuracy:
         evaluate(t, "test", 0, t.run.Engine.test_iters)
-        write_sample(t)
+        write_sample(t, checkpoints)
 
 
 def save_unless_checking(t: Training, checkpoints: Checkpoints) -> None:
@@ -243,15 +213,19 @@ def save_unless_checking(t: Training, checkpoints: Checkpoints) -> None:
         raise UserError(f"the last checkpoint could not be saved: {failure}", hint)
 
 
-def write_sample(t: Training) -> None:
+def write_sample(t: Training, checkpoints: Checkpoints) -> None:
+    """By the first rank. Where no rank has the whole model, it comes from the checkpoint that was just saved."""
     characters = t.splits.characters
     if characters is None or not t.mesh.is_first:
         return
+    model = t.parallel.parts[0]
+    if t.mesh.world > t.mesh.layout.dp:
+        model = whole_model(t, checkpoints)
     context = t.run.Data.Train.dataset.max_seq_len
     prompt = reader(t, "test" if t.splits.test else "train").read(0).inputs[0, : context // 2 + 1].tolist()
     for number in range(t.run.Generation.num_return_sequences):
         seed = t.run.Global.seed + number
-        tokens = generate(t.model, prompt, len(characters.vocabulary), context, t.run.Generation, seed, t.stop)
+        tokens = generate(model, prompt, len(characters.vocabulary), context, t.run.Generation, seed, t.stop)
         t.log.info(f"A sample, after {characters.decode(prompt)!r}:\n{characters.decode(tokens)}")
 
 

@@ -25,6 +25,7 @@ from trainer.checkpoint.shards import load_shards, read_metadata
 from trainer.checkpoint.store import Store
 from trainer.layout import Layout
 from trainer.mesh import Mesh
+from trainer.slices import shapes, whole
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1, "micro_batch": 2}
 
@@ -33,7 +34,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     files = read_manifest(folder)["files"]
     stored = read_metadata(folder, files).state_dict_metadata
     tensors = {name: torch.zeros(facts.size) for name, facts in stored.items()}
-    load_shards(folder, tensors, files)
+    load_shards(folder, whole(tensors), shapes(tensors), files)
     return tensors
 
 
@@ -135,7 +136,7 @@ def save_loop(folder: Path, first: int) -> int:
     checkpoints.store.open_for_writing()
     for step in range(first, first + 10_000):
         os.write(1, f"begun {step}\n".encode())
-        checkpoints.save(step, state(step), {"step": step})
+        checkpoints.save(step, whole(state(step)), {"step": step})
         checkpoints.wait()
         os.write(1, f"done {step}\n".encode())
     return 0
@@ -160,7 +161,7 @@ def kill_many(tmp_path: Path, kills: int) -> None:
         assert done <= newest <= begun <= newest + 1
         if found:
             tensors = {name: torch.zeros_like(tensor) for name, tensor in state(0).items()}
-            checkpoints.load(found, tensors, lambda facts: None)
+            checkpoints.load(found, whole(tensors), shapes(tensors), lambda facts: None)
             assert all(torch.equal(tensors[name], right) for name, right in state(newest).items())
         first = newest + 1
     assert first > kills / 4  # saves did succeed in between

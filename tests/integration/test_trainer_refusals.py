@@ -79,12 +79,6 @@ def test_bad_input_is_one_clear_message(tmp_path: Path) -> None:
         assert "Traceback" not in ended.text, ended.text
 
 
-def test_axes_that_are_not_built_yet_say_so(tmp_path: Path) -> None:
-    ended = run(tmp_path, *tiny(**{"Distributed.mp_degree": 2}), world=2)
-    assert set(ended.codes) <= {93, -9}
-    assert "Distributed.mp_degree 2: the trainer cannot do this yet" in ended.err[0]
-
-
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     run(tmp_path, *tiny(max_steps=2))
     text = tmp_path / "text.txt"

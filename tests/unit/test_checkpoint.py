@@ -23,6 +23,7 @@ from trainer.checkpoint.store import Store, damage_of
 from trainer.errors import UserError
 from trainer.layout import Layout
 from trainer.mesh import Mesh
+from trainer.slices import shapes, whole
 
 MESH = Mesh(Layout(), 0, 0, torch.device("cpu"))
 
@@ -37,14 +38,14 @@ class Keeper:
         self.checkpoints.store.open_for_writing()
 
     def save(self, step: int, tensors: dict[str, Tensor] | None = None) -> str:
-        self.checkpoints.save(step, tensors or state(step), {"step": step})
+        self.checkpoints.save(step, whole(tensors or state(step)), {"step": step})
         return self.checkpoints.wait()
 
     def load(self, where: str = "auto") -> tuple[Path, dict[str, Tensor]]:
         folder = self.checkpoints.find(where)
         assert folder is not None
         tensors = {name: torch.zeros_like(tensor) for name, tensor in state(0).items()}
-        self.checkpoints.load(folder, tensors, lambda facts: None)
+        self.checkpoints.load(folder, whole(tensors), shapes(tensors), lambda facts: None)
         return folder, tensors
 
 
@@ -75,7 +76,7 @@ def test_what_is_saved_is_loaded(keeper: Keeper) -> None:
 def test_saving_goes_on_while_tensors_change(keeper: Keeper) -> None:
     """The copy is taken when `save` is called, whatever the training does afterwards."""
     tensors = state(1)
-    keeper.checkpoints.save(1, tensors, {"step": 1})
+    keeper.checkpoints.save(1, whole(tensors), {"step": 1})
     for tensor in tensors.values():
         tensor.zero_()
     keeper.checkpoints.wait()
@@ -294,7 +295,7 @@ def test_a_checkpoint_of_another_model(
     change(tensors)
     folder = keeper.checkpoints.store.folder / "step_5"
     with pytest.raises(ValueError, match=message):
-        load_shards(folder, tensors, read_manifest(folder)["files"])
+        load_shards(folder, whole(tensors), shapes(tensors), read_manifest(folder)["files"])
 
 
 def test_old_ones_are_deleted_only_when_newer_ones_are_whole(tmp_path: Path) -> None:
@@ -403,9 +404,9 @@ SNAPSHOT = {
 
 def test_a_snapshot_is_one_file(tmp_path: Path) -> None:
     file = tmp_path / "new" / "snapshot.pt"
-    save_snapshot(file, SNAPSHOT, {"step": 7}, 3)
+    save_snapshot(file, whole(SNAPSHOT), {"step": 7}, 3)
     tensors = {name: torch.zeros_like(tensor) for name, tensor in SNAPSHOT.items()}
-    assert load_snapshot(file, tensors, lambda facts: None) == ({"step": 7}, 3)
+    assert load_snapshot(file, whole(tensors), lambda facts: None) == ({"step": 7}, 3)
     assert same(tensors, SNAPSHOT)
     assert [entry.name for entry in file.parent.iterdir()] == ["snapshot.pt"]
     content = torch.load(file, weights_only=True)
@@ -414,7 +415,7 @@ def test_a_snapshot_is_one_file(tmp_path: Path) -> None:
 
 def test_bad_snapshots_are_one_clear_message(tmp_path: Path) -> None:
     file = tmp_path / "snapshot.pt"
-    save_snapshot(file, SNAPSHOT, {"step": 7}, 3)
+    save_snapshot(file, whole(SNAPSHOT), {"step": 7}, 3)
     good = file.read_bytes()
     place = good.index(SNAPSHOT["model.0"].numpy().tobytes())
     flipped = bytearray(good)
@@ -432,5 +433,5 @@ def test_bad_snapshots_are_one_clear_message(tmp_path: Path) -> None:
     for content, message in cases.items():
         file.write_bytes(content)
         with pytest.raises(UserError, match=message):
-            load_snapshot(file, {name: t.clone() for name, t in SNAPSHOT.items()}, lambda facts: None)
+            load_snapshot(file, whole({name: t.clone() for name, t in SNAPSHOT.items()}), lambda facts: None)
     assert not (Path.cwd() / "executed").exists()

@@ -84,6 +84,7 @@ Distributed.sharding.sharding_stage 2
 Distributed.sharding.sharding_offload False
 Distributed.sharding.reduce_overlap False
 Distributed.sharding.broadcast_overlap False
+Distributed.pp_schedule 1F1B
 Distributed.pp_recompute_interval 1
 Distributed.bucket_cap_mb 25.0
 Distributed.backend None

@@ -16,6 +16,7 @@ from trainer.config.sections import Model
 from trainer.estimate import count_parameters
 from trainer.layout import padded_vocab
 from trainer.model import GPT, build_model, initial_value
+from trainer.slices import Slice
 
 CPU = torch.device("cpu")
 
@@ -107,11 +108,15 @@ def test_the_layers_of_a_cut_model_make_the_logits_of_the_whole() -> None:
 def test_large_parameters_are_made_in_blocks() -> None:
     """So that a rank can make its rows alone: the first rows do not depend on how many follow."""
     config = model_config()
-    tall = initial_value("word_embeddings.weight", torch.Size((3 * (1 << 14), 256)), config, 1)
-    short = initial_value("word_embeddings.weight", torch.Size((1 << 14, 256)), config, 1)
+    whole = Slice.of((3 * (1 << 14), 256))
+    tall = initial_value("word_embeddings.weight", whole, config, 1)
+    short = initial_value("word_embeddings.weight", Slice.of((1 << 14, 256)), config, 1)
     assert torch.equal(tall[: 1 << 14], short)
     assert abs(float(tall.std()) - 0.02) < 1e-4
     assert not torch.equal(tall[: 1 << 14], tall[1 << 14 : 2 << 14])
+    pieces = [whole.chunk(0, 7, index).chunk(1, 2, 1) for index in range(7)]
+    made = [initial_value("word_embeddings.weight", piece, config, 1) for piece in pieces]
+    assert torch.equal(torch.cat(made), tall[:, 128:])
 
 
 def gradients(config: Model) -> tuple[Tensor, dict[str, Tensor], int]:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.config import load
 from trainer.config.sections import LearningRate, MixPrecision
-from trainer.optim import GROWTH_INTERVAL, Optimizer, Precision, learning_rate
+from trainer.optim import GROWTH_INTERVAL, Optimizer, Precision, Weight, learning_rate, new_weight
+from trainer.slices import Slice
 
 RUN = load(None).run
-NO_AMP = Precision(RUN.Engine.mix_precision, "cpu")
 
 
 def schedule(**keys: Any) -> LearningRate:
@@ -57,9 +57,21 @@ def module() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
 
 
+def weights_of(model: nn.Module, values: list[Tensor] | None = None) -> list[Weight]:
+    """Whole weights, and in half precision masters with the given values."""
+    return [
+        new_weight(name, parameter, Slice.of(parameter.shape), value.detach().clone(), values is not None)
+        for (name, parameter), value in zip(model.named_parameters(), values or model.parameters())
+    ]
+
+
+def norm_of(optimizer: Optimizer, scale: float) -> float:
+    return math.sqrt(optimizer.squared_norm()) / scale
+
+
 def test_biases_and_norms_do_not_decay() -> None:
     model = module()
-    optimizer = Optimizer(model, replace(RUN.Optimizer, weight_decay=0.5), NO_AMP)
+    optimizer = Optimizer(weights_of(model), replace(RUN.Optimizer, weight_decay=0.5))
     (decayed, rate), (others, none) = optimizer.groups
     assert (rate, none) == (0.5, 0.0)
     assert [weight.name for weight in decayed] == ["0.weight", "2.weight"]
@@ -71,7 +83,7 @@ def test_an_update_is_that_of_torch(clip_norm: float) -> None:
     """Oracle: clip_grad_norm_ and AdamW, on a gradient that carries a loss scale here."""
     ours, theirs, scale = module(), module(), 1024.0
     config = replace(RUN.Optimizer, grad_clip=replace(RUN.Optimizer.grad_clip, clip_norm=clip_norm))
-    optimizer = Optimizer(ours, config, NO_AMP)
+    optimizer = Optimizer(weights_of(ours), config)
     oracle = torch.optim.AdamW(
         [
             {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": config.weight_decay},
@@ -83,7 +95,7 @@ def test_an_update_is_that_of_torch(clip_norm: float) -> None:
         inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
         (ours(inputs).square().mean() * scale).backward()
         theirs(inputs).square().mean().backward()
-        norm = optimizer.gradient_norm(scale)
+        norm = norm_of(optimizer, scale)
         limit = clip_norm if clip_norm else math.inf
         assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(theirs.parameters(), limit)), rel=1e-6)
         optimizer.step(1e-2, norm, scale)
@@ -97,10 +109,10 @@ def test_an_update_is_that_of_torch(clip_norm: float) -> None:
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_one_bad_element_makes_the_norm_bad(value: float) -> None:
     model = module()
-    optimizer = Optimizer(model, RUN.Optimizer, NO_AMP)
+    optimizer = Optimizer(weights_of(model), RUN.Optimizer)
     model(torch.ones(1, 4)).sum().backward()
     next(model.parameters()).grad[0, 0] = value  # type: ignore[index]
-    assert not math.isfinite(optimizer.gradient_norm(1.0))
+    assert not math.isfinite(norm_of(optimizer, 1.0))
 
 
 def test_the_loss_scale_halves_and_doubles() -> None:
@@ -127,7 +139,8 @@ def test_pure_half_parameters_have_fp32_masters() -> None:
     precision = Precision(MixPrecision(enable=True, dtype="bfloat16", level="O2", scale_loss=1.0), "cpu")
     model = module()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = Optimizer(model, replace(RUN.Optimizer, weight_decay=0.0), precision)
+    precision.apply(model)
+    optimizer = Optimizer(weights_of(model, before), replace(RUN.Optimizer, weight_decay=0.0))
     assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     assert all(torch.equal(weight.master, right) for weight, right in zip(optimizer.weights, before))
     for _ in range(100):

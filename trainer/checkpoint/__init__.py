@@ -12,15 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer.checkpoint.manifest import NAME, file_facts, read_manifest, write_manifest
 from trainer.checkpoint.store import Store, damage_of
+from trainer.device import host_copy, use_in_thread
 from trainer.errors import UserError
 from trainer.mesh import Mesh
+from trainer.slices import Piece
 
 Facts = dict[str, Any]
+Shape = tuple[int, ...]
 METADATA = ".metadata"
 OVERHEAD = 1.05  # headers, manifest and metadata, when free space is looked at
 
@@ -52,15 +54,20 @@ class Checkpoints:
             raise UserError(f"{where} holds no checkpoint that can be used", hint)
         return None
 
-    def load(self, folder: Path, tensors: dict[str, Tensor], check: Callable[[Facts], None]) -> Facts:
-        """Overwrites the tensors with a checkpoint that `find` returned, once `check` agrees with its facts."""
+    def load(
+        self, folder: Path, pieces: dict[str, Piece], shapes: dict[str, Shape], check: Callable[[Facts], None]
+    ) -> Facts:
+        """Overwrites the pieces with a checkpoint that `find` returned, once `check` agrees with its facts.
+
+        `shapes` are those of all tensors of the whole model: a checkpoint has them all, whoever wrote it.
+        """
         from trainer.checkpoint.shards import Untrusted, load_shards  # torch's part takes a second to import
 
         self.say(f"Try to load checkpoint from {folder}")
         facts = read_manifest(folder)
         check(facts)
         try:
-            load_shards(folder, tensors, facts["files"])
+            load_shards(folder, pieces, shapes, facts["files"])
         except Untrusted as error:
             raise UserError(
                 f"{folder} is refused: {error}", "use only checkpoints that you or your team wrote"
@@ -84,14 +91,12 @@ class Checkpoints:
                 self.warn(f"{folder} is newer than what this run goes on from: renamed to {aside.name}")
         self.mesh.barrier()
 
-    def save(self, step: int, tensors: dict[str, Tensor], facts: Facts) -> None:
+    def save(self, step: int, pieces: dict[str, Piece], facts: Facts) -> None:
         """Copies the tensors and returns; a thread writes them. Waits first for the save before, if it still runs."""
         self.wait()
         if step == self.saved_step:
             return
-        mine = self._staged(tensors)
-        wanted = int(OVERHEAD * sum(tensor.nbytes for tensor in tensors.values()))
-        arguments = (step, mine, {"step": step, **facts}, wanted)
+        arguments = (step, self._staged(pieces), {"step": step, **facts})
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
 
@@ -106,25 +111,24 @@ class Checkpoints:
         self.wait()
         self.store.close()
 
-    def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of this rank's share: what all ranks hold alike is written by one of them."""
-        by_size = sorted(tensors, key=lambda name: (-tensors[name].numel(), name))
-        mine = {name: tensors[name] for name in by_size[self.mesh.rank :: self.mesh.world]}
-        for name, tensor in mine.items():
+    def _staged(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
+        """Copies of this rank's share: what several ranks hold alike is written by one of them."""
+        mine = {name: pieces[name] for name in own_share(pieces)}
+        for name, piece in mine.items():
             if name not in self._buffers:
-                self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._buffers[name].copy_(tensor)
-        return {name: self._buffers[name] for name in mine}
+                self._buffers[name] = host_copy(piece.tensor)
+            self._buffers[name].copy_(piece.tensor)
+        return {name: piece._replace(tensor=self._buffers[name]) for name, piece in mine.items()}
 
-    def _write(self, step: int, tensors: dict[str, Tensor], facts: Facts, wanted: int) -> None:
+    def _write(self, step: int, pieces: dict[str, Piece], facts: Facts) -> None:
         """In the thread. Ranks agree after each part, so that all of them end together, in success or failure."""
-        if self.mesh.device.type == "cuda":
-            torch.cuda.set_device(self.mesh.device)  # a new thread begins on the first GPU
+        use_in_thread(self.mesh.device)
         part = self.store.part(step)
         files: dict[str, Facts] = {}
         try:
-            failure = self._agree(lambda: self._prepare(part, wanted))
-            failure = failure or self._agree(lambda: files.update(self._write_shards(part, tensors)))
+            wanted = sum(self.mesh.gather(sum(piece.tensor.nbytes for piece in pieces.values())))
+            failure = self._agree(lambda: self._prepare(part, int(OVERHEAD * wanted)))
+            failure = failure or self._agree(lambda: files.update(self._write_shards(part, pieces)))
             everything = {name: known for share in self.mesh.gather(files) for name, known in share.items()}
             failure = failure or self._agree(lambda: self._commit(part, facts, everything))
         except RuntimeError as error:  # a rank is gone; the training loop will notice as well
@@ -157,10 +161,10 @@ class Checkpoints:
             self.store.require_space(wanted)
             part.mkdir()
 
-    def _write_shards(self, part: Path, tensors: dict[str, Tensor]) -> dict[str, Facts]:
+    def _write_shards(self, part: Path, pieces: dict[str, Piece]) -> dict[str, Facts]:
         from trainer.checkpoint.shards import save_shards
 
-        save_shards(part, tensors, self.mesh.cpu_group)
+        save_shards(part, pieces, self.mesh.cpu_group)
         return {file.name: file_facts(file, sync=True) for file in part.glob(f"__{self.mesh.rank}_*")}
 
     def _commit(self, part: Path, facts: Facts, files: dict[str, Facts]) -> None:
@@ -169,6 +173,16 @@ class Checkpoints:
         metadata = part / METADATA
         write_manifest(part, facts, {**files, metadata.name: file_facts(metadata, sync=True)})
         self.store.commit(part)
+
+
+def own_share(pieces: dict[str, Piece]) -> list[str]:
+    """The names that this rank writes: the ranks that hold the same pieces take turns, from the largest piece on."""
+    names = []
+    for holders in {piece.holders for piece in pieces.values()}:
+        alike = [name for name, piece in pieces.items() if piece.holders == holders and piece.tensor.numel()]
+        by_size = sorted(alike, key=lambda name: (-pieces[name].tensor.numel(), name))
+        names += by_size[holders.number :: holders.total]
+    return [name for name in names if not pieces[name].is_copy]
 
 
 def _reason(error: BaseException) -> str:

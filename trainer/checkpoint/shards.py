@@ -6,6 +6,7 @@ tensors needs are known, and what they say is compared with what is wanted befor
 
 from __future__ import annotations
 
+import math
 import pickle
 import warnings
 from pathlib import Path
@@ -14,12 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from trainer.checkpoint import METADATA
+from trainer.checkpoint import METADATA, Shape
+from trainer.slices import Piece
 
 _PLAIN_CLASSES = {
     "torch.distributed.checkpoint.metadata": (
@@ -31,6 +41,9 @@ _PLAIN_CLASSES = {
     "torch": ["Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))],
     "pathlib": ["PosixPath", "PurePosixPath"],
 }
+
+
+_AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # names and pieces are flat already
 
 
 class Untrusted(Exception):
@@ -53,21 +66,59 @@ class _Reader(FileSystemReader):
         return self._metadata
 
 
-def save_shards(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Every rank writes its tensors, the first one the metadata; all files are on the disk at the end."""
+class _Shard:
+    """A piece as torch's planners ask for it: by what it is called, and where it is in the whole."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.tensor, self.at = piece.tensor, piece.at
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.at.whole)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(self.at.offsets), torch.Size(self.at.sizes))]
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        (chunk,) = self.__create_chunk_list__()
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.tensor), self.size())
+        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].tensor
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        """Without looking for tensors to make: ours are there."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].tensor
+
+
+def save_shards(folder: Path, pieces: dict[str, Piece], group: dist.ProcessGroup | None) -> None:
+    """Every rank writes its pieces, the first one the metadata; all files are on the disk at the end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about itself
         writer = FileSystemWriter(folder, sync_files=True)
-        save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        shards = {name: _Shard(piece) for name, piece in pieces.items()}
+        save(
+            shards, storage_writer=writer, planner=_SavePlanner(**_AS_IT_IS), process_group=group, no_dist=group is None
+        )
 
 
-def load_shards(folder: Path, tensors: dict[str, Tensor], files: dict[str, dict[str, Any]]) -> None:
-    """Overwrites the tensors. The names and shapes have to be exactly those of the checkpoint."""
+def load_shards(
+    folder: Path, pieces: dict[str, Piece], shapes: dict[str, Shape], files: dict[str, dict[str, Any]]
+) -> None:
+    """Overwrites the pieces, wherever in the checkpoint they are. Its names and shapes have to be exactly `shapes`."""
     metadata = read_metadata(folder, files)
-    check_names(metadata, tensors)
+    check_names(metadata, shapes)
+    shards = {name: _Shard(piece) for name, piece in pieces.items() if piece.tensor.numel()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        load(tensors, storage_reader=_Reader(folder, metadata), no_dist=True)
+        load(shards, storage_reader=_Reader(folder, metadata), planner=_LoadPlanner(**_AS_IT_IS), no_dist=True)
 
 
 def read_metadata(folder: Path, files: dict[str, dict[str, Any]]) -> Metadata:
@@ -91,17 +142,17 @@ def read_metadata(folder: Path, files: dict[str, dict[str, Any]]) -> Metadata:
     return metadata
 
 
-def check_names(metadata: Metadata, tensors: dict[str, Tensor]) -> None:
+def check_names(metadata: Metadata, shapes: dict[str, Shape]) -> None:
     """Raises ValueError with the first difference."""
     stored = metadata.state_dict_metadata
-    for name in [*tensors, *stored]:
+    for name in [*shapes, *stored]:
         if name not in stored:
             raise ValueError(f"it lacks {name}")
-        if name not in tensors:
+        if name not in shapes:
             raise ValueError(f"it has {name}, which this model lacks")
         facts = stored[name]
-        if not isinstance(facts, TensorStorageMetadata) or facts.size != tensors[name].shape:
+        if not isinstance(facts, TensorStorageMetadata) or tuple(facts.size) != shapes[name]:
             size = tuple(getattr(facts, "size", ()))
-            raise ValueError(f"{name} has the shape {size} there and {tuple(tensors[name].shape)} here")
-        if sum(chunk.sizes.numel() for chunk in facts.chunks) != tensors[name].numel():
+            raise ValueError(f"{name} has the shape {size} there and {shapes[name]} here")
+        if sum(chunk.sizes.numel() for chunk in facts.chunks) != math.prod(shapes[name]):
             raise ValueError(f"{name} is stored in part only")

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from trainer.durable import replacing
 from trainer.errors import UserError
+from trainer.slices import Piece
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_snapshot(file: Path, tensors: dict[str, Tensor], facts: dict[str, Any], finished_epoch: int) -> None:
+def save_snapshot(file: Path, pieces: dict[str, Piece], facts: dict[str, Any], finished_epoch: int) -> None:
+    tensors = {name: piece.tensor for name, piece in pieces.items()}  # whole ones: validate sees to it
     content = {
         "model_state": _under(tensors, "model."),
         "optimizer_state": {moment: _under(tensors, f"optim.{moment}.") for moment in _MOMENTS},
@@ -31,7 +33,7 @@ def save_snapshot(file: Path, tensors: dict[str, Tensor], facts: dict[str, Any],
 
 
 def load_snapshot(
-    file: Path, tensors: dict[str, Tensor], check: Callable[[dict[str, Any]], None]
+    file: Path, pieces: dict[str, Piece], check: Callable[[dict[str, Any]], None]
 ) -> tuple[dict[str, Any], int]:
     """Overwrites the tensors once `check` agrees; the facts and the number of finished epochs."""
     hint = "delete it to train from scratch, or name another Engine.save_load.snapshot_path"
@@ -50,10 +52,10 @@ def load_snapshot(
         raise UserError(f"{file} is damaged: its checksum is another", hint)
     check(facts)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    if shapes != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+    if shapes != {name: tuple(piece.tensor.shape) for name, piece in pieces.items()}:
         raise UserError(f"{file} is a snapshot of another model", hint)
-    for name, tensor in tensors.items():
-        tensor.copy_(stored[name])
+    for name, piece in pieces.items():
+        piece.tensor.copy_(stored[name])
     return facts, finished
 
 

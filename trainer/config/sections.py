@@ -180,6 +180,9 @@ class Distributed:
     mp_degree: int = integer(1, "tensor (model) parallel", low=1, high=MAX_DEGREE)
     pp_degree: int = integer(1, "pipeline parallel", low=1, high=MAX_DEGREE)
     sharding: Sharding = section(Sharding)
+    pp_schedule: str = choice(
+        "1F1B", ["1F1B", "GPipe"], "1F1B | GPipe (all forward passes first); virtual_pp_degree > 1: interleaved 1F1B"
+    )
     pp_recompute_interval: int = integer(1, "layers recomputed together (full recompute with pp)", low=1)
     bucket_cap_mb: float = number(25.0, "size of a DDP bucket", above=0)
     backend: str = choice(None, ["nccl", "gloo"], "derived: nccl on gpu, gloo on cpu")

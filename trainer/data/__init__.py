@@ -23,9 +23,8 @@ from trainer.data.order import Numbers, permuted
 from trainer.data.tokens import open_corpus
 from trainer.errors import UserError
 from trainer.layout import Batch
+from trainer.loss import IGNORED
 from trainer.mesh import Mesh
-
-IGNORED = -100  # the label of a token that is not predicted
 
 
 class Split(Protocol):

@@ -11,6 +11,7 @@ from trainer.mesh import Mesh
 def replicate(model: nn.Module, bucket_cap_mb: float, mesh: Mesh) -> nn.Module:
     return DistributedDataParallel(
         model,
+        process_group=mesh.groups["dp"],
         device_ids=[mesh.local_rank] if mesh.device.type == "cuda" else None,
         bucket_cap_mb=bucket_cap_mb,
         gradient_as_bucket_view=True,  # the gradient is the bucket: no copy

@@ -1,0 +1,111 @@
+"""Cross entropy of the next token, straight from hidden states and the embedding, without the logits of all tokens.
+
+Shapes: N tokens, C hidden, V rows of the padded vocabulary that this rank holds.
+With a vocabulary of 50,304 the logits of a micro-batch and their gradient are the largest tensors of a GPT. Here they
+exist for a few tokens at a time, and their gradient is turned into that of the inputs before the next tokens come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100  # the label of a token that is not predicted
+LARGE_VOCAB = 32_768  # from here on, chunks save more memory than they cost time
+CHUNK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 27}  # at a time: a GPU wants large products
+
+
+def next_token_loss(x: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, factor: float) -> Tensor:
+    """factor · the sum of cross entropies over the true vocabulary: logits of padding rows take no part."""
+    if weight.shape[0] >= LARGE_VOCAB:
+        return chunked_loss(x, weight, labels, vocab_size, factor)
+    logits = F.linear(x, weight)[..., :vocab_size].flatten(0, 1).float()
+    return F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED) * factor
+
+
+def chunked_loss(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    factor: float,
+    first_row: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The same for the rows from `first_row` on of an embedding whose rows are spread over a group."""
+    return _ChunkedLoss.apply(
+        x.flatten(0, 1), weight, labels.flatten(), vocab_size - first_row, factor, first_row, group
+    )
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The gradient is made in the forward pass, where the logits are at hand; `factor` is therefore known there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        true_rows: int,
+        factor: float,
+        first_row: int,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        device, (wants_x, wants_weight) = x.device.type, ctx.needs_input_grad[:2]
+        half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        loss = torch.zeros((), device=x.device)
+        ctx.dx = torch.empty_like(x) if wants_x else None
+        ctx.dw = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        length = max(1, CHUNK_LOGITS.get(device, CHUNK_LOGITS["cuda"]) // weight.shape[0])
+        with torch.autocast(device, enabled=False):
+            rows = weight.to(half)
+            for start in range(0, len(x), length):
+                chunk = slice(start, start + length)
+                part = x[chunk].to(half)
+                logits = (part @ rows.T).float()
+                logits[:, max(0, true_rows) :] = -torch.inf
+                entropy, gradient = _entropy(logits, labels[chunk], first_row, group)
+                loss += entropy
+                if wants_x or wants_weight:
+                    gradient = gradient.mul_(factor).to(half)
+                if wants_x:
+                    ctx.dx[chunk] = gradient @ rows
+                if wants_weight and half == torch.float32:
+                    ctx.dw.addmm_(gradient.T, part)
+                elif wants_weight:
+                    ctx.dw += gradient.T @ part
+        ctx.weight_dtype = weight.dtype
+        return loss * factor
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        dx = None if ctx.dx is None else ctx.dx.mul_(outer[0])
+        dw = None if ctx.dw is None else ctx.dw.mul_(outer[0]).to(ctx.weight_dtype)
+        ctx.dx = ctx.dw = None
+        return dx, dw, None, None, None, None, None
+
+
+def _entropy(logits: Tensor, labels: Tensor, first_row: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """The sum of cross entropies, and its gradient in the place of the logits. Two small messages, whatever V is."""
+    highest = logits.amax(-1)
+    if group:
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    logits.sub_(highest[:, None])
+    own = labels - first_row
+    here = (own >= 0) & (own < logits.shape[1])
+    own = own.masked_fill(~here, 0)[:, None]
+    wanted = logits.gather(1, own).squeeze(1).masked_fill(~here, 0.0)
+    logits.exp_()
+    sums = torch.stack([logits.sum(-1), wanted])
+    if group:
+        dist.all_reduce(sums, group=group)
+    is_predicted = labels != IGNORED
+    entropy = ((sums[0].log() - sums[1]) * is_predicted).sum()
+    gradient = logits.div_(sums[0][:, None])
+    gradient.scatter_add_(1, own, -here.to(gradient.dtype)[:, None])
+    return entropy, gradient.mul_(is_predicted[:, None])

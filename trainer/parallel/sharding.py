@@ -1,0 +1,41 @@
+"""Sharding: every rank keeps a part of the states of its layers, by FSDP2 on the (dp, sharding) ranks.
+
+    stage   optimizer state   gradients                     parameters
+    1       own part          whole until the last          gathered for the whole update
+                              micro-batch of an update
+    2       own part          own part after each           gathered for the whole update
+    3       own part          own part after each           gathered layer by layer, in both passes
+
+With a pipeline, gradients stay whole through the accumulation in every stage: torch reduces them once per update.
+`sharding_offload` keeps the own parts of parameters, gradients and optimizer state on the host, in every stage; the
+optimizer runs there too.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from trainer.config.sections import Sharding
+from trainer.device import can_pin
+from trainer.mesh import Mesh
+from trainer.model import GPT
+
+
+def shard(part: GPT, config: Sharding, mesh: Mesh) -> None:
+    """Layer by layer, then what is left: the embeddings and the last norm."""
+    offload = CPUOffloadPolicy(pin_memory=can_pin()) if config.sharding_offload else OffloadPolicy()
+    blocks = list(part.layers.values())
+    for module in (*blocks, part):
+        fully_shard(module, mesh=mesh.states, reshard_after_forward=config.sharding_stage == 3, offload_policy=offload)
+    if config.broadcast_overlap:
+        for block, following in pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+
+def before_backward(part: FSDPModule, stage: int, is_last_micro_batch: bool) -> None:
+    """What happens to gradients and parameters at the end of this backward pass."""
+    part.set_requires_gradient_sync(is_last_micro_batch or stage > 1)
+    part.set_reshard_after_backward(is_last_micro_batch or stage == 3)
+    part.set_is_last_backward(is_last_micro_batch)
