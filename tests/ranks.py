@@ -22,6 +22,8 @@ import torch
 import torch._dynamo  # which DDP imports
 
 import trainer.checkpoint.shards
+import trainer.parallel.pipeline
+import trainer.parallel.sharding
 import trainer.train  # noqa: F401 - imported once, for all forks
 from trainer.__main__ import main
 

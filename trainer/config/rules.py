@@ -44,6 +44,17 @@ GLOO_ON_GPU = Rule("T022", "GPUs talk over nccl", "warning", uses=("Global.devic
 MANY_CHUNKS = Rule("T023", "virtual_pp_degree is at most 2", "warning", uses=("Model.virtual_pp_degree",))
 
 ALWAYS = Rule("N004", "a setting changes what is done", "notice")
+ON_THE_CPU = Rule(
+    "N005",
+    "sharding_offload frees the memory of a GPU",
+    "notice",
+    uses=("Distributed.sharding.sharding_offload", "Distributed.sharding.sharding_degree", "Global.device"),
+)
+SNAPSHOT = Rule(
+    "T011",
+    "a snapshot is written by a rank that holds the whole model",
+    uses=("Engine.save_load.snapshot_path", MP, PP, DEGREE_KEYS["sharding"]),
+)
 
 # What a setting without effect is replaced by, where it is not a switch.
 OFF: dict[str, Any] = {"Model.virtual_pp_degree": 1}
@@ -118,6 +129,14 @@ def _check_distributed(run: RunConfig) -> Iterator[Finding]:
         yield BACKEND.found("Distributed.backend", "nccl", "nccl with device cpu", "use gloo, or leave it empty")
     if device == "gpu" and distributed.backend == "gloo":
         yield GLOO_ON_GPU.found("Distributed.backend", "gloo", "gloo copies every tensor to the host", "leave it empty")
+    if (
+        run.Engine.save_load.snapshot_path
+        and distributed.mp_degree * distributed.pp_degree * sharding.sharding_degree > 1
+    ):
+        message = "the model is spread over ranks, a snapshot is one file with all of it"
+        hint = "leave it empty: checkpoints in output_dir go on in any layout"
+        path = run.Engine.save_load.snapshot_path
+        yield SNAPSHOT.found("Engine.save_load.snapshot_path", path, message, hint)
 
 
 def _check_engine(run: RunConfig) -> Iterator[Finding]:
@@ -146,29 +165,14 @@ def _without_effect(run: RunConfig) -> Iterator[Finding]:
     """Settings that FleetX switches off with a warning; `resolve.py` does so too."""
     distributed = run.Distributed
     mp, pp, sharding = distributed.mp_degree, distributed.pp_degree, distributed.sharding
-    overlaps = sharding.sharding_degree > 1 and sharding.sharding_stage == 2 and not sharding.sharding_offload
-    overlap_needs = "it needs sharding_degree > 1, stage 2 and no offload"
-    overlap_keys = (*_SHARDING, "Distributed.sharding.sharding_offload")
-    offloads = sharding.sharding_degree > 1 and run.Global.device == "gpu"
-    broadcasts = overlaps and run.Engine.logging_freq > 1
-    broadcast_needs = f"{overlap_needs}, and logging_freq > 1: a log line waits for the broadcast"
+    spreads = (sharding.sharding_degree > 1, (_SHARDING[0],), "it needs sharding_degree > 1")
     fuses = mp * pp == 1
     settings: list[tuple[str, bool, tuple[str, ...], str]] = [
         ("Model.sequence_parallel", mp > 1, (MP,), "it needs mp_degree > 1"),
         ("Model.virtual_pp_degree", pp > 1, (PP,), "it needs pp_degree > 1"),
-        ("Distributed.sharding.reduce_overlap", overlaps, overlap_keys, overlap_needs),
-        (
-            "Distributed.sharding.broadcast_overlap",
-            broadcasts,
-            (*overlap_keys, "Engine.logging_freq"),
-            broadcast_needs,
-        ),
-        (
-            "Distributed.sharding.sharding_offload",
-            offloads,
-            (_SHARDING[0], "Global.device"),
-            "it needs sharding_degree > 1 and a GPU",
-        ),
+        ("Distributed.sharding.reduce_overlap", *spreads),
+        ("Distributed.sharding.broadcast_overlap", *spreads),
+        ("Distributed.sharding.sharding_offload", *spreads),
         ("Optimizer.tensor_fusion", fuses, (MP, PP), "it needs mp_degree 1 and pp_degree 1"),
     ]
     for key, works, uses, needs in settings:
@@ -179,6 +183,14 @@ def _without_effect(run: RunConfig) -> Iterator[Finding]:
 
 def _done_anyway(run: RunConfig) -> Iterator[Finding]:
     """What the trainer does in one way only, whatever is written."""
+    sharding = run.Distributed.sharding
+    if sharding.reduce_overlap and sharding.sharding_degree > 1:
+        message = "gradients are always reduced while the backward pass still runs"
+        key = "Distributed.sharding.reduce_overlap"
+        yield ALWAYS.using(key, *_SHARDING).found(key, True, message)
+    if sharding.sharding_offload and sharding.sharding_degree > 1 and run.Global.device == "cpu":
+        message = "parameters, gradients and optimizer state are in the memory of the host anyway: this gains nothing"
+        yield ON_THE_CPU.found("Distributed.sharding.sharding_offload", True, message)
     if run.Optimizer.tensor_fusion and run.Distributed.mp_degree * run.Distributed.pp_degree == 1:
         message = "one kernel updates all tensors where they are: flat buffers would only copy"
         yield ALWAYS.using("Optimizer.tensor_fusion", MP, PP).found("Optimizer.tensor_fusion", True, message)

@@ -169,9 +169,11 @@ class Optimizer:
 class Sharding:
     sharding_degree: int = integer(1, "ranks that share one copy of the states", low=1, high=MAX_DEGREE)
     sharding_stage: int = integer(2, "0 off | 1 optimizer | 2 + gradients | 3 + parameters", low=0, high=3)
-    sharding_offload: bool = boolean(False, "keep optimizer state (stages 1, 2) or parameters (3) on the CPU")
-    reduce_overlap: bool = boolean(False, "overlap gradient reduction with the backward pass")
-    broadcast_overlap: bool = boolean(False, "overlap parameter broadcast with the next forward pass")
+    sharding_offload: bool = boolean(
+        False, "keep a rank's own part of parameters, gradients and optimizer state on the CPU"
+    )
+    reduce_overlap: bool = boolean(False, "overlap gradient reduction with the backward pass: always done")
+    broadcast_overlap: bool = boolean(False, "gather the parameters of a layer while the one before runs")
 
 
 @record(frozen=True)
