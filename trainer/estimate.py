@@ -1,7 +1,7 @@
 """What a run will cost: parameters (exact), FLOPs per token, and bytes per rank, before anything is started.
 
-Memory is a first estimate; `ASSUMPTIONS` says what it rests on. Sizes: s tokens, b samples per micro-batch, h hidden,
-a heads, f feed-forward, V padded vocabulary. Numbers in, numbers out; no torch.
+Parameters, gradients and optimizer state are exact; the rest is a first estimate, and `ASSUMPTIONS` says what it rests
+on. Sizes: s tokens, b samples per micro-batch, h hidden, a heads, f feed-forward, V padded vocabulary. No torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ GPU_CONTEXT = 1.5 * GIB  # CUDA context and communication buffers
 FRAGMENTATION = 0.1  # of all other bytes: what the allocator holds but cannot use
 UNKNOWN_VOCAB = 256  # a character vocabulary is counted in the data; this is a generous guess
 
+# The loss of a large vocabulary is made for a few tokens at a time. Logits at once: a GPU wants large products.
+LARGE_VOCAB = 32_768
+CHUNK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 27}
+
 ASSUMPTIONS = (
     "AdamW; O1: fp32 states and half copies of the weights; O2: half parameters and gradients, fp32 master weights",
+    "sharding stages 1 and 2 hold the own part and, for the update, the gathered whole; stage 3 gathers two layers",
     "activations after Korthikanti et al. 2022, attention scores kept unless use_flash_attn or recomputed",
     "1F1B keeps up to pp_degree micro-batches alive; the heaviest pipeline stage counts",
     "on a GPU 1.5 GiB for context and communication buffers, and 10 % for fragmentation",
@@ -27,17 +32,18 @@ ASSUMPTIONS = (
 
 
 class Memory(NamedTuple):
-    """Bytes on one rank."""
+    """Bytes on one rank: what lives between the passes of an update, and what comes and goes."""
 
     parameters: float
     gradients: float
     optimizer: float
+    gathered: float  # stage 3: the layers at work, and the embeddings
     activations: float
     overhead: float
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.overhead
+        return sum(self)
 
 
 class Estimate(NamedTuple):
@@ -47,12 +53,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(run: RunConfig, layout: Layout) -> Estimate:
-    chunks = segments(run.Model.num_layers, layout.pp * run.Model.virtual_pp_degree)
-    stages = [
-        _stage_memory(run, layout, stage, [layer for chunk in chunks[stage :: layout.pp] for layer in chunk])
-        for stage in range(layout.pp)
-    ]
-    heaviest = max(stages, key=lambda memory: memory.total)
+    heaviest = max((stage_memory(run, layout, stage) for stage in range(layout.pp)), key=lambda memory: memory.total)
     return Estimate(count_parameters(run.Model), flops_per_token(run), heaviest)
 
 
@@ -64,10 +65,15 @@ def count_parameters(model: Model) -> int:
 
 
 def layer_parameters(model: Model, mp: int) -> int:
+    return sum(rows * columns for rows, columns in _layer_shapes(model, mp))
+
+
+def _layer_shapes(model: Model, mp: int) -> list[tuple[int, int]]:
     """One block on one rank: the products are split over mp, their output biases and the norms are not."""
     h, f = model.hidden_size, model.ffn_hidden_size
-    split = 4 * h * h + 3 * h + 2 * h * f + f
-    return split // mp + 2 * h + 4 * h
+    attention = [(3 * h // mp, h), (3 * h // mp, 1), (h, h // mp), (h, 1)]
+    feed_forward = [(f // mp, h), (f // mp, 1), (h, f // mp), (h, 1)]
+    return [*attention, *feed_forward, *[(h, 1)] * 4]
 
 
 def flops_per_token(run: RunConfig) -> int:
@@ -77,61 +83,76 @@ def flops_per_token(run: RunConfig) -> int:
     return 6 * weights + 12 * model.num_layers * model.hidden_size * seq_len
 
 
-def _stage_memory(run: RunConfig, layout: Layout, stage: int, layers: Sequence[int]) -> Memory:
-    held = _stage_parameters(run.Model, layout, stage, len(layers))
-    parameters, gradients, optimizer = _state_bytes(run, layout, held)
+def stage_memory(run: RunConfig, layout: Layout, stage: int) -> Memory:
+    """Of a rank in one pipeline stage."""
+    chunks = segments(run.Model.num_layers, layout.pp * run.Model.virtual_pp_degree)
+    layers = [layer for chunk in chunks[stage :: layout.pp] for layer in chunk]
+    states = _state_bytes(run, layout, stage, len(layers))
     activations = _activation_bytes(run, layout, stage, layers)
     overhead = 0.0
     if run.Global.device == "gpu":
-        overhead = GPU_CONTEXT + FRAGMENTATION * (parameters + gradients + optimizer + activations)
-    return Memory(parameters, gradients, optimizer, activations, overhead)
+        overhead = GPU_CONTEXT + FRAGMENTATION * (sum(states) + activations)
+    return Memory(*states, activations, overhead)
 
 
 def _vocab(model: Model) -> int:
     return padded_vocab(model.vocab_size or UNKNOWN_VOCAB, model.vocab_size_divisible_unit)
 
 
-def _stage_parameters(model: Model, layout: Layout, stage: int, num_layers: int) -> int:
-    h = model.hidden_size
-    held = num_layers * layer_parameters(model, layout.mp)
-    embedding = _vocab(model) * h // layout.mp
+def _end_shapes(model: Model, layout: Layout, stage: int) -> list[tuple[int, int]]:
+    """What a stage has besides layers: embeddings and the last norm. The last stage has its own tied embedding."""
+    h, shapes = model.hidden_size, []
+    if stage in (0, layout.pp - 1):
+        shapes.append((_vocab(model) // layout.mp, h))
     if stage == 0:
-        held += embedding + model.max_position_embeddings * h
+        shapes.append((model.max_position_embeddings, h))
     if stage == layout.pp - 1:
-        held += 2 * h + (embedding if layout.pp > 1 else 0)  # the last stage has its own copy of the tied embedding
-    return held
+        shapes += [(h, 1)] * 2
+    return shapes
 
 
-def _state_bytes(run: RunConfig, layout: Layout, held: int) -> tuple[float, float, float]:
+def _state_bytes(run: RunConfig, layout: Layout, stage: int, num_layers: int) -> tuple[float, float, float, float]:
+    """Parameters, gradients, optimizer state, and what is gathered for a moment."""
     amp, sharding = run.Engine.mix_precision, run.Distributed.sharding
-    per_parameter, per_gradient, per_moment = (4.0, 4.0, 8.0)
+    kept, used, per_gradient, per_moment = (4, 4, 4, 8)  # used: a parameter while the passes run
     if amp.enable:
-        per_parameter, per_gradient, per_moment = (2.0, 2.0, 12.0) if amp.level == "O2" else (6.0, 4.0, 8.0)
-    stage, degree = (sharding.sharding_stage, layout.sharding) if layout.sharding > 1 else (0, 1)
-    parameters, gradients, optimizer = (held * per_parameter, held * per_gradient, held * per_moment)
-    if stage >= 1:
-        optimizer = 0.0 if sharding.sharding_offload else optimizer / degree
-    if stage >= 2 and layout.pp == 1:  # with pp the whole gradient of a stage lives through the accumulation
-        gradients /= degree
-    if stage == 3:
-        gathered = 2 * layer_parameters(run.Model, layout.mp) * per_parameter  # this layer and the next
-        parameters = gathered + (0.0 if sharding.sharding_offload else parameters / degree)
-    return parameters, gradients, optimizer
+        kept, used, per_gradient, per_moment = (2, 2, 2, 12) if amp.level == "O2" else (4, 6, 4, 8)
+    ends, layer = _end_shapes(run.Model, layout, stage), _layer_shapes(run.Model, layout.mp)
+    shapes = [*ends, *layer * num_layers]
+    whole, own = _elements(shapes), _elements(shapes, layout.sharding)
+    if layout.sharding == 1:
+        return whole * used, whole * per_gradient, whole * per_moment, 0
+    accumulates = run.Engine.accumulate_steps > 1 and (sharding.sharding_stage == 1 or layout.pp > 1)
+    gradients = (whole if accumulates else own) * per_gradient
+    gathered, passing = (
+        (0, _elements([*ends, *layer * 2]) * used) if sharding.sharding_stage == 3 else (whole * used, 0)
+    )
+    if sharding.sharding_offload and run.Global.device == "gpu":
+        return gathered, gradients if accumulates else 0, 0, passing
+    return own * kept + gathered, gradients, own * per_moment, passing
+
+
+def _elements(shapes: list[tuple[int, int]], parts: int = 1) -> int:
+    """On the rank with most rows, where they are spread over several."""
+    return sum(-(-rows // parts) * columns for rows, columns in shapes)
 
 
 def _activation_bytes(run: RunConfig, layout: Layout, stage: int, layers: Sequence[int]) -> float:
     sizes = _layer_activations(run, layout)
     exempt = frozenset(run.Model.no_recompute_layers)
     kept = sum(_kept(run, layout, sizes, layer in exempt) for layer in layers)
-    alive = _chunks_alive(layout, run.Model.virtual_pp_degree, stage, run.Engine.accumulate_steps)
+    schedule = run.Distributed.pp_schedule
+    alive = _chunks_alive(layout, run.Model.virtual_pp_degree, stage, run.Engine.accumulate_steps, schedule)
     share = alive / run.Model.virtual_pp_degree  # `kept` covers all chunks of the stage
     return kept * share + _working_set(run, layout, sizes) + _logits(run, layout, stage)
 
 
-def _chunks_alive(layout: Layout, virtual_pp: int, stage: int, accumulate: int) -> int:
+def _chunks_alive(layout: Layout, virtual_pp: int, stage: int, accumulate: int, schedule: str) -> int:
     """How many chunk activations a stage holds at most before their backward passes."""
     if layout.pp == 1:
         return virtual_pp
+    if schedule == "GPipe" and virtual_pp == 1:
+        return accumulate
     ahead = layout.pp - stage
     if virtual_pp > 1:
         ahead = 2 * (layout.pp - stage - 1) + (virtual_pp - 1) * layout.pp + 1
@@ -188,12 +209,16 @@ def _working_set(run: RunConfig, layout: Layout, sizes: _LayerActivations) -> fl
 
 
 def _logits(run: RunConfig, layout: Layout, stage: int) -> float:
-    """Logits with their gradient on the last stage."""
+    """Logits with their gradient on the last stage: of all tokens, or of a chunk with the embedding's gradient."""
     if stage != layout.pp - 1:
         return 0.0
     per_logit = 10 if run.Engine.mix_precision.enable else 8  # half logits, fp32 copy, fp32 gradient
-    tokens = run.Data.Train.dataset.max_seq_len * run.Global.micro_batch_size
-    return tokens * _vocab(run.Model) * per_logit / layout.mp
+    rows = _vocab(run.Model) / layout.mp
+    logits = run.Data.Train.dataset.max_seq_len * run.Global.micro_batch_size * rows
+    chunk = CHUNK_LOGITS["cuda" if run.Global.device == "gpu" else "cpu"]
+    if (rows >= LARGE_VOCAB or layout.mp > 1) and logits > chunk:
+        return chunk * per_logit + rows * run.Model.hidden_size * 4
+    return logits * per_logit
 
 
 def savings(run: RunConfig, layout: Layout, limit: float) -> list[str]:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.estimate import CHUNK_LOGITS, LARGE_VOCAB
+
 IGNORED = -100  # the label of a token that is not predicted
-LARGE_VOCAB = 32_768  # from here on, chunks save more memory than they cost time
-CHUNK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 27}  # at a time: a GPU wants large products
 
 
 def next_token_loss(x: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, factor: float) -> Tensor:

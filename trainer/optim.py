@@ -92,6 +92,15 @@ class Weight:
         return self.local if self.master is None else self.master
 
     @property
+    def own_bytes(self) -> int:
+        return self.at.numel * self.parameter.element_size()
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Moments, and the master copy of O2."""
+        return sum(tensor.nbytes for tensor in (self.exp_avg, self.exp_avg_sq, self.master) if tensor is not None)
+
+    @property
     def gradient(self) -> Tensor:
         assert self.parameter.grad is not None, self.name
         return _local(self.parameter.grad)

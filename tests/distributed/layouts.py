@@ -37,11 +37,16 @@ class Case(NamedTuple):
         more += ["sequence"] * self.sequence + [self.schedule] * (self.schedule != "1F1B")
         return "-".join(degrees + more) or "one"
 
+    @property
+    def micro_batches(self) -> int:
+        """With pp of them, an interleaved pipeline is done with a chunk before the next one has gradients."""
+        return self.pp * self.virtual
+
     def keys(self, accumulate: int = 1, recompute: bool = False) -> dict[str, object]:
         """The config of a run; `accumulate` times as many micro-batches as the pipeline needs anyway."""
         return {
             **MODEL,
-            "micro_batch": 16 // self.layout.data_ranks // self.pp // accumulate,
+            "micro_batch": 16 // self.layout.data_ranks // self.micro_batches // accumulate,
             "Distributed.dp_degree": self.dp,
             "Distributed.pp_degree": self.pp,
             "Distributed.mp_degree": self.mp,

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.conftest import Train
 from tests.distributed.layouts import ALONE, LARGEST, LAYOUTS, Case, cases
+from tests.distributed.measured import EVALUATION, train
+from tests.distributed.test_bytes import assert_as_estimated
 from tests.ranks import Ended, Ranks, run, tiny
 from trainer.__main__ import main
 from trainer.loss import CHUNK_LOGITS
@@ -15,26 +18,16 @@ from trainer.parallel import Parallel
 
 LOSS = 5e-6  # absolute, over 10 fp32 steps
 NORM = 5e-6  # relative
-EVALUATION = {"eval_freq": 5, "eval_iters": 2, "test_iters": 1}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    ended = run(tmp_path_factory.mktemp("alone"), *tiny(**ALONE.keys(), **EVALUATION))
-    assert ended.ok, ended.text
-    return ended
+def alone(trained: Train) -> Ended:
+    return trained(ALONE).ended
 
 
 def difference(here: list[float], there: list[float], relative: bool = False) -> float:
     assert len(here) == len(there) > 0
     return max(abs(a / b - 1) if relative else abs(a - b) for a, b in zip(here, there))
-
-
-def train(folder: Path, case: Case, accumulate: int = 1, recompute: bool = False, **more: Any) -> Ended:
-    keys = {**case.keys(accumulate, recompute), **EVALUATION, **more}
-    ended = run(folder, *tiny(**keys), world=case.world, seconds=300)
-    assert ended.ok, ended.text
-    return ended
 
 
 def assert_same(ended: Ended, alone: Ended) -> None:
@@ -46,9 +39,9 @@ def assert_same(ended: Ended, alone: Ended) -> None:
 
 
 @pytest.mark.parametrize("case", cases(LAYOUTS))
-def test_losses_are_those_of_one_process(tmp_path: Path, alone: Ended, case: Case) -> None:
+def test_losses_are_those_of_one_process(trained: Train, alone: Ended, case: Case) -> None:
     """Ten updates, two evaluations and a test run; gradient norms too."""
-    assert_same(train(tmp_path, case), alone)
+    assert_same(trained(case).ended, alone)
 
 
 COVERING = [
@@ -64,23 +57,28 @@ COVERING = [
 
 
 @pytest.mark.parametrize("case", cases(COVERING))
-def test_with_recompute_and_accumulation(tmp_path: Path, alone: Ended, case: Case) -> None:
-    assert_same(train(tmp_path, case, accumulate=2, recompute=True), alone)
+def test_with_recompute_and_accumulation(trained: Train, alone: Ended, case: Case) -> None:
+    assert_same(trained(case, accumulate=2, recompute=True).ended, alone)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("accumulate", "recompute"), [(1, True), (2, False), (2, True)])
 @pytest.mark.parametrize("case", cases(LAYOUTS))
 def test_all_with_recompute_and_accumulation(
-    tmp_path: Path, alone: Ended, case: Case, accumulate: int, recompute: bool
+    trained: Train, alone: Ended, case: Case, accumulate: int, recompute: bool
 ) -> None:
-    assert_same(train(tmp_path, case, accumulate, recompute), alone)
+    """And their bytes are as estimated."""
+    this = trained(case, accumulate=accumulate, recompute=recompute)
+    assert_same(this.ended, alone)
+    assert_as_estimated(this)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("recompute", [False, True])
 def test_sixteen_ranks(tmp_path: Path, alone: Ended, recompute: bool) -> None:
-    assert_same(train(tmp_path, LARGEST, recompute=recompute), alone)
+    this = train(tmp_path, LARGEST, recompute=recompute)
+    assert_same(this.ended, alone)
+    assert_as_estimated(this)
 
 
 @pytest.mark.parametrize("case", cases([Case(mp=2), Case(pp=2), Case(sharding=2, stage=3)]))
@@ -90,7 +88,7 @@ def test_the_loss_of_a_large_vocabulary_is_the_same(
     """Made in chunks, here of 3 tokens at a time; the oracle makes all logits at once."""
     monkeypatch.setattr("trainer.loss.LARGE_VOCAB", 1)
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 3 * 128 // case.mp)
-    assert_same(train(tmp_path, case), alone)
+    assert_same(train(tmp_path, case).ended, alone)
 
 
 UNEVEN = [Case(pp=3), Case(sharding=3), Case(sharding=3, stage=3), Case(pp=3, schedule="GPipe")]
@@ -99,27 +97,27 @@ UNEVEN = [Case(pp=3), Case(sharding=3), Case(sharding=3, stage=3), Case(pp=3, sc
 @pytest.mark.parametrize("case", cases(UNEVEN))
 def test_what_does_not_divide(tmp_path: Path, case: Case) -> None:
     """4 layers over 3 stages, rows of 32 over 3 ranks: no layer and no row is dropped."""
-    whole = train(tmp_path / "alone", ALONE, global_batch=12, micro_batch=12)
-    ended = train(tmp_path / "split", case, global_batch=12, micro_batch=4)
+    whole = train(tmp_path / "alone", ALONE, global_batch=12, micro_batch=12).ended
+    ended = train(tmp_path / "split", case, global_batch=12, micro_batch=4).ended
     assert_same(ended, whole)
 
 
 @pytest.mark.parametrize("interval", [1, 2])
 def test_layers_recomputed_together(tmp_path: Path, alone: Ended, interval: int) -> None:
     more = {"Distributed.pp_recompute_interval": interval}
-    assert_same(train(tmp_path, Case(pp=2), recompute=True, **more), alone)
+    assert_same(train(tmp_path, Case(pp=2), recompute=True, **more).ended, alone)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offload_runs_without_a_gpu_and_says_that_it_gains_nothing(tmp_path: Path, alone: Ended, stage: int) -> None:
-    ended = train(tmp_path, Case(sharding=2, stage=stage), **{"Distributed.sharding.sharding_offload": True})
+    ended = train(tmp_path, Case(sharding=2, stage=stage), **{"Distributed.sharding.sharding_offload": True}).ended
     assert_same(ended, alone)
     assert "N005 Distributed.sharding.sharding_offload" in ended.out[0]
 
 
 def test_overlap_changes_nothing_but_the_time(tmp_path: Path, alone: Ended) -> None:
     more = {"Distributed.sharding.broadcast_overlap": True, "Distributed.sharding.reduce_overlap": True}
-    ended = train(tmp_path, Case(sharding=2), logging_freq=2, **more)
+    ended = train(tmp_path, Case(sharding=2), logging_freq=2, **more).ended
     assert difference(ended.metrics(), alone.metrics()[1::2]) <= LOSS
     assert "N004 Distributed.sharding.reduce_overlap" in ended.out[0]
 
@@ -132,7 +130,7 @@ HALF = {"Engine.mix_precision.enable": True, "Engine.mix_precision.scale_loss": 
 def test_mixed_precision_stays_near_fp32(
     tmp_path: Path, alone: Ended, case: Case, dtype: str, tolerance: float
 ) -> None:
-    ended = train(tmp_path, case, **{**HALF, "Engine.mix_precision.dtype": dtype})
+    ended = train(tmp_path, case, **{**HALF, "Engine.mix_precision.dtype": dtype}).ended
     assert 0 < difference(ended.metrics(), alone.metrics()) <= tolerance
 
 
@@ -146,8 +144,8 @@ def test_pure_half_is_that_of_one_process(tmp_path: Path, case: Case) -> None:
         "Engine.mix_precision.dtype": "bfloat16",
         "Engine.mix_precision.level": "O2",
     }
-    whole = train(tmp_path / "alone", ALONE, **pure)
-    ended = train(tmp_path / "split", case, **pure)
+    whole = train(tmp_path / "alone", ALONE, **pure).ended
+    ended = train(tmp_path / "split", case, **pure).ended
     assert difference(ended.metrics(), whole.metrics(), relative=True) < 0.01
 
 

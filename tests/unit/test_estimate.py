@@ -6,7 +6,7 @@ import pytest
 
 from trainer import estimate as estimate_module
 from trainer.config import Override, load
-from trainer.estimate import GIB, count_parameters, estimate, flops_per_token, savings
+from trainer.estimate import GIB, count_parameters, estimate, flops_per_token, savings, stage_memory
 from trainer.layout import Machines, segments
 
 MILLIONS = {
@@ -88,13 +88,21 @@ def memory_of(*overrides: str, world: Machines | None = None):
 
 
 def test_states_shrink_with_the_sharding_stage() -> None:
-    plain = memory_of("dp_degree=8")
-    stages = [memory_of("sharding_degree=8", f"sharding_stage={stage}") for stage in (1, 2, 3)]
+    accumulated = "Global.local_batch_size=8"
+    plain = memory_of("dp_degree=8", accumulated)
+    stages = [memory_of("sharding_degree=8", f"sharding_stage={stage}", accumulated) for stage in (1, 2, 3)]
     assert [stage.optimizer for stage in stages] == [plain.optimizer / 8] * 3
     assert [stage.gradients for stage in stages] == [plain.gradients, plain.gradients / 8, plain.gradients / 8]
-    assert stages[1].parameters == plain.parameters
-    assert plain.parameters / 8 < stages[2].parameters < plain.parameters / 2
+    assert [stage.parameters for stage in stages] == [plain.parameters * share for share in (9 / 8, 9 / 8, 1 / 8)]
+    assert 0 < stages[2].gathered < plain.parameters / 4
     assert memory_of("sharding_degree=8", "sharding_offload=True").optimizer == 0
+    assert memory_of("sharding_degree=8", "sharding_offload=True", "Global.device=cpu").optimizer > 0
+
+
+def test_a_single_micro_batch_leaves_no_whole_gradient() -> None:
+    """It is reduced while the backward pass runs: nothing accumulates."""
+    once = memory_of("sharding_degree=8", "sharding_stage=1")
+    assert once.gradients == memory_of("dp_degree=8").gradients / 8
 
 
 def test_activations_shrink_with_recomputation_in_the_documented_order() -> None:
@@ -176,10 +184,7 @@ def test_the_heaviest_stage_counts_also_when_layers_are_uneven() -> None:
         "Global.micro_batch_size=4",
     ]
     known = resolved(Machines(1, 8), *sizes)
-    chunks = segments(10, 8)
-    totals = [
-        estimate_module._stage_memory(known.run, known.layout, stage, list(chunks[stage])).total for stage in range(8)
-    ]
+    totals = [stage_memory(known.run, known.layout, stage).total for stage in range(8)]
     assert estimate(known.run, known.layout).memory.total == max(totals) > totals[0]
 
 

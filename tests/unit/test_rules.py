@@ -100,7 +100,11 @@ CASES = [
     ("T008 N002", "Profiler:\n  scheduler: [5, 1]\n", 2),
     ("T009", "Generation:\n  min_dec_len: 300\n", 2),
     ("N004", "Distributed:\n  sharding:\n    sharding_degree: 2\n    reduce_overlap: True\n", 4),
-    ("N005", "Global: {device: cpu}\nDistributed:\n  sharding:\n    sharding_degree: 2\n    sharding_offload: True\n", 5),
+    (
+        "N005",
+        "Global: {device: cpu}\nDistributed:\n  sharding:\n    sharding_degree: 2\n    sharding_offload: True\n",
+        5,
+    ),
     ("T011", "Engine:\n  save_load: {snapshot_path: s.pt}\nDistributed: {mp_degree: 2}\n", 2),
     ("T011", "Engine:\n  save_load: {snapshot_path: s.pt}\nDistributed: {sharding: {sharding_degree: 2}}\n", 2),
     ("T010", "Engine:\n  run_mode: step\n  max_steps: 0\n", 3),

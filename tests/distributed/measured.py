@@ -1,0 +1,105 @@
+"""Trains a layout with the trainer's own entry point, and notes on every rank what it holds and sends in an update."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import profile
+
+from tests.distributed.layouts import Case
+from tests.ranks import Ended, Ranks, tiny
+from trainer import train as loop
+from trainer.__main__ import main
+from trainer.data import LocalBatch
+from trainer.estimate import stage_memory
+from trainer.state import Training
+
+EVALUATION = {"eval_freq": 5, "eval_iters": 2, "test_iters": 1}
+
+
+class Held(NamedTuple):
+    """Bytes on a rank in its second update: after a forward pass, after every backward pass, and always."""
+
+    parameters: int
+    gradients: list[int]
+    optimizer: int
+    estimated: list[float]
+    collectives: dict[str, int]  # of its third update, by name
+
+
+class Trained(NamedTuple):
+    case: Case
+    ended: Ended
+    held: list[Held]
+
+
+def train(folder: Path, case: Case, accumulate: int = 1, recompute: bool = False, **more: Any) -> Trained:
+    keys = {**case.keys(accumulate, recompute), **EVALUATION, **more}
+    folder.mkdir(exist_ok=True)
+    ended = Ranks(tiny(**keys), case.world, folder, {}, measuring_main).wait(300)
+    assert ended.ok, ended.text
+    noted = [json.loads((folder / f"noted.{rank}").read_text()) for rank in range(case.world)]
+    return Trained(case, ended, [Held(**each) for each in noted])
+
+
+def measuring_main(arguments: Sequence[str]) -> int:
+    """The trainer, whose second and third updates are watched."""
+    compute_gradients, noted = loop.compute_gradients, {}
+
+    def watched(t: Training, batch: LocalBatch, num_predicted: float) -> Any:
+        if t.progress.step == 1:
+            with _Bytes() as held:
+                result = compute_gradients(t, batch, num_predicted)
+            estimated = stage_memory(t.run, t.mesh.layout, t.mesh.at.pp)
+            noted.update(parameters=held.parameters, gradients=held.gradients)
+            noted["optimizer"] = sum(weight.optimizer_bytes for weight in t.optimizer.weights)
+            noted["estimated"] = [estimated.parameters, estimated.gradients, estimated.optimizer]
+            return result
+        if t.progress.step != 2:
+            return compute_gradients(t, batch, num_predicted)
+        with profile() as profiled:
+            result = compute_gradients(t, batch, num_predicted)
+        names = [event.name for event in profiled.events() if event.name.startswith("gloo:")]
+        noted["collectives"] = Counter(name.removeprefix("gloo:") for name in names)
+        Path(f"noted.{t.mesh.rank}").write_text(json.dumps(noted))
+        return result
+
+    loop.compute_gradients = watched
+    return main(arguments)
+
+
+class _Bytes:
+    """Counts what is alive around every backward pass, FSDP's gathered parameters included."""
+
+    def __enter__(self) -> _Bytes:
+        alive = [thing for thing in gc.get_objects() if isinstance(thing, nn.Parameter)]
+        self.alive = [parameter for parameter in alive if not parameter.is_meta]
+        self.parameters, self.gradients = 0, []
+        self.backward = torch.autograd.backward
+        torch.autograd.backward = self._noted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.autograd.backward = self.backward
+
+    def _noted(self, *args: Any, **kwargs: Any) -> None:
+        there = [parameter for parameter in self.alive if _local(parameter).untyped_storage().size()]
+        self.parameters = self.parameters or _bytes_of(there)
+        self.backward(*args, **kwargs)
+        self.gradients.append(_bytes_of([parameter.grad for parameter in self.alive]))
+
+
+@torch.no_grad()
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _bytes_of(tensors: Sequence[Tensor | None]) -> int:
+    return sum(_local(tensor).nbytes for tensor in tensors if tensor is not None)
