@@ -1,0 +1,123 @@
+"""A checkpoint belongs to no layout. Oracle: the run that was never interrupted, on one process or in the same layout."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.conftest import Train
+from tests.distributed.layouts import ALONE, Case, cases
+from tests.distributed.test_resume import assert_equal, tensors_of
+from tests.ranks import Ended, run, tiny
+from trainer.checkpoint.manifest import read_manifest
+
+LOSS = 5e-6
+STEPS, MORE = 4, 4
+
+SAVED = [ALONE, Case(sharding=2, mp=2, stage=3), Case(pp=2, sharding=2), Case(pp=2, mp=2, sequence=True)]
+GOES_ON = [ALONE, Case(dp=2), Case(sharding=4, stage=3), Case(mp=2), Case(pp=2, virtual=2), Case(sharding=2, mp=2)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def once(case: Case) -> Path:
+        folder = tmp_path_factory.mktemp(case.name)
+        ended = run(folder, *tiny(**case.keys(), max_steps=STEPS), world=case.world)
+        assert ended.ok, ended.text
+        return folder / "output" / f"step_{STEPS}"
+
+    return once
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return run(tmp_path_factory.mktemp("whole"), *tiny(**ALONE.keys(), max_steps=STEPS + MORE))
+
+
+@pytest.mark.parametrize("there", cases(GOES_ON))
+@pytest.mark.parametrize("here", cases(SAVED))
+def test_any_layout_goes_on_with_what_any_other_saved(
+    tmp_path: Path, saved, uninterrupted: Ended, here: Case, there: Case
+) -> None:
+    """24 pairs; weights, moments, learning rate and the place in the data."""
+    ended = run(tmp_path, *tiny(**there.keys(), max_steps=STEPS + MORE, ckpt_dir=saved(here)), world=there.world)
+    assert ended.ok, ended.text
+    rest = uninterrupted.metrics()[STEPS:]
+    assert len(ended.metrics()) == MORE
+    assert max(abs(a - b) for a, b in zip(ended.metrics(), rest)) <= LOSS
+    norms = zip(ended.metrics("grad_norm"), uninterrupted.metrics("grad_norm")[STEPS:])
+    assert max(abs(a / b - 1) for a, b in norms) <= LOSS
+
+
+def test_without_its_moments_a_checkpoint_goes_another_way(tmp_path: Path, saved, uninterrupted: Ended) -> None:
+    """The comparison above notices a mistake: another learning rate for the rest is far outside of the tolerance."""
+    keys = {**ALONE.keys(), "max_lr": 2e-3, "max_steps": STEPS + MORE, "ckpt_dir": saved(Case(pp=2, sharding=2))}
+    ended = run(tmp_path, *tiny(**keys))
+    assert max(abs(a - b) for a, b in zip(ended.metrics(), uninterrupted.metrics()[STEPS:])) > 100 * LOSS
+
+
+@pytest.mark.parametrize("here", cases(SAVED))
+def test_a_checkpoint_is_one_copy_of_the_state(saved, here: Case) -> None:
+    """Every rank wrote its own part and nothing twice: the bytes of all files are those of one process, but headers."""
+    folder, alone = saved(here), saved(ALONE)
+    shapes = {name: tensor.shape for name, tensor in tensors_of(alone).items()}
+    assert {name: tensor.shape for name, tensor in tensors_of(folder).items()} == shapes
+    tensors = sum(4 * shape.numel() for shape in shapes.values())
+    files = [file for name, file in read_manifest(folder)["files"].items() if name.startswith("__")]
+    assert len(files) == here.world
+    assert max(file["bytes"] for file in files) < 1.5 * sum(file["bytes"] for file in files) / len(files)
+    chunks = 3 * 53 * here.world  # tensors at most, each with its own header
+    assert tensors <= sum(file["bytes"] for file in files) < tensors + 2048 * chunks
+
+
+@pytest.mark.parametrize("here", cases(SAVED[1:]))
+def test_weights_on_the_disk_are_those_of_one_process(saved, here: Case) -> None:
+    mine, right = tensors_of(saved(here)), tensors_of(saved(ALONE))
+    assert all(torch.allclose(mine[name], right[name], atol=1e-5) for name in right)
+
+
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+SAME = [
+    Case(sharding=2),
+    Case(sharding=2, stage=3),
+    Case(mp=2),
+    Case(mp=2, sequence=True),
+    Case(pp=2),
+    Case(pp=2, virtual=2),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*cases(SAME), pytest.param(Case(sharding=2, mp=2, pp=2), id="eight", marks=pytest.mark.long)]
+)
+def test_ten_and_ten_are_twenty(tmp_path: Path, case: Case) -> None:
+    """Bit for bit in the same layout, with dropout on: losses, norms, weights and moments."""
+    keys = {**case.keys(), **DROPOUT}
+    whole = run(tmp_path / "whole", *tiny(**keys, max_steps=20), world=case.world)
+    half = run(tmp_path / "half", *tiny(**keys, max_steps=10), world=case.world)
+    rest = run(tmp_path / "half", *tiny(**keys, max_steps=20, ckpt_dir="auto"), world=case.world)
+    assert whole.ok, whole.text
+    assert half.ok, half.text
+    assert rest.ok, rest.text
+    assert rest.metrics() == whole.metrics()
+    assert rest.metrics("grad_norm") == whole.metrics("grad_norm")
+    assert_equal(rest.folder / "output" / "step_20", whole.folder / "output" / "step_20")
+
+
+def test_a_sample_is_written_where_no_rank_has_the_whole_model(trained: Train) -> None:
+    """From the checkpoint. Oracle: the sample of one process, which has the same weights but for rounding."""
+    alone, spread = (trained(case).ended.out[0] for case in (ALONE, Case(sharding=2, mp=2, pp=2, stage=3)))
+    samples = [re.sub(r"(?m)^\[.*?INFO\] - ", "", text[text.index("A sample, after") :]) for text in (alone, spread)]
+    assert samples[0][:60] == samples[1][:60]
+
+
+def test_the_facts_of_a_checkpoint_name_its_layout(saved) -> None:
+    facts = read_manifest(saved(Case(pp=2, sharding=2)))
+    assert facts["layout"] == {"dp": 1, "pp": 2, "sharding": 2, "mp": 1}
+    assert json.dumps(facts["config"])
