@@ -51,6 +51,11 @@ def host_copy(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same in memory from which a copy to a GPU runs beside everything else."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def use_in_thread(device: torch.device) -> None:
     """A new thread begins on the first GPU."""
     if device.type == "cuda":

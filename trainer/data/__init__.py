@@ -21,10 +21,13 @@ from trainer.data.chars import Characters, CharSplit
 from trainer.data.gpt import check_vocabulary, documents_of, open_split
 from trainer.data.order import Numbers, permuted
 from trainer.data.tokens import open_corpus
+from trainer.device import pinned
 from trainer.errors import UserError
 from trainer.layout import Batch
 from trainer.loss import IGNORED
 from trainer.mesh import Mesh
+
+CPU = torch.device("cpu")
 
 
 class Split(Protocol):
@@ -133,8 +136,16 @@ class Reader:
     The samples of a batch have global numbers first, first + 1, …; each data rank takes a contiguous part of them.
     """
 
-    def __init__(self, split: Split, batch: Batch, data_rank: int, epoch_length: int, shuffle_key: int | None) -> None:
-        self.split, self.batch, self.data_rank = split, batch, data_rank
+    def __init__(
+        self,
+        split: Split,
+        batch: Batch,
+        data_rank: int,
+        epoch_length: int,
+        shuffle_key: int | None,
+        device: torch.device = CPU,
+    ) -> None:
+        self.split, self.batch, self.data_rank, self.device = split, batch, data_rank, device
         # Numbers per epoch; those beyond the split's size take its first samples again.
         self.epoch_length = epoch_length
         self.shuffle_key = shuffle_key
@@ -148,7 +159,7 @@ class Reader:
         inputs, labels = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:].copy())
         if self.split.eos is not None:
             labels[inputs == self.split.eos] = IGNORED
-        return LocalBatch(inputs, labels)
+        return LocalBatch(pinned(inputs, self.device), pinned(labels, self.device))
 
     def batches(self, first: int, count: int, num_workers: int) -> Iterator[LocalBatch]:
         """The next `count` batches, read when they are asked for, or by a thread meanwhile."""

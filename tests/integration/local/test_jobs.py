@@ -60,6 +60,29 @@ def is_gone(run_dir: Path, seconds: float = 10) -> bool:
     return not processes_of(str(run_dir))
 
 
+LAYERS4 = ["-o", "Model.num_layers=4", "-o", "Model.hidden_size=32", "-o", "Model.num_attention_heads=4"]
+LAYERS4 += ["-o", "Data.Train.dataset.max_seq_len=16", "-o", "Global.local_batch_size=8", "-o", "Engine.max_steps=5"]
+LAYERS4 += ["-o", "Engine.check_accuracy=True", "-o", "Engine.logging_freq=1"]
+
+
+def test_a_pipeline_of_tensor_parallel_stages_on_two_nodes(jobs) -> None:
+    """A stage on each of two torchrun agents. Oracle: the job of one rank; the first rank's log has the last's loss."""
+    assert jobs.gptctl("init").returncode == 0
+    micro = ["-o", "Global.micro_batch_size=4"]
+    alone = jobs.submit("--gpus-per-node", "1", *LAYERS4, *micro)
+    assert jobs.wait(alone, 90) == "COMPLETED"
+    degrees = ["-o", "Distributed.pp_degree=2", "-o", "Distributed.mp_degree=2"]
+    job = jobs.submit("--nodes", "2", "--gpus-per-node", "2", *LAYERS4, *micro, *degrees)
+    assert jobs.wait(job, 90) == "COMPLETED"
+    here, there = losses(jobs.log(job, 0)), losses(jobs.log(alone, 0))
+    assert here.keys() == there.keys() == set(range(1, 6))
+    assert max(abs(here[step] - there[step]) for step in there) <= 5e-6
+    topology = jobs.log(job, 3)
+    assert "rank 3: mp 2 × sharding 1 × pp 2 × dp 1 on cpu, groups: mp [2, 3], sharding [3], pp [1, 3], dp [3]" in topology
+    assert "rank 3: layers 2 to 3; holds parameters" in topology
+    assert "pipeline segments: 0, 2, 4" in jobs.log(job, 0)
+
+
 def test_a_script_on_two_nodes(jobs, toy) -> None:
     """Every rank's file holds what that rank and its children printed, arguments arrive unchanged, nothing is left."""
     arguments = [word for word in HOSTILE if word]
