@@ -57,7 +57,7 @@ tools:
 
 test: $(READY) tools lint types
 	@echo "== all tests"
-	@$(BIN)/python -m pytest -m 'not long'
+	@$(BIN)/python -m pytest -m 'not long and not gpu'
 
 quick: $(READY) lint types
 	@echo "== unit tests"
@@ -71,6 +71,7 @@ bench: $(READY)
 	@$(BIN)/python tests/bench/startup.py
 	@$(BIN)/python tests/bench/follow.py
 	@$(BIN)/python tests/bench/training.py
+	@$(BIN)/python tests/bench/parallel.py
 
 # Hugging Face's Trainer and Lightning, in an environment of their own.
 $(VENV)-peers/.ready: | $(VENV)/bin/python

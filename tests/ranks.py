@@ -173,6 +173,7 @@ PATHS = {
     "dataset": "Data.Train.dataset.name",
     "path": "Data.Train.dataset.path",
     "input_dir": "Data.Train.dataset.input_dir",
+    "samples": "Generation.num_return_sequences",
     "max_lr": "Optimizer.lr.max_lr",
     "decay_steps": "Optimizer.lr.decay_steps",
 }
@@ -197,6 +198,7 @@ TINY = {
     "eval_freq": 0,
     "eval_iters": 0,
     "save_steps": 0,
+    "samples": 0,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tests.ranks  # noqa: F401 - one thread in this process, so that it can be forked
-from tests.bench import follow, startup, training
+from tests.bench import follow, parallel, startup, training
 
 
 def over_budget() -> dict[str, float]:
@@ -43,3 +43,30 @@ def test_two_processes_use_the_cores_well() -> None:
         return two / training.tokens_per_cpu_second(training.SMALL, 1, 2, steps=15)
 
     assert share() >= 0.85 or share() >= 0.85
+
+
+def test_axes_cost_what_their_messages_cost() -> None:
+    """CPU seconds of two ranks against one process; the bench's references, with room for a busy machine."""
+    names = ("mp2", "sharding2 stage 3", "pp2 1F1B, 2 micro-batches")
+    cases = {name: parallel.CASES[name] for name in names}
+
+    def dear() -> dict[str, float]:
+        spent = parallel.step_costs(parallel.SMALL, 1, 4, cases)
+        ratios = {name: training.ratio(spent[name], spent["alone"], "cpu") for name in names}
+        return {name: ratio for name, ratio in ratios.items() if ratio > 1.5 * (cases[name].small or 1.0)}
+
+    assert not dear() or not dear()
+
+
+def test_pipeline_stages_work_at_the_same_time() -> None:
+    """Stages that sleep: theory says a bubble of 1/8 or 1/16, and 1 when only one of the two ever works."""
+
+    def largest() -> float:
+        return max(parallel.bubbles(2, [(schedule, 8) for schedule in parallel.SCHEDULES], rounds=2))
+
+    assert largest() <= 0.35 or largest() <= 0.35
+
+
+def test_a_large_vocabulary_needs_little_memory() -> None:
+    """By the kernel's account of the peak: far from the 200 MB that all logits and their gradient take."""
+    assert not parallel.mark(parallel.loss_memory("in chunks"), parallel.LOSS_MB["in chunks"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from trainer.data import LocalBatch
 from trainer.estimate import stage_memory
 from trainer.state import Training
 
+MAX_PROFILED = 4
 EVALUATION = {"eval_freq": 5, "eval_iters": 2, "test_iters": 1}
 
 
@@ -31,7 +31,7 @@ class Held(NamedTuple):
     gradients: list[int]
     optimizer: int
     estimated: list[float]
-    collectives: dict[str, int]  # of its third update, by name
+    collectives: dict[str, int]  # of its third update, by name; only of few ranks, since profiling is slow
 
 
 class Trained(NamedTuple):
@@ -51,11 +51,11 @@ def train(folder: Path, case: Case, accumulate: int = 1, recompute: bool = False
 
 def measuring_main(arguments: Sequence[str]) -> int:
     """The trainer, whose second and third updates are watched."""
-    compute_gradients, noted = loop.compute_gradients, {}
+    compute_gradients, noted = loop.compute_gradients, {"collectives": {}}
 
     def watched(t: Training, batch: LocalBatch, num_predicted: float) -> Any:
         if t.progress.step == 1:
-            with _Bytes() as held:
+            with _Bytes(t) as held:
                 result = compute_gradients(t, batch, num_predicted)
             estimated = stage_memory(t.run, t.mesh.layout, t.mesh.at.pp)
             noted.update(parameters=held.parameters, gradients=held.gradients)
@@ -63,6 +63,9 @@ def measuring_main(arguments: Sequence[str]) -> int:
             noted["estimated"] = [estimated.parameters, estimated.gradients, estimated.optimizer]
             return result
         if t.progress.step != 2:
+            return compute_gradients(t, batch, num_predicted)
+        if t.mesh.world > MAX_PROFILED:
+            Path(f"noted.{t.mesh.rank}").write_text(json.dumps(noted))
             return compute_gradients(t, batch, num_predicted)
         with profile() as profiled:
             result = compute_gradients(t, batch, num_predicted)
@@ -78,9 +81,10 @@ def measuring_main(arguments: Sequence[str]) -> int:
 class _Bytes:
     """Counts what is alive around every backward pass, FSDP's gathered parameters included."""
 
+    def __init__(self, t: Training) -> None:
+        self.t = t
+
     def __enter__(self) -> _Bytes:
-        alive = [thing for thing in gc.get_objects() if isinstance(thing, nn.Parameter)]
-        self.alive = [parameter for parameter in alive if not parameter.is_meta]
         self.parameters, self.gradients = 0, []
         self.backward = torch.autograd.backward
         torch.autograd.backward = self._noted
@@ -89,11 +93,17 @@ class _Bytes:
     def __exit__(self, *_: object) -> None:
         torch.autograd.backward = self.backward
 
+    def _alive(self) -> list[nn.Parameter]:
+        """Those that updates change, and those that the layers have now: with sharding, others while they are gathered."""
+        updated = [weight.parameter for weight in self.t.optimizer.weights]
+        present = [parameter for part in self.t.parallel.parts for parameter in part.parameters()]
+        return list({id(parameter): parameter for parameter in updated + present}.values())
+
     def _noted(self, *args: Any, **kwargs: Any) -> None:
-        there = [parameter for parameter in self.alive if _local(parameter).untyped_storage().size()]
+        there = [parameter for parameter in self._alive() if _local(parameter).untyped_storage().size()]
         self.parameters = self.parameters or _bytes_of(there)
         self.backward(*args, **kwargs)
-        self.gradients.append(_bytes_of([parameter.grad for parameter in self.alive]))
+        self.gradients.append(_bytes_of([parameter.grad for parameter in self._alive()]))
 
 
 @torch.no_grad()

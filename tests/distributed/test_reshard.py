@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.conftest import Train
 from tests.distributed.layouts import ALONE, Case, cases
 from tests.distributed.test_resume import assert_equal, tensors_of
 from tests.ranks import Ended, run, tiny
@@ -110,9 +109,13 @@ def test_ten_and_ten_are_twenty(tmp_path: Path, case: Case) -> None:
     assert_equal(rest.folder / "output" / "step_20", whole.folder / "output" / "step_20")
 
 
-def test_a_sample_is_written_where_no_rank_has_the_whole_model(trained: Train) -> None:
+def test_a_sample_is_written_where_no_rank_has_the_whole_model(tmp_path: Path) -> None:
     """From the checkpoint. Oracle: the sample of one process, which has the same weights but for rounding."""
-    alone, spread = (trained(case).ended.out[0] for case in (ALONE, Case(sharding=2, mp=2, pp=2, stage=3)))
+    runs = [
+        run(tmp_path / case.name, *tiny(**case.keys(), samples=1), world=case.world)
+        for case in (ALONE, Case(sharding=2, pp=2, stage=3))
+    ]
+    alone, spread = (ended.out[0] for ended in runs)
     samples = [re.sub(r"(?m)^\[.*?INFO\] - ", "", text[text.index("A sample, after") :]) for text in (alone, spread)]
     assert samples[0][:60] == samples[1][:60]
 

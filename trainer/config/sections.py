@@ -206,7 +206,7 @@ class Generation:
     temperature: float = number(1.0, "", above=0)
     min_dec_len: int = integer(1, "characters have no end token: always max_dec_len", low=0)
     max_dec_len: int = integer(200, "", low=1)
-    num_return_sequences: int = integer(1, "", low=1)
+    num_return_sequences: int = integer(1, "samples to write; 0: none", low=0)
     decode_strategy: str = choice(
         "sampling",
         ["sampling", "greedy_search"],
