@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 
 from trainer.config import Override, load
@@ -34,9 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return CANNOT_BE_HELPED
     settle_threads()
     with StopRequest() as stop:  # before the seconds that torch takes to load
+        from torch.distributed import is_initialized
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        return record(_run)(arguments, stop) or 0
+        try:
+            code = record(_run)(arguments, stop) or 0
+        except BaseException:
+            if not is_initialized():
+                raise
+            traceback.print_exc()
+            code = 1
+        if is_initialized():  # after an error
+            from trainer.watchdog import end_process
+
+            end_process(code)
+        return code
 
 
 def _run(arguments: Sequence[str], stop: StopRequest) -> int:
@@ -63,10 +76,11 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> None:
     from trainer.mesh import join, machines
     from trainer.metrics import Log
     from trainer.train import train
+    from trainer.watchdog import watched
 
     path, overrides = parse(arguments)
     resolved = load(path, overrides, machines())
-    with join(resolved.run, resolved.layout) as mesh:
+    with join(resolved.run, resolved.layout) as mesh, watched(resolved.run, mesh, _report):
         log = Log(resolved.run.Engine.log_style, mesh.rank)
         for finding in resolved.findings:
             if mesh.is_first:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,16 @@ PATIENCE = 15.0  # seconds after which a rank says what it waits for
 _START = "start it with torchrun, or unset RANK, WORLD_SIZE and the like"
 
 
+class Pulse:
+    """How far this rank is, for whoever watches it. All ranks tick alike, each before others can wait for it."""
+
+    def __init__(self) -> None:
+        self.ticks, self.since, self.where = 0, time.monotonic(), "before the first step"
+
+    def tick(self, where: str) -> None:
+        self.ticks, self.since, self.where = self.ticks + 1, time.monotonic(), where
+
+
 @dataclass(frozen=True)
 class Mesh:
     layout: Layout
@@ -35,6 +46,7 @@ class Mesh:
     device: torch.device
     cpu_group: dist.ProcessGroup | None = None  # beside that of the training loop: for checkpoints, and for objects
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # of the axes with more than one rank
+    pulse: Pulse = field(default_factory=Pulse)
 
     @property
     def world(self) -> int:
@@ -120,7 +132,8 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
     if layout.world == 1:
         yield Mesh(layout, rank, local_rank, device)
         return
-    timeout = timedelta(minutes=run.Distributed.timeout_minutes)
+    limit = 60 * run.Distributed.timeout_minutes
+    timeout = timedelta(seconds=limit + 1.75 * answer_time(limit))  # the watchdog says more, and has to come first
     where = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
     waiting = threading.Timer(PATIENCE, _say_waiting, [f"rank {rank} waits for {layout.world} ranks at {where}"])
     waiting.daemon = True
@@ -137,6 +150,11 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
     cpu_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="cpu")
     yield Mesh(layout, rank, local_rank, device, cpu_group, _groups(layout, timeout))
     dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+
+
+def answer_time(limit: float) -> float:
+    """The seconds in which a rank that runs answers when it is asked how far it is."""
+    return min(max(1.0, limit / 2), 15.0)
 
 
 def _groups(layout: Layout, timeout: timedelta) -> dict[str, dist.ProcessGroup]:

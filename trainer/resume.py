@@ -39,8 +39,11 @@ def output_folder(run: RunConfig, mesh: Mesh, log: Log) -> Iterator[Checkpoints]
     mesh.on_first(checkpoints.store.open_for_writing)
     try:
         yield checkpoints
-    finally:
-        checkpoints.close()
+    except BaseException:
+        if mesh.world == 1:  # a save could wait for ranks that are gone
+            checkpoints.close()
+        raise
+    checkpoints.close()
 
 
 def choose_checkpoint(run: RunConfig, mesh: Mesh, checkpoints: Checkpoints) -> Path | None:

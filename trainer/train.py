@@ -58,7 +58,7 @@ def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training
     parallel = parallelize(run, mesh, precision)
     optimizer = Optimizer(parallel.weights, run.Optimizer)
     metrics = Metrics(run, mesh, log, output_dir(run))
-    announce(run, mesh, log, splits, length)
+    announce(run, mesh, log, splits, length, parallel.weights)
     return Training(run, mesh, log, stop, splits, length, parallel, precision, optimizer, metrics, Progress())
 
 
@@ -68,9 +68,10 @@ def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
     num_workers = t.run.Data.Train.loader.num_workers
     batches = reader(t, "train").batches(t.progress.samples, max(0, remaining), num_workers)
     t.parallel.train()
-    clock.begin()
+    begin_step(t)
     for batch in batches:
         clock.data_is_here()
+        t.mesh.pulse.tick(f"at global step {t.progress.step + 1}")
         # One small sum over all ranks per step: the tokens to average over, and whether any rank was told to stop.
         num_predicted, stops = t.mesh.total(batch.num_predicted / t.mesh.layout.readers, bool(t.stop.signal))
         if stops:
@@ -80,11 +81,17 @@ def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
         clock.end()
         log_step(t, loss, norm)
         if save_is_due(t):
+            t.mesh.pulse.tick(f"saving at global step {t.progress.step}")
             save(t, checkpoints, is_regular=True)
         if evaluation_is_due(t):
             evaluate_and_log(t)
-        clock.begin()
+        begin_step(t)
     return True
+
+
+def begin_step(t: Training) -> None:
+    t.metrics.clock.begin()
+    t.mesh.pulse.tick(f"reading data for global step {t.progress.step + 1}")
 
 
 def compute_gradients(t: Training, batch: LocalBatch, num_predicted: float) -> tuple[float, float]:
@@ -178,6 +185,7 @@ def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
     epoch, _ = t.length.epoch_and_batch(t.progress.step - 1)
     t.parallel.train(False)
     for number in range(iterations):
+        t.mesh.pulse.tick(f"evaluating at global step {t.progress.step}, batch {number + 1}")
         if t.mesh.total(bool(t.stop.signal))[0]:  # whoever wants the run to end does not wait for this
             t.parallel.train()
             return
@@ -207,6 +215,7 @@ def save_unless_checking(t: Training, checkpoints: Checkpoints) -> None:
     """A run ends with its last state on the disk, or says why not."""
     if t.run.Engine.check_accuracy:
         return
+    t.mesh.pulse.tick(f"saving at global step {t.progress.step}")
     save(t, checkpoints, is_regular=False)
     if failure := checkpoints.wait():
         hint = "mend that and start again: it goes on from the newest one that is there (ckpt_dir: auto)"
@@ -215,15 +224,15 @@ def save_unless_checking(t: Training, checkpoints: Checkpoints) -> None:
 
 def write_sample(t: Training, checkpoints: Checkpoints) -> None:
     """By the first rank. Where no rank has the whole model, it comes from the checkpoint that was just saved."""
-    characters = t.splits.characters
-    if characters is None or not t.mesh.is_first:
+    characters, samples = t.splits.characters, t.run.Generation.num_return_sequences
+    if characters is None or not samples or not t.mesh.is_first:
         return
     model = t.parallel.parts[0]
     if t.mesh.world > t.mesh.layout.dp:
         model = whole_model(t, checkpoints)
     context = t.run.Data.Train.dataset.max_seq_len
     prompt = reader(t, "test" if t.splits.test else "train").read(0).inputs[0, : context // 2 + 1].tolist()
-    for number in range(t.run.Generation.num_return_sequences):
+    for number in range(samples):
         seed = t.run.Global.seed + number
         tokens = generate(model, prompt, len(characters.vocabulary), context, t.run.Generation, seed, t.stop)
         t.log.info(f"A sample, after {characters.decode(prompt)!r}:\n{characters.decode(tokens)}")
@@ -236,4 +245,4 @@ def reader(t: Training, name: str) -> Reader:
     by_epoch = t.run.Engine.run_mode == "epoch" and name == "train" and t.splits.characters is not None
     epoch_length = t.length.steps_per_epoch * batch.global_size if by_epoch else split.size
     shuffle_key = t.run.Global.seed if part.sampler.shuffle else None
-    return Reader(split, batch, t.mesh.data_rank, epoch_length, shuffle_key)
+    return Reader(split, batch, t.mesh.data_rank, epoch_length, shuffle_key, t.mesh.device)
