@@ -28,26 +28,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 EVALUATION = {"eval_freq": 5, "eval_iters": 2, "test_iters": 3}
 
 
-@pytest.mark.parametrize(("world", "accumulate"), [(1, 4), (2, 1), (2, 4), (4, 1), (4, 2)])
-def test_losses_are_those_of_one_process(tmp_path: Path, alone: Ended, world: int, accumulate: int) -> None:
-    """Oracle: one process that takes the whole batch at once. Evaluation too."""
-    ended = run(tmp_path, *tiny(micro_batch=8 // world // accumulate, **EVALUATION), world=world)
-    assert ended.ok, ended.text
-    assert len(ended.metrics()) == 10
-    assert_same(ended.metrics(), alone.metrics(), LOSS)
-    relative = [norm / right for norm, right in zip(ended.metrics("grad_norm"), alone.metrics("grad_norm"))]
-    assert_same(relative, [1.0] * 10, NORM)
-    assert len(ended.metrics("valid_loss")) == 2
-    assert_same(ended.metrics("valid_loss"), alone.metrics("valid_loss"), LOSS)
-    assert_same(ended.metrics("test_loss"), alone.metrics("test_loss"), LOSS)
-
-
-def test_four_accumulated_on_four_ranks(tmp_path: Path) -> None:
-    alone = run(tmp_path / "alone", *tiny(global_batch=16, micro_batch=16))
-    four = run(tmp_path / "four", *tiny(global_batch=16, micro_batch=1), world=4)
-    assert_same(four.metrics(), alone.metrics(), LOSS)
-
-
 def test_the_comparison_notices_a_mistake(tmp_path: Path, alone: Ended) -> None:
     """Another seed, another learning rate: far outside of the tolerance."""
     for number, change in enumerate(({"seed": 1}, {"max_lr": 1.1e-3})):

@@ -82,18 +82,12 @@ def test_weights_on_the_disk_are_those_of_one_process(saved, here: Case) -> None
 
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
-SAME = [
-    Case(sharding=2),
-    Case(sharding=2, stage=3),
-    Case(mp=2),
-    Case(mp=2, sequence=True),
-    Case(pp=2),
-    Case(pp=2, virtual=2),
-]
+SAME = [Case(sharding=2, stage=3), Case(mp=2), Case(pp=2, virtual=2)]
+SAME_LONG = [Case(sharding=2), Case(mp=2, sequence=True), Case(pp=2), Case(sharding=2, mp=2, pp=2)]
 
 
 @pytest.mark.parametrize(
-    "case", [*cases(SAME), pytest.param(Case(sharding=2, mp=2, pp=2), id="eight", marks=pytest.mark.long)]
+    "case", [*cases(SAME), *(pytest.param(case, id=case.name, marks=pytest.mark.long) for case in SAME_LONG)]
 )
 def test_ten_and_ten_are_twenty(tmp_path: Path, case: Case) -> None:
     """Bit for bit in the same layout, with dropout on: losses, norms, weights and moments."""
