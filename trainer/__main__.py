@@ -84,7 +84,8 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> None:
         log = Log(resolved.run.Engine.log_style, mesh.rank)
         for finding in resolved.findings:
             if mesh.is_first:
-                log.warn(str(finding))
+                say = log.info if finding.level == "notice" else log.warn
+                say("\n".join(filter(None, [str(finding), _hint(finding.hint)])))
         train(resolved.run, mesh, log, stop)
 
 

@@ -52,7 +52,7 @@ def _holdings(run: RunConfig, mesh: Mesh, weights: list[Weight]) -> str:
     parts = {"parameters": own, "optimizer": optimizer}
     held = ", ".join(f"{name} {mebibytes(measured)}" for name, measured in parts.items())
     expected = ", ".join(f"{name} {mebibytes(size)}" for name, size in estimated._asdict().items())
-    return f"layers {layers}; holds {held}; estimated for the passes: {expected}"
+    return f"layers {layers}; its own part: {held}; estimated while the passes run: {expected}"
 
 
 def mebibytes(size: float) -> str:

@@ -1,7 +1,7 @@
 """What a run will cost: parameters (exact), FLOPs per token, and bytes per rank, before anything is started.
 
-Parameters, gradients and optimizer state are exact; the rest is a first estimate, and `ASSUMPTIONS` says what it rests
-on. Sizes: s tokens, b samples per micro-batch, h hidden, a heads, f feed-forward, V padded vocabulary. No torch.
+Parameters, gradients and optimizer state are exact in fp32; the rest is a first estimate, and `ASSUMPTIONS` says what
+it rests on. Sizes: s tokens, b samples per micro-batch, h hidden, a heads, f feed-forward, V padded vocabulary.
 """
 
 from __future__ import annotations

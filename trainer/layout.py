@@ -208,7 +208,8 @@ def check_world(layout: Layout, machines: Machines | None, dp_written: bool, uni
 def check_mp_in_node(layout: Layout, machines: Machines | None) -> Iterator[Finding]:
     if machines and machines.per_node % layout.mp:
         message = f"groups of {layout.mp} ranks do not fit into nodes of {machines.per_node}: mp talks between nodes"
-        hint = f"use a divisor of {machines.per_node}, and pp between nodes"
+        fitting = f"a divisor of {machines.per_node}" if machines.per_node > 1 else "mp_degree 1"
+        hint = f"use {fitting}, and pp between nodes"
         yield MP_IN_NODE.found(DEGREE_KEYS["mp"], layout.mp, message, hint)
 
 
@@ -297,7 +298,10 @@ def _check_pipeline(shape: Shape, pp: int, batch: Batch, replicas: int) -> Itera
     key, chunks = DEGREE_KEYS["pp"], pp * shape.virtual_pp
     if shape.layers < chunks:
         message = f"{shape.layers} layers cannot fill {chunks} pipeline chunks"
-        yield LAYERS.found(key, pp, message, f"use pp_degree {max(1, shape.layers // shape.virtual_pp)} or less")
+        hint = f"use pp_degree {max(1, shape.layers // shape.virtual_pp)} or less"
+        if shape.virtual_pp > 1 and pp <= shape.layers:
+            hint = f"use virtual_pp_degree {shape.layers // pp} or less"
+        yield LAYERS.found(key, pp, message, hint)
     elif shape.virtual_pp > 1 and shape.layers % chunks:
         message = f"{shape.layers} layers cannot be cut into {chunks} equal chunks"
         yield INTERLEAVED.using(*_PP).found("Model.virtual_pp_degree", shape.virtual_pp, message, "use 1")
@@ -309,7 +313,8 @@ def _check_pipeline(shape: Shape, pp: int, batch: Batch, replicas: int) -> Itera
         message = f"{shape.layers} layers over {pp} stages: {one_of(sizes)} per stage, the longest sets the pace"
         yield UNEVEN.found(key, pp, message, f"use a divisor of {shape.layers}")
     if accumulate < pp:
-        message = f"{accumulate} micro-batches per update cannot fill {pp} pipeline stages"
+        count = "1 micro-batch" if accumulate == 1 else f"{accumulate} micro-batches"
+        message = f"{count} per update cannot fill {pp} pipeline stages"
         hint = (
             f"raise local_batch_size to {pp * batch.micro} (global_batch_size to {pp * batch.micro * replicas}) or more"
         )

@@ -24,6 +24,7 @@ from trainer.layout import AXES, Coordinates, Layout, Machines
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+PREPARATION = timedelta(hours=1)
 PATIENCE = 15.0  # seconds after which a rank says what it waits for
 _START = "start it with torchrun, or unset RANK, WORLD_SIZE and the like"
 
@@ -35,7 +36,8 @@ class Pulse:
         self.ticks, self.since, self.where = 0, time.monotonic(), "before the first step"
 
     def tick(self, where: str) -> None:
-        self.ticks, self.since, self.where = self.ticks + 1, time.monotonic(), where
+        self.since, self.where = time.monotonic(), where  # first: nobody is to see a new tick with an old time
+        self.ticks += 1
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,11 @@ class Mesh:
 
     def total(self, *numbers: float) -> list[float]:
         """Each number, summed over all ranks."""
-        return self.summed(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        return self.read(self.summed(torch.tensor(numbers, dtype=torch.float64)))
+
+    def read(self, values: Tensor) -> list[float]:
+        """Waits for the device, and so for the ranks it waits for: a place where the watchdog knows a rank to wait."""
+        return values.tolist()
 
     def summed(self, values: Tensor, axis: str | None = None) -> Tensor:
         """The sum over the ranks along one axis, or over all of them, in the place of the values."""
@@ -147,9 +153,21 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
         ) from None
     finally:
         waiting.cancel()
-    cpu_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="cpu")
+    # Others wait here while one rank prepares data or writes its part of a checkpoint.
+    cpu_group = dist.new_group(backend="gloo", timeout=max(timeout, PREPARATION), group_desc="cpu")
+    _check_same(layout, cpu_group)
     yield Mesh(layout, rank, local_rank, device, cpu_group, _groups(layout, timeout))
     dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+
+
+def _check_same(layout: Layout, group: dist.ProcessGroup) -> None:
+    """A node with an older config would make the others wait for a message that never comes."""
+    layouts: list[Any] = [None] * layout.world
+    dist.all_gather_object(layouts, tuple(layout), group=group)
+    for rank, other in enumerate(layouts):
+        if other != layouts[0]:
+            message = f"rank {rank} has the layout {Layout(*other)}, rank 0 {Layout(*layouts[0])}"
+            raise UserError(message, "start all ranks with the same config")
 
 
 def answer_time(limit: float) -> float:

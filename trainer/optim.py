@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from trainer.config.sections import LearningRate, MixPrecision
 from trainer.config.sections import Optimizer as OptimizerConfig
 from trainer.slices import Holders, Piece, Slice
 
+MAX_SUMMED = 1 << 16
 GROWTH_INTERVAL = 1000  # updates without overflow after which the loss scale doubles, as in Paddle
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -120,14 +122,20 @@ class Optimizer:
         decayed = [weight for weight in weights if len(weight.at.whole) >= 2 and weight.at.numel]
         others = [weight for weight in weights if len(weight.at.whole) < 2 and weight.at.numel]
         self.groups = [(decayed, config.weight_decay), (others, 0.0)]
+        self._shares: Tensor | None = None
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
         """This rank's share in the square of the gradient's global norm: over all ranks, every element counts once."""
         counted = [weight for weights, _ in self.groups for weight in weights if not weight.is_copy]
-        norms = torch._foreach_norm([weight.gradient for weight in counted], 2, torch.float32)  # half is not copied
+        parts = [(part, weight.holders.total) for weight in counted for part in _summable(weight.gradient)]
+        if not parts:
+            return torch.zeros((), dtype=torch.float64)
+        norms = torch._foreach_norm([part for part, _ in parts], 2, torch.float32)  # half gradients are not copied
         squares = torch.stack(norms).double().square()
-        return squares @ squares.new_tensor([1 / weight.holders.total for weight in counted])
+        if self._shares is None:  # once: a copy to a GPU makes the host wait
+            self._shares = squares.new_tensor([1 / holders for _, holders in parts])
+        return squares @ self._shares
 
     def step(self, lr: float, norm: float, scale: float) -> None:
         """One update with clipped gradients; `scale` is the loss scale still in them."""
@@ -201,6 +209,11 @@ def new_weight(name: str, parameter: nn.Parameter, at: Slice, value: Tensor, has
     moments = torch.zeros_like(value)
     step = torch.zeros((), device=value.device)
     return Weight(name, parameter, at, value if has_master else None, moments, torch.zeros_like(moments), step)
+
+
+def _summable(gradient: Tensor) -> Sequence[Tensor]:
+    """In pieces: on a CPU, torch adds float32 squares one after the other, and of 40 million three digits are left."""
+    return gradient.flatten().split(MAX_SUMMED) if gradient.device.type == "cpu" else [gradient]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -103,8 +103,9 @@ def compute_gradients(t: Training, batch: LocalBatch, num_predicted: float) -> t
     """
     layout, scale = t.mesh.layout, t.precision.scale
     factor = layout.data_ranks / max(1.0, num_predicted) * scale
-    loss = t.parallel.gradients(batch, factor, t.progress.step)
-    loss, square = t.mesh.summed(torch.stack([loss.double(), t.optimizer.squared_norm()])).tolist()
+    own = t.parallel.gradients(batch, factor, t.progress.step)
+    own_square = t.optimizer.squared_norm().to(own.device)  # offloaded gradients are on the host
+    loss, square = t.mesh.read(t.mesh.summed(torch.stack([own.double(), own_square])))
     # Every rank of an mp group has the same loss, and only the last stage of a pipeline has one.
     return loss / scale / layout.data_ranks / layout.mp, math.sqrt(square) / scale
 

@@ -54,8 +54,8 @@ def test_any_layout_goes_on_with_what_any_other_saved(
     assert max(abs(a / b - 1) for a, b in norms) <= LOSS
 
 
-def test_without_its_moments_a_checkpoint_goes_another_way(tmp_path: Path, saved, uninterrupted: Ended) -> None:
-    """The comparison above notices a mistake: another learning rate for the rest is far outside of the tolerance."""
+def test_the_comparison_notices_another_learning_rate(tmp_path: Path, saved, uninterrupted: Ended) -> None:
+    """Far outside of the tolerance."""
     keys = {**ALONE.keys(), "max_lr": 2e-3, "max_steps": STEPS + MORE, "ckpt_dir": saved(Case(pp=2, sharding=2))}
     ended = run(tmp_path, *tiny(**keys))
     assert max(abs(a - b) for a, b in zip(ended.metrics(), uninterrupted.metrics()[STEPS:])) > 100 * LOSS

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.integration.test_trainer import train_lines
-from tests.ranks import run, tiny
+from tests.ranks import Ranks, run, tiny
 from tests.unit.test_data import write_npz
+from trainer.__main__ import main
 
 
 @pytest.mark.parametrize(
@@ -157,3 +159,18 @@ def test_a_config_mistake_is_said_once_per_node(tmp_path: Path) -> None:
     assert ended.codes == [93, 93]
     assert "Model.num_layers" in ended.err[0]
     assert ended.err[1] == ""
+
+
+def test_ranks_with_other_layouts_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """An old config on one node. Oracle: the exit code and the words, at once instead of after the timeout."""
+    both = {"micro_batch": 2}
+
+    def entry(arguments: Sequence[str]) -> int:
+        axis = "Distributed.dp_degree=2" if os.environ["RANK"] == "0" else "Distributed.pp_degree=2"
+        return main([*arguments, axis])
+
+    ended = Ranks(tiny(**both), 2, tmp_path, {}, entry).wait(60)
+    assert set(ended.codes) <= {93, -9}
+    assert (
+        "rank 1 has the layout mp 1 × sharding 1 × pp 2 × dp 1, rank 0 mp 1 × sharding 1 × pp 1 × dp 2" in ended.err[0]
+    )

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, own_share
 from trainer.checkpoint.manifest import read_manifest, write_manifest
 from trainer.checkpoint.shards import Untrusted, load_shards, read_metadata
 from trainer.checkpoint.snapshot import load_snapshot, save_snapshot
@@ -23,7 +23,7 @@ from trainer.checkpoint.store import Store, damage_of
 from trainer.errors import UserError
 from trainer.layout import Layout
 from trainer.mesh import Mesh
-from trainer.slices import shapes, whole
+from trainer.slices import Holders, Piece, Slice, shapes, whole
 
 MESH = Mesh(Layout(), 0, 0, torch.device("cpu"))
 
@@ -435,3 +435,16 @@ def test_bad_snapshots_are_one_clear_message(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             load_snapshot(file, whole({name: t.clone() for name, t in SNAPSHOT.items()}), lambda facts: None)
     assert not (Path.cwd() / "executed").exists()
+
+
+def test_what_several_ranks_hold_is_written_once() -> None:
+    """Over all holders every piece but a copy comes exactly once, and the bytes are shared out."""
+    tensors = {f"w{number}": torch.zeros(number + 1, 3) for number in range(9)}
+    written: list[str] = []
+    for number in range(3):
+        pieces = {name: Piece(t, Slice.of(t.shape), Holders(3, number)) for name, t in tensors.items()}
+        pieces["copy"] = Piece(torch.zeros(5), Slice.of((5,)), Holders(3, number), is_copy=True)
+        mine = own_share(pieces)
+        assert 10 <= sum(pieces[name].tensor.shape[0] for name in mine) <= 20
+        written += mine
+    assert sorted(written) == sorted(tensors)

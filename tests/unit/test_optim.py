@@ -106,6 +106,22 @@ def test_an_update_is_that_of_torch(clip_norm: float) -> None:
         assert torch.allclose(mine, right, atol=1e-6)
 
 
+def test_the_norm_of_many_elements_is_exact() -> None:
+    """As many as a real embedding has. Oracle: the sum in float64."""
+    parameter = nn.Parameter(torch.zeros(50304, 128))
+    parameter.grad = torch.randn(50304, 128, generator=torch.Generator().manual_seed(0)) * 1e-4
+    weight = new_weight("w", parameter, Slice.of(parameter.shape), torch.zeros(50304, 128), has_master=False)
+    right = float(parameter.grad.double().norm())
+    assert norm_of(Optimizer([weight], RUN.Optimizer), 1.0) == pytest.approx(right, rel=1e-6)
+
+
+def test_a_rank_may_have_nothing_to_count() -> None:
+    parameter = nn.Parameter(torch.zeros(4, 2))
+    weight = new_weight("w", parameter, Slice.of((4, 2)), torch.zeros(4, 2), has_master=False)
+    weight.is_copy = True
+    assert norm_of(Optimizer([weight], RUN.Optimizer), 1.0) == 0.0
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_one_bad_element_makes_the_norm_bad(value: float) -> None:
     model = module()

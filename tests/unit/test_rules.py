@@ -106,6 +106,17 @@ CASES = [
         5,
     ),
     ("T011", "Engine:\n  save_load: {snapshot_path: s.pt}\nDistributed: {mp_degree: 2}\n", 2),
+    (
+        "T012",
+        "Data:\n  Eval:\n    dataset: {max_seq_len: 512}\nDistributed: {pp_degree: 2}\nGlobal: {local_batch_size: 2}\n",
+        3,
+    ),
+    (
+        "T012",
+        "Data:\n  Test:\n    dataset: {max_seq_len: 512}\nDistributed: {mp_degree: 2}\nModel: {sequence_parallel: True}\n",
+        3,
+    ),
+    ("T021", "Distributed:\n  pp_schedule: GPipe\n", 2),
     ("T011", "Engine:\n  save_load: {snapshot_path: s.pt}\nDistributed: {sharding: {sharding_degree: 2}}\n", 2),
     ("T010", "Engine:\n  run_mode: step\n  max_steps: 0\n", 3),
     ("T020", "Optimizer:\n  lr:\n    max_lr: 1e-5\n    min_lr: 5e-5\n", 4),
@@ -299,7 +310,7 @@ def test_codes_are_unique() -> None:
 
 def test_codes_never_change_their_meaning() -> None:
     """The codes users have seen: removing or renumbering one breaks their scripts and their memory."""
-    published = "A001-A013 B001-B002 C001-C007 C010-C018 E001-E031 L001-L011 M001-M001 N001-N005 P001-P003 S001-S007 T001-T011 T020-T026"
+    published = "A001-A013 B001-B002 C001-C007 C010-C018 E001-E031 L001-L011 M001-M001 N001-N005 P001-P003 S001-S007 T001-T012 T020-T026"
     expected = []
     for span in published.split():
         first, last = span.split("-")

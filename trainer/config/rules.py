@@ -50,6 +50,10 @@ ON_THE_CPU = Rule(
     "notice",
     uses=("Distributed.sharding.sharding_offload", "Distributed.sharding.sharding_degree", "Global.device"),
 )
+LENGTHS = Rule(
+    "T012",
+    "with pp_degree > 1 or sequence_parallel, Eval and Test samples are as long as those of Train",
+)
 SNAPSHOT = Rule(
     "T011",
     "a snapshot is written by a rank that holds the whole model",
@@ -57,7 +61,7 @@ SNAPSHOT = Rule(
 )
 
 # What a setting without effect is replaced by, where it is not a switch.
-OFF: dict[str, Any] = {"Model.virtual_pp_degree": 1}
+OFF: dict[str, Any] = {"Model.virtual_pp_degree": 1, "Distributed.pp_schedule": "1F1B"}
 
 
 def check_run(run: RunConfig) -> Iterator[Finding]:
@@ -77,7 +81,20 @@ def _check_data(run: RunConfig) -> Iterator[Finding]:
         if dataset not in seen:  # what Eval and Test take over from Train is one mistake
             yield from _check_dataset(dataset, f"Data.{part}.dataset", run.Model.max_position_embeddings)
         seen.append(dataset)
+    yield from _check_lengths(run)
     yield from _check_split(run)
+
+
+def _check_lengths(run: RunConfig) -> Iterator[Finding]:
+    """Stages and sequence parts have their shapes before the first step."""
+    wanted = run.Data.Train.dataset.max_seq_len
+    for part in ("Eval", "Test") if run.Distributed.pp_degree > 1 or run.Model.sequence_parallel else ():
+        length, path = getattr(run.Data, part).dataset.max_seq_len, f"Data.{part}.dataset.max_seq_len"
+        if length != wanted:
+            rule = LENGTHS.using(path, "Data.Train.dataset.max_seq_len", PP, "Model.sequence_parallel")
+            yield rule.found(
+                path, length, f"{length} tokens, but Train has {wanted}", f"use {wanted}, or leave it empty"
+            )
 
 
 def _check_split(run: RunConfig) -> Iterator[Finding]:
@@ -170,6 +187,12 @@ def _without_effect(run: RunConfig) -> Iterator[Finding]:
     settings: list[tuple[str, bool, tuple[str, ...], str]] = [
         ("Model.sequence_parallel", mp > 1, (MP,), "it needs mp_degree > 1"),
         ("Model.virtual_pp_degree", pp > 1, (PP,), "it needs pp_degree > 1"),
+        (
+            "Distributed.pp_schedule",
+            pp > 1 and run.Model.virtual_pp_degree == 1,
+            (PP, "Model.virtual_pp_degree"),
+            "it needs pp_degree > 1 and virtual_pp_degree 1",
+        ),
         ("Distributed.sharding.reduce_overlap", *spreads),
         ("Distributed.sharding.broadcast_overlap", *spreads),
         ("Distributed.sharding.sharding_offload", *spreads),

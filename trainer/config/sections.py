@@ -188,7 +188,9 @@ class Distributed:
     pp_recompute_interval: int = integer(1, "layers recomputed together (full recompute with pp)", low=1)
     bucket_cap_mb: float = number(25.0, "size of a DDP bucket", above=0)
     backend: str = choice(None, ["nccl", "gloo"], "derived: nccl on gpu, gloo on cpu")
-    timeout_minutes: float = number(30.0, "ranks that wait for one longer than this end the job, and name it", low=0.01, high=1_000_000)
+    timeout_minutes: float = number(
+        30.0, "ranks that wait for one longer than this end the job, and name it", low=0.01, high=1_000_000
+    )
 
 
 @record(frozen=True)

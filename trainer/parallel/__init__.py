@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer.config.sections import RunConfig
+from trainer.config.sections import RunConfig, Sharding
 from trainer.data import LocalBatch
 from trainer.dropout import Dropout
 from trainer.layout import own_chunks
@@ -84,7 +84,7 @@ def parallelize(run: RunConfig, mesh: Mesh, precision: Precision) -> Parallel:
             from trainer.parallel.sharding import shard  # as the pipeline below: torch's part takes a second to import
 
             shard(part, run.Distributed.sharding, mesh)
-        materialize(part, mesh.device)
+        materialize(part, rests_on(run.Distributed.sharding, mesh))
     weights = [weight for part in parts for weight in _initial_weights(part, run, mesh, precision)]
     copied = layout.dp > 1 and layout.sharding == 1
     modules = [replicate(part, run.Distributed.bucket_cap_mb, mesh) if copied else part for part in parts]
@@ -96,6 +96,12 @@ def parallelize(run: RunConfig, mesh: Mesh, precision: Precision) -> Parallel:
         stages = [(number, module) for (number, _), module in zip(chunks, modules)]
         runner = Pipeline(run, mesh, precision, stages)
     return Parallel(mesh, parts, runner, weights, dropout, run.Model.sequence_parallel)
+
+
+def rests_on(sharding: Sharding, mesh: Mesh) -> torch.device:
+    """Where parameters are between updates."""
+    is_offloaded = mesh.layout.sharding > 1 and sharding.sharding_offload
+    return torch.device("cpu") if is_offloaded else mesh.device
 
 
 def _initial_weights(part: GPT, run: RunConfig, mesh: Mesh, precision: Precision) -> list[Weight]:

@@ -21,6 +21,10 @@ from trainer.loss import chunked_loss
 from trainer.mesh import Mesh
 from trainer.model import GPT, Block, Embedding, Head, Linear, SelfAttention
 
+# torch 2.13 renames them, and warns of the old names.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # The dimension along which a parameter is split; what is not named is the same on all ranks of a group.
 SPLIT = {
     "qkv_proj.weight": 0,
@@ -61,13 +65,13 @@ class Group:
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
+        _ALL_GATHER(parts, x.contiguous(), group=self.group)
         return parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         parts = x.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1)
         own = parts.new_empty((x.shape[0], *parts.shape[1:]))
-        dist.reduce_scatter_tensor(own, parts, group=self.group)
+        _REDUCE_SCATTER(own, parts, group=self.group)
         return own
 
 
