@@ -51,8 +51,6 @@ COVERING = [
     Case(mp=2, sequence=True),
     Case(pp=2),
     Case(pp=2, virtual=2),
-    Case(dp=2, sharding=2, stage=3),
-    Case(sharding=2, pp=2),
 ]
 
 
@@ -85,13 +83,13 @@ def test_sixteen_ranks(tmp_path: Path, alone: Ended, recompute: bool) -> None:
 def test_the_loss_of_a_large_vocabulary_is_the_same(
     tmp_path: Path, alone: Ended, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Made in chunks, here of 3 tokens at a time; the oracle makes all logits at once."""
+    """Made in chunks, here of 24 tokens at a time; the oracle makes all logits at once."""
     monkeypatch.setattr("trainer.loss.LARGE_VOCAB", 1)
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 3 * 128 // case.mp)
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 24 * 128 // case.mp)
     assert_same(train(tmp_path, case).ended, alone)
 
 
-UNEVEN = [Case(pp=3), Case(sharding=3), Case(sharding=3, stage=3), Case(pp=3, schedule="GPipe")]
+UNEVEN = [Case(pp=3), Case(sharding=3, stage=3)]
 
 
 @pytest.mark.parametrize("case", cases(UNEVEN))
@@ -145,6 +143,7 @@ def test_pure_half_is_that_of_one_process(tmp_path: Path) -> None:
         assert difference(ended.metrics(), whole.metrics(), relative=True) < 0.01
 
 
+@pytest.mark.long
 def test_an_overflow_on_one_stage_skips_the_update_on_all_ranks(tmp_path: Path) -> None:
     """A loss scale of 2³² overflows float16 somewhere; every rank has to see it, or losses go apart."""
     amp = {"Engine.mix_precision.enable": True, "Engine.mix_precision.scale_loss": 2.0**32, "max_steps": 25}

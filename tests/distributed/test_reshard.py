@@ -39,12 +39,19 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return run(tmp_path_factory.mktemp("whole"), *tiny(**ALONE.keys(), max_steps=STEPS + MORE))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("there", cases(GOES_ON))
-@pytest.mark.parametrize("here", cases(SAVED))
+@pytest.mark.parametrize("here", cases(SAVED[:2]))
+def test_the_other_pairs(tmp_path: Path, saved, uninterrupted: Ended, here: Case, there: Case) -> None:
+    test_any_layout_goes_on_with_what_any_other_saved(tmp_path, saved, uninterrupted, here, there)
+
+
+@pytest.mark.parametrize("there", cases(GOES_ON))
+@pytest.mark.parametrize("here", cases(SAVED[2:]))
 def test_any_layout_goes_on_with_what_any_other_saved(
     tmp_path: Path, saved, uninterrupted: Ended, here: Case, there: Case
 ) -> None:
-    """24 pairs; weights, moments, learning rate and the place in the data."""
+    """24 pairs with those of `make test-long`; weights, moments, learning rate and the place in the data."""
     ended = run(tmp_path, *tiny(**there.keys(), max_steps=STEPS + MORE, ckpt_dir=saved(here)), world=there.world)
     assert ended.ok, ended.text
     rest = uninterrupted.metrics()[STEPS:]
