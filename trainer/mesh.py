@@ -185,8 +185,10 @@ def _groups(layout: Layout, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
     groups = {}
     for name, lists in members.items():
         ranks = sorted(map(list, lists))
-        if len(ranks[0]) > 1 and len(set(ranks[0])) > 1:
-            groups[name], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, group_desc=name)
+        if len(set(ranks[0])) > 1:
+            own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, group_desc=name)
+            if own is not None:  # the middle of a pipeline holds no embedding
+                groups[name] = own
     return groups
 
 

@@ -26,9 +26,9 @@ from trainer.model import GPT
 def shard(part: GPT, config: Sharding, mesh: Mesh) -> None:
     """Layer by layer, then what is left: the embeddings and the last norm."""
     offload = CPUOffloadPolicy(pin_memory=can_pin()) if config.sharding_offload else OffloadPolicy()
-    blocks = list(part.layers.values())
+    states, blocks = mesh.states, list(part.layers.values())
     for module in (*blocks, part):
-        fully_shard(module, mesh=mesh.states, reshard_after_forward=config.sharding_stage == 3, offload_policy=offload)
+        fully_shard(module, mesh=states, reshard_after_forward=config.sharding_stage == 3, offload_policy=offload)
     if config.broadcast_overlap:
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]

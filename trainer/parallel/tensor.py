@@ -9,6 +9,7 @@ reduce-scatter and an all-gather.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from trainer.dropout import own_stream
 from trainer.loss import chunked_loss
 from trainer.mesh import Mesh
 from trainer.model import GPT, Block, Embedding, Head, Linear, SelfAttention
+
+Action = Callable[[Tensor], Tensor]
 
 # torch 2.13 renames them, and warns of the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,18 +53,20 @@ class Group:
 
     def whole(self, x: Tensor) -> Tensor:
         """What all ranks are to read: the whole sequence."""
-        result: Tensor = (_Gather if self.sequence_parallel else _Share).apply(x, self)
+        actions = (self.all_gather, self.reduce_scatter) if self.sequence_parallel else (_as_it_is, self.all_reduce)
+        result: Tensor = _Exchange.apply(x, *actions)
         return result
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what the ranks made: on all of them, or each with its part of the sequence."""
-        result: Tensor = (_Scatter if self.sequence_parallel else _Sum).apply(x, self)
+        actions = (self.reduce_scatter, self.all_gather) if self.sequence_parallel else (self.all_reduce, _as_it_is)
+        result: Tensor = _Exchange.apply(x, *actions)
         return result
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x, group=self.group)
-        return x
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -75,47 +80,21 @@ class Group:
         return own
 
 
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Exchange(torch.autograd.Function):
+    """What happens to hidden states on the way forth, and to their gradient on the way back."""
 
     @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(outer[0].clone()), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.all_reduce(x.clone())
+    def forward(ctx: Any, x: Tensor, forth: Action, back: Action) -> Tensor:
+        ctx.back = back
+        return forth(x)
 
     @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
-        return outer[0], None
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(outer[0]), None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.all_gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.reduce_scatter(outer[0]), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.reduce_scatter(x)
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_gather(outer[0]), None
+def _as_it_is(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 class ColumnLinear(Linear):
