@@ -125,6 +125,8 @@ class Watchdog:
             return word.error
         said = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}".rstrip(": ")
         reason = f"rank {self.mesh.rank} failed {self.mesh.pulse.where}: {said}"
+        if isinstance(error, KeyboardInterrupt):
+            reason = f"rank {self.mesh.rank} was interrupted {self.mesh.pulse.where}"
         hint = f"the log of rank {self.mesh.rank} says more"
         word = self._spread(Word(reason, hint, [self.mesh.rank], code=_code(error)))
         self._settle(word, said if isinstance(error, UserError) else "")
