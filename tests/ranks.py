@@ -6,6 +6,7 @@ files, real signals; only the import is shared. `tests/integration/test_torchrun
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -24,10 +25,12 @@ import torch._dynamo  # which DDP imports
 import trainer.checkpoint.shards
 import trainer.parallel.pipeline
 import trainer.parallel.sharding
-import trainer.train  # noqa: F401 - imported once, for all forks
+import trainer.train
+import trainer.watchdog  # noqa: F401 - imported once, for all forks
 from trainer.__main__ import main
 
 torch.set_num_threads(1)  # a process with a pool of OpenMP threads cannot be forked
+gc.freeze()  # or the first collection in a fork writes to, and so copies, every page of torch
 
 
 class Ended(NamedTuple):

@@ -79,7 +79,7 @@ def test_sixteen_ranks(tmp_path: Path, alone: Ended, recompute: bool) -> None:
     assert_as_estimated(this)
 
 
-@pytest.mark.parametrize("case", cases([Case(mp=2), Case(pp=2), Case(sharding=2, stage=3)]))
+@pytest.mark.parametrize("case", cases([Case(mp=2), Case(pp=2)]))
 def test_the_loss_of_a_large_vocabulary_is_the_same(
     tmp_path: Path, alone: Ended, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,12 @@ STEPS, MORE = 4, 4
 
 SAVED = [ALONE, Case(sharding=2, mp=2, stage=3), Case(pp=2, sharding=2), Case(pp=2, mp=2, sequence=True)]
 GOES_ON = [ALONE, Case(dp=2), Case(sharding=4, stage=3), Case(mp=2), Case(pp=2, virtual=2), Case(sharding=2, mp=2)]
+# All 24 in `make test-long`; every layout of either side once in `make test`.
+PAIRS = [
+    pytest.param(here, there, id=f"{here.name}-to-{there.name}", marks=[pytest.mark.long] * ((row + column) % 4 != 2))
+    for row, here in enumerate(SAVED)
+    for column, there in enumerate(GOES_ON)
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +45,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return run(tmp_path_factory.mktemp("whole"), *tiny(**ALONE.keys(), max_steps=STEPS + MORE))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("there", cases(GOES_ON))
-@pytest.mark.parametrize("here", cases(SAVED[:2]))
-def test_the_other_pairs(tmp_path: Path, saved, uninterrupted: Ended, here: Case, there: Case) -> None:
-    test_any_layout_goes_on_with_what_any_other_saved(tmp_path, saved, uninterrupted, here, there)
-
-
-@pytest.mark.parametrize("there", cases(GOES_ON))
-@pytest.mark.parametrize("here", cases(SAVED[2:]))
+@pytest.mark.parametrize(("here", "there"), PAIRS)
 def test_any_layout_goes_on_with_what_any_other_saved(
     tmp_path: Path, saved, uninterrupted: Ended, here: Case, there: Case
 ) -> None:
-    """24 pairs with those of `make test-long`; weights, moments, learning rate and the place in the data."""
+    """Weights, moments, learning rate and the place in the data."""
     ended = run(tmp_path, *tiny(**there.keys(), max_steps=STEPS + MORE, ckpt_dir=saved(here)), world=there.world)
     assert ended.ok, ended.text
     rest = uninterrupted.metrics()[STEPS:]
