@@ -155,13 +155,15 @@ def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: str
     if as_json:
         ui.print_json(facts)
         return
+    first = f"{plan.master_addr or 'the first host that Slurm gives it'}:{plan.master_port or '(a free port)'}"
     shown = [
         ("world", f"{count(plan.world, 'rank')}: {plan.nnodes} × {plan.per_node} on cluster {plan.cluster}"),
-        ("endpoint", f"{endpoint}, {plan.form} rendezvous{f' {plan.rdzv_id}' if plan.form == 'c10d' else ''}"),
+        ("scheduler", f"{plan.kind} job {facts['scheduler_id']}" if facts["scheduler_id"] else ""),
+        ("endpoint", f"{endpoint or first}, {plan.form} rendezvous{f' {plan.rdzv_id}' if plan.form == 'c10d' else ''}"),
         ("logs", record.log_dir),
         ("follow", facts["follow"]),
     ]
-    ui.print_pairs(f"job {record.id}", shown)
+    ui.print_pairs(f"job {record.id}", [(name, text) for name, text in shown if text])
 
 
 def accompany(prepared: Prepared, record: JobRecord, as_json: bool, follow: bool, wait_for_it: bool) -> int:
@@ -287,7 +289,7 @@ def status(job: str | None, as_json: bool) -> None:
 @click.command(epilog=examples("gptctl show gpt-3f9a2c", "gptctl show gpt-3f9a2c Launch.env"))
 @job_argument(required=True)
 @click.argument("prefix", required=False)
-@click.option("--script", "show_script", is_flag=True, help="Print its launch script.")
+@click.option("--script", "show_script", is_flag=True, help="Print its scripts.")
 @as_json_option
 def show(job: str, prefix: str | None, show_script: bool, as_json: bool) -> None:
     """Show what a job was started with: state, files, ranks, and every value with where it came from.
@@ -300,7 +302,7 @@ def show(job: str, prefix: str | None, show_script: bool, as_json: bool) -> None
     record = find_job(job)
     require_folder(record)
     if show_script:
-        ui.print_exactly(job_report.script(record))
+        ui.print_exactly("\n".join(job_report.scripts(record)))
         return
     values = job_report.origins(record, prefix or "")
     if prefix is not None and not values:
@@ -370,8 +372,8 @@ def wait_for(record: JobRecord, timeout: float | None, quiet: bool = False) -> i
     while not job_report.is_final(state := job_report.state_of(record)):
         if state.state != shown:
             shown = state.state
-            ui.say(f"{record.id}: {shown}")
-        if state.state == UNKNOWN:
+            ui.say(f"{record.id}: {state if state.state == UNKNOWN else shown}")
+        if state.state == UNKNOWN and record.kind == "local":  # it is another machine's; a scheduler answers again
             raise UserError(f"{record.id}: {state.reason}", "", OUT_OF_REACH)
         if deadline and time.monotonic() > deadline:
             raise UserError(f"{record.id} is still {state.state}", "wait longer, or cancel it", ANSWER_IS_NO)

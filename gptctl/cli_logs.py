@@ -143,24 +143,42 @@ def is_over(record: JobRecord) -> bool:
     return job_report.is_final(job_report.state_of(record))
 
 
+class Watched:
+    """A job that is waited for: says how it stands while it is not running, and when that changes."""
+
+    def __init__(self, record: JobRecord, say: Callable[[str], None]) -> None:
+        self._record, self._say, self._said = record, say, ""
+
+    def is_over(self) -> bool:
+        from gptctl import job_report
+        from gptctl.run_folder import RUNNING
+
+        state = job_report.state_of(self._record)
+        if job_report.is_final(state):
+            return True
+        words = str(state).partition(", expected")[0]  # which is another moment in every answer
+        if words != self._said and (self._said or state.state != RUNNING):
+            self._said = words
+            self._say(f"{self._record.id}: {state}")
+        return False
+
+
 def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "text") -> int:
     """Until the job ends; its verdict. On a terminal the training's progress stands below the lines."""
     from gptctl import job_report, ui
     from gptctl.logs.progress import ProgressLine
     from gptctl.logs.show import Printer
     from gptctl.logs.stream import follow
-    from gptctl.run_folder import FAILED, PENDING, UNKNOWN
+    from gptctl.run_folder import FAILED
 
     sys.stdout.flush()
     out = sys.stdout.buffer
     printer: Any = Printer(out, style)
     if style == "text" and out.isatty() and os.environ.get("TERM") != "dumb":
         printer = ProgressLine(printer, out, job_report.max_steps(record))
-    state = job_report.state_of(record)
-    if state.state in (PENDING, UNKNOWN):
-        ui.say(f"{record.id}: {state}")
+    watched = Watched(record, printer.say)
     try:
-        follow(files_of(record), wanted, lines, printer, lambda: is_over(record))
+        follow(files_of(record), wanted, lines, printer, watched.is_over)
     except KeyboardInterrupt:
         ui.say(job_report.goes_on(record))
         return INTERRUPTED

@@ -33,7 +33,7 @@ HOSTS = Rule("P001", "an ssh cluster lists its hosts, each once", uses=("kind", 
 RUN_ROOT = Rule("P002", "run_root of a cluster of several machines is an absolute path", uses=("kind", "run_root"))
 FOREIGN_KEY = Rule("P003", "a key belongs to the cluster's kind", "warning", uses=("kind",))
 
-_ONLY_SLURM = ("partition", "account", "gpu_request", "cpus_per_task")
+_ONLY_SLURM = ("partition", "account", "gpu_request", "cpus_per_task", "sbatch")
 _ONLY_SSH = ("hosts", "identity_file", "known_hosts", "shared_fs")
 
 
@@ -89,6 +89,11 @@ class Cluster:
         "gres", ["gres", "gpus-per-node", "none"], "slurm: gres (--gres=gpu:N) | gpus-per-node | none (cpu)"
     )
     cpus_per_task: int | None = integer(None, "slurm: cores of one node's task", low=1, high=1 << 16)
+    sbatch: Mapping[str, str] = key(
+        Names(pattern=r"[a-z][a-z0-9-]*", form="an sbatch option"),
+        {},
+        "slurm: further sbatch options, such as {qos: high}",
+    )
     run_root: str = file_path("./runs", "one folder per job; on several machines visible under this path on each")
     setup: tuple[str, ...] = key(Words(), (), "shell lines before the launch, in order")
     container: Container = section(Container)

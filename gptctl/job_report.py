@@ -42,6 +42,7 @@ def row(record: JobRecord) -> dict[str, Any]:
         "cluster": record.cluster,
         "nodes": record.nodes,
         "world_size": record.world,
+        "scheduler_id": record.handle.get("scheduler_id"),
         "created": record.created,
         "run_dir": record.run_dir,
     }
@@ -56,6 +57,7 @@ def submitted(record: JobRecord, endpoint: str) -> dict[str, Any]:
         "gpus_per_node": record.per_node,
         "world_size": record.world,
         "endpoint": endpoint,
+        "scheduler_id": record.handle.get("scheduler_id"),
         "run_dir": record.run_dir,
         "log_dir": record.log_dir,
         "follow": f"gptctl logs {record.id} --follow",
@@ -71,6 +73,7 @@ def status(record: JobRecord) -> dict[str, Any]:
         **row(record),
         "gpus_per_node": record.per_node,
         "attempts": folder.attempts(),
+        "hosts": read_text(folder.attempt(attempt) / "hosts").split(),
         "endpoint": folder.endpoint(),
         "ended": result.ended if result else None,
         "exit_codes": folder.exit_codes(attempt, record.nodes) if attempt >= 0 else {},
@@ -104,6 +107,8 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
             "world",
             f"{count(facts['world_size'], 'rank')}: {facts['nodes']} × {facts['gpus_per_node']} on {facts['cluster']}",
         ),
+        ("scheduler", f"job {facts['scheduler_id']}" if facts["scheduler_id"] else ""),
+        ("hosts", " ".join(facts["hosts"])),
         ("created", f"{when(facts['created'])}{ended}"),
         ("attempts", str(facts["attempts"])),
         ("endpoint", facts["endpoint"]),
@@ -154,5 +159,6 @@ def max_steps(record: JobRecord) -> int:
     return steps if isinstance(steps, int) else 0
 
 
-def script(record: JobRecord) -> str:
-    return read_text(record.run_folder / "launch.sh")
+def scripts(record: JobRecord) -> list[str]:
+    """In the order in which they run."""
+    return [text for text in (read_text(record.run_folder / name) for name in ("job.sbatch", "launch.sh")) if text]

@@ -11,6 +11,7 @@ from trainer.config.kinds import (
     OUT_OF_RANGE,
     WRONG_TYPE,
     BadValue,
+    Boolean,
     Names,
     Text,
     Words,
@@ -167,8 +168,14 @@ class Slurm:
     account: str | None = text(None, "", SLURM_WORD, "an account name")
     time: str | None = key(Duration(), None, "time limit, such as 12:00:00")
     cpus_per_task: int | None = integer(None, "empty: the profile's", low=1, high=1 << 16)
+    requeue: bool | None = key(
+        Boolean(), None, "go on after preemption, a time limit or a node's failure; empty: yes, but for a script"
+    )
+    save_before: int | None = integer(
+        None, "seconds before the time limit at which the job saves; empty: 120, or a quarter of it", low=1, high=86400
+    )
     extra: Mapping[str, str] = key(
-        Names(pattern=r"[a-z][a-z0-9-]*", form="an sbatch option"), {}, "further sbatch options"
+        Names(pattern=r"[a-z][a-z0-9-]*", form="an sbatch option"), {}, "further sbatch options, such as {qos: high}"
     )
 
 

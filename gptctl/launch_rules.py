@@ -35,8 +35,8 @@ NO_SLURM = Rule("A013", "options of Slurm are for a Slurm cluster", "notice", us
 
 OWN_HOST = ("localhost", "::1", "0.0.0.0", "::")
 SET_BY_GPTCTL = frozenset(
-    "account comment cpus-per-task error hold job-name nodes ntasks ntasks-per-node open-mode output partition "
-    "time".split()
+    "account array chdir cpus-per-task error hold input job-name no-requeue nodes ntasks ntasks-per-node open-mode "
+    "output parsable partition quiet requeue signal test-only time wait wrap".split()
 )
 MAX_TRIED = 200  # numbers of nodes of an elastic job; each takes some milliseconds
 SLURM_STYLES = ("sbatch", "srun-script", "loop")
@@ -73,14 +73,18 @@ def _check_names(launch: Launch, cluster: Cluster) -> Iterator[Finding]:
     if launch.args and launch.entrypoint == "trainer":
         hint = "use -o KEY=VALUE, or name a script: gptctl submit -- SCRIPT ARGS"
         yield ARGUMENTS.found("Launch.args", list(launch.args), "args, but the entrypoint is the trainer", hint)
-    unused = [name for name in ("partition", "account", "cpus_per_task", "extra") if getattr(launch.slurm, name)]
+    unused = [
+        name for name in ("partition", "account", "cpus_per_task", "requeue", "extra") if getattr(launch.slurm, name)
+    ]
     if unused and cluster.kind != "slurm":
         verb = "has" if len(unused) == 1 else "have"
         message = f"{', '.join(unused)} {verb} no effect on {cluster.name}, a cluster of kind {cluster.kind}"
         yield NO_SLURM.found("Launch.slurm", None, message)
-    for option in sorted(set(launch.slurm.extra) & SET_BY_GPTCTL):
-        hint = "use the key of Launch for it, and delete it here"
-        yield EXTRA.found(f"Launch.slurm.extra.{option}", None, f"gptctl sets --{option} itself", hint)
+    for key, options in (("Launch.slurm.extra", launch.slurm.extra), ("Launch.cluster", cluster.sbatch)):
+        for option in sorted(set(options) & SET_BY_GPTCTL):
+            where = f"{key}.{option}" if options is launch.slurm.extra else key
+            hint = "use the key for it, or none: `gptctl keys Launch.slurm`"
+            yield EXTRA.found(where, None, f"gptctl sets --{option} itself, or cannot use it", hint)
     for name in sorted(set(launch.env) & set(launch.secrets)):
         yield SECRET.found(f"Launch.secrets.{name}", None, f"{name} is in Launch.env too", "delete it there")
 

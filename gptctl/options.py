@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from trainer.errors import WRONG_USAGE, UserError
+from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
     from gptctl.check import Checked
@@ -89,6 +89,12 @@ FLAGS = {
     "account": "slurm.account",
     "nodelist": "slurm.extra.nodelist",
     "exclude": "slurm.extra.exclude",
+    "qos": "slurm.extra.qos",
+    "constraint": "slurm.extra.constraint",
+    "mem": "slurm.extra.mem",
+    "reservation": "slurm.extra.reservation",
+    "comment": "slurm.extra.comment",
+    "requeue": "slurm.requeue",
     "log_dir": "log_dir",
     "style": "style",
     "max_restarts": "max_restarts",
@@ -106,6 +112,18 @@ def launch_options(verb: F) -> F:
         click.option("--account", metavar="A", help="Slurm account."),
         click.option("--nodelist", metavar="HOSTS", help="Slurm: only these hosts."),
         click.option("--exclude", metavar="HOSTS", help="Slurm: none of these hosts."),
+        click.option("--qos", metavar="Q", help="Slurm: quality of service."),
+        click.option("--constraint", metavar="C", help="Slurm: only nodes with these features."),
+        click.option("--mem", metavar="M", help="Slurm: memory per node, such as 200G."),
+        click.option("--reservation", metavar="R", help="Slurm: reservation."),
+        click.option("--comment", metavar="TEXT", help="Slurm: comment."),
+        click.option("--sbatch", "sbatch_options", metavar="NAME=VALUE", multiple=True, help="Any option of sbatch."),
+        click.option("--after", metavar="JOB", multiple=True, help="Slurm: start when this job has completed."),
+        click.option(
+            "--requeue/--no-requeue",
+            default=None,
+            help="Slurm: go on after preemption, a time limit, a node's failure.",
+        ),
         click.option("--log-dir", "--log_dir", metavar="DIR", help="Folder of the logs, instead of the run folder's."),
         click.option("--env", "variables", metavar="K=V", multiple=True, help="Set a variable; repeatable."),
         click.option(
@@ -136,10 +154,11 @@ class ScriptCommand(click.Command):
 
 
 def typed_overrides(
-    flags: dict[str, str | None],
+    flags: dict[str, str | bool | None],
     overrides: tuple[str, ...],
     variables: tuple[str, ...] = (),
     script: Sequence[str] = (),
+    sbatch_options: tuple[str, ...] = (),
 ) -> list[Override]:
     """What was typed, as layers over the config: `-o` first, since flags win."""
     from trainer.config import Override
@@ -151,6 +170,9 @@ def typed_overrides(
         flag = f"--{name.replace('_', '-')}"
         if value is None:
             continue
+        if isinstance(value, bool):
+            typed.append(Override(f"Launch.{FLAGS[name]}", str(value), flag if value else f"--no-{name}"))
+            continue
         if not value.strip():  # an unset shell variable must not choose another world
             raise UserError(f"{flag} is empty", "write a value, or leave the flag out", WRONG_USAGE)
         typed.append(Override(f"Launch.{FLAGS[name]}", value, f"{flag} {value}"))
@@ -159,10 +181,36 @@ def typed_overrides(
         if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             raise UserError(f"--env {text[:200]}: not a variable", "write it as NAME=value", WRONG_USAGE)
         typed.append(Override(f"Launch.env.{name}", value, f"--env {name}", verbatim=True))
+    for text in sbatch_options:
+        name, _, value = text.partition("=")
+        if not re.fullmatch("[a-z][a-z0-9-]*", name):
+            raise UserError(
+                f"--sbatch {text[:200]}: not an option", "write it as NAME=VALUE, such as qos=high", WRONG_USAGE
+            )
+        typed.append(Override(f"Launch.slurm.extra.{name}", value, f"--sbatch {name}", verbatim=True))
     if script:
         typed.append(Override("Launch.entrypoint", script[0], f"-- {script[0]}", verbatim=True))
         typed.append(Override("Launch.args", tuple(script[1:]), f"-- {script[0]}"))
     return typed
+
+
+def dependency_on(jobs: Sequence[str]) -> tuple[str, ...]:
+    """Options of sbatch: start after these jobs, by gptctl's id or the scheduler's; never, if one of them fails."""
+    from gptctl import job_report
+    from gptctl.jobs import Store
+    from gptctl.run_folder import COMPLETED
+
+    ids = []
+    for job in jobs:
+        record = Store().find(job)
+        state = job_report.state_of(record)
+        if record.kind != "slurm":
+            raise UserError(f"--after {job}: it runs on {record.cluster}, which is no Slurm cluster", "", WRONG_USAGE)
+        if job_report.is_final(state) and state.state != COMPLETED:
+            raise UserError(f"--after {job}: that job is {state}", "leave out --after", ANSWER_IS_NO)
+        if not job_report.is_final(state):
+            ids.append(str(record.handle.get("scheduler_id")))
+    return (f"dependency=afterok:{':'.join(ids)}", "kill-on-invalid-dep=yes") if ids else ()
 
 
 def check_arguments(
@@ -170,7 +218,7 @@ def check_arguments(
 ) -> Checked:
     from gptctl.check import check_config, find_config
 
-    flags = {"nodes": nodes, "gpus_per_node": gpus_per_node, "cluster": cluster}
+    flags: dict[str, str | bool | None] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "cluster": cluster}
     return check_config(find_config(config), typed_overrides(flags, overrides))
 
 
@@ -180,7 +228,9 @@ def check_job(
     overrides: tuple[str, ...],
     variables: tuple[str, ...],
     script: tuple[str, ...],
-    **flags: str | None,
+    sbatch_options: tuple[str, ...],
+    after: tuple[str, ...],
+    **flags: str | bool | None,
 ) -> tuple[Checked, list[Override]]:
     """The checked config of a job, and the overrides that its trainer has to be told. A script needs no config."""
     from gptctl.check import check_config, find_config
@@ -188,6 +238,8 @@ def check_job(
     if config and config_option:
         raise UserError(f"two configs: {config} and {config_option}", "name one", WRONG_USAGE)
     named = config or config_option
-    typed = typed_overrides(flags, overrides, variables, script)
+    if after:
+        sbatch_options += dependency_on(after)
+    typed = typed_overrides(flags, overrides, variables, script, sbatch_options)
     path = None if script and not named else find_config(named)
     return check_config(path, typed), typed_overrides({}, overrides)

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from gptctl.check import Checked
 from gptctl.cluster import Cluster
-from gptctl.launch import Launch, split_endpoint
+from gptctl.launch import Launch, Slurm, seconds_of, split_endpoint
 from trainer.config import Override
 
 LOOPBACK = "127.0.0.1"
+WARNING = 120  # seconds before the time limit
 C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's own defaults
 NCCL_SYNTAX = re.compile(r"[=^:,]")  # for several interfaces; gloo reads plain names only
 
@@ -137,7 +138,7 @@ def build_plan(
         env={name: value for name, (value, _) in environment.items()},
         env_origins={name: origin for name, (_, origin) in environment.items()},
         secrets=_absolute_secrets(launch, site),
-        sbatch=_sbatch_options(checked),
+        sbatch=_sbatch_options(checked, ground.run_dir, _log_dir(launch, site, ground)),
     )
 
 
@@ -246,7 +247,7 @@ def _absolute_secrets(launch: Launch, site: Site) -> dict[str, Mapping[str, str]
     return {name: absolute(source) for name, source in launch.secrets.items()}
 
 
-def _sbatch_options(checked: Checked) -> dict[str, str]:
+def _sbatch_options(checked: Checked, run_dir: str, log_dir: str) -> dict[str, str]:
     """Options of sbatch by name, in the order they are written; flags and config win over the profile."""
     slurm, cluster, machines = checked.launch.slurm, checked.cluster, checked.machines
     if cluster.kind != "slurm":
@@ -264,8 +265,28 @@ def _sbatch_options(checked: Checked) -> dict[str, str]:
     if checked.device == "gpu" and cluster.gpu_request != "none":
         is_gres = cluster.gpu_request == "gres"
         options["gres" if is_gres else "gpus-per-node"] = f"{'gpu:' if is_gres else ''}{machines.per_node}"
-    options |= slurm.extra
-    return {name: str(value) for name, value in options.items() if value is not None}
+    options |= {**cluster.sbatch, **slurm.extra}
+    if run_dir:
+        options |= {
+            "chdir": run_dir,
+            "output": os.path.join(log_dir.replace("%", "%%"), "batch.log"),  # % begins a pattern of Slurm's
+            "open-mode": "append",
+            "signal": f"B:USR1@{_warning(slurm)}",
+            "requeue" if is_requeued(checked.launch) else "no-requeue": "",
+        }
+    written = {name: str(value) for name, value in options.items() if value is not None}
+    return {name: "" if value.lower() == "true" else value for name, value in written.items()}  # `exclusive: True`
+
+
+def is_requeued(launch: Launch) -> bool:
+    """The trainer goes on where it was; what a script does when it is started again, only its author knows."""
+    return launch.entrypoint == "trainer" if launch.slurm.requeue is None else launch.slurm.requeue
+
+
+def _warning(slurm: Slurm) -> int:
+    """How many seconds before its time limit a job saves: a quarter of a short one."""
+    limit = seconds_of(slurm.time) if slurm.time else 4 * WARNING
+    return slurm.save_before or min(WARNING, max(1, limit // 4))
 
 
 def cluster_as_json(cluster: Cluster) -> dict[str, Any]:

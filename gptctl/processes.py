@@ -11,6 +11,17 @@ from typing import Any
 
 PROC = Path("/proc")
 
+# What another launcher around gptctl left in the environment would be taken for the job's own.
+_LEAKING = (
+    *("GPTCTL_", "SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_"),
+    *("PMI_", "PMIX_", "PMI2_", "PET_", "TORCHELASTIC_", "GROUP_", "ROLE_"),
+)
+_KEPT = ("GPTCTL_HOME", "SLURM_CONF")
+_LEAKED = (
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS BASH_ENV ENV "
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+).split()
+
 
 def this_process() -> dict[str, Any]:
     return identity(os.getpid())
@@ -109,3 +120,15 @@ def send(pid: int, number: int) -> None:
     """A signal to a process that may have ended, or not be ours."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
+
+
+def clean_environment() -> dict[str, str]:
+    """What this process was started with, without what would be taken for the job's own."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or (name not in _LEAKED and not name.startswith(_LEAKING))
+    }
+    if "PYTHONPATH" in kept:  # a job starts in another folder
+        kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, kept["PYTHONPATH"].split(os.pathsep)))
+    return kept

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # without USR1 torchrun would die of it and leave its ranks alone
 LAUNCH = "launch.sh"
+BATCH = "job.sbatch"
 SCRIPTS = {"srun-script": "srun-script.sh", "sbatch": "sbatch.sh", "loop": "loop.sh"}
 COMMAND = "command.sh"
 # Set by a template for the one that it includes.
@@ -130,6 +131,7 @@ def _context(plan: LaunchPlan, node: int | None) -> dict[str, Any]:
         **plan.as_json(),
         "launcher": launcher(plan, is_trainer),
         "torchrun_restarts": plan.torchrun_restarts,
+        "attempts": plan.attempts,
         "is_trainer": is_trainer,
         "signals": SIGNALS,
         "ranks_here": plan.per_node * (plan.nodes if plan.kind == "local" else 1),

@@ -1,9 +1,10 @@
 """The folder of a job: where each of its files is, and what those files say of how the job stands.
 
-config.json  cluster.json  plan.json  launch.sh  code/  git.json     frozen when the job is submitted
-claim.json            who runs it (a supervisor), or that nobody ever will
+config.json  cluster.json  plan.json  launch.sh  job.sbatch  code/  git.json     frozen when the job is submitted
+claim.json            who runs it (a supervisor, a job of Slurm), or that nobody ever will
 attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  cannot-be-helped
-logs/attempt-<k>/     workerlog.<rank>  node.<n>.log
+                      Slurm: hosts  began-with (its newest checkpoint)  failed
+logs/attempt-<k>/     workerlog.<rank>  node.<n>.log  batch.log
 output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
 cancelled             nothing of this job may start any more
 result.json           how it ended
@@ -22,7 +23,8 @@ from trainer.durable import replacing
 
 COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "STOPPED"
 LOST, UNKNOWN, PENDING, RUNNING = "LOST", "UNKNOWN", "PENDING", "RUNNING"
-FINAL = (COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED, LOST)
+OUT_OF_MEMORY, PREEMPTED, NODE_FAIL = "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL"  # only schedulers know of these
+FINAL = (COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED, LOST, OUT_OF_MEMORY, PREEMPTED, NODE_FAIL)
 
 
 class Result(NamedTuple):

@@ -19,7 +19,7 @@ from gptctl.jobs import JobRecord, Store, new_record, private_files
 from gptctl.plan import Ground, LaunchPlan, Site, build_plan
 from gptctl.preflight import check_surroundings
 from gptctl.processes import is_alive, is_here
-from gptctl.render import LAUNCH, check_syntax, render
+from gptctl.render import BATCH, LAUNCH, check_syntax, render
 from gptctl.report import frozen_config
 from gptctl.run_folder import RunFolder, read_json, read_text
 from trainer.config import Override
@@ -73,10 +73,11 @@ def prepare(
 
 def _scripts(plan: LaunchPlan, templates: Sequence[Path]) -> dict[str, str]:
     """What is submitted, by file name; where a template is the user's own, bash reads it first."""
-    text = render(plan, LAUNCH, templates)
-    if templates:
-        check_syntax(LAUNCH, text)
-    return {LAUNCH: text}
+    names = [BATCH, LAUNCH] if plan.kind == "slurm" else [LAUNCH]
+    scripts = {name: render(plan, name, templates) for name in names}
+    for name, text in scripts.items() if templates else ():
+        check_syntax(name, text)
+    return scripts
 
 
 def prepare_rerun(record: JobRecord, store: Store, overrides: Sequence[Override]) -> Prepared:
@@ -143,11 +144,11 @@ def submit(prepared: Prepared, store: Store) -> JobRecord:
     prepared, record = _journal(prepared, store)
     try:
         _freeze(prepared, record)
-        record = record._replace(handle=backend.start(prepared.plan))
+        record = record._replace(handle=backend.start(prepared.plan, record))
         store.accept(record)
         _point_latest_at(prepared.plan.run_dir)
     except BaseException as error:
-        if not undo(record, store):
+        if not _undo_or_say(record, store, error):
             with suppress(OSError):  # a later gptctl completes the record
                 adopt(record, store)
             raise Interrupted(record, _reason(error) if isinstance(error, OSError) else "") from error
@@ -156,6 +157,15 @@ def submit(prepared: Prepared, store: Store) -> JobRecord:
             raise UserError(f"cannot write {record.run_dir}: {_reason(error)}", hint, OUT_OF_REACH) from None
         raise
     return record
+
+
+def _undo_or_say(record: JobRecord, store: Store, error: BaseException) -> bool:
+    try:
+        return undo(record, store)
+    except UserError as silent:
+        message = f"{silent.message}; {record.id} was not started"
+        hint = "what may be left of it in the queue is removed by the next gptctl"
+        raise UserError(message, hint, OUT_OF_REACH) from error
 
 
 def _reason(error: OSError) -> str:
@@ -243,8 +253,9 @@ def sweep(store: Store) -> list[str]:
                 notes.append(f"{record.id} was never started, since its gptctl was killed; its files are removed")
             else:
                 adopt(record, store)
-        except OSError as error:
-            notes.append(f"{record.id} was left half-submitted, and cannot be tidied up: {_reason(error)}")
+        except (OSError, UserError) as error:
+            why = _reason(error) if isinstance(error, OSError) else error.message
+            notes.append(f"{record.id} was left half-submitted, and cannot be tidied up now: {why}")
     return notes
 
 

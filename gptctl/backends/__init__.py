@@ -9,7 +9,7 @@ from gptctl.jobs import JobRecord
 from gptctl.plan import LaunchPlan
 from trainer.errors import OUT_OF_REACH, UserError
 
-BUILT = ("local",)
+BUILT = ("local", "slurm")
 
 
 class State(NamedTuple):
@@ -23,7 +23,7 @@ class State(NamedTuple):
 
 
 class Backend(Protocol):
-    def start(self, plan: LaunchPlan) -> dict[str, Any]:
+    def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
         """Starts the job whose folder is complete; returns its handle."""
         ...
 

@@ -14,7 +14,7 @@ from typing import Any
 from gptctl.backends import State
 from gptctl.jobs import JobRecord, private_files
 from gptctl.plan import LaunchPlan
-from gptctl.processes import is_alive, is_here, is_same_boot, kill_all, processes_of, send
+from gptctl.processes import clean_environment, is_alive, is_here, is_same_boot, kill_all, processes_of, send
 from gptctl.run_folder import (
     CANCELLED,
     LOST,
@@ -29,16 +29,8 @@ from trainer.errors import OUT_OF_REACH, UserError
 START_PATIENCE = 30.0
 STOP_PATIENCE = 60.0  # the supervisor's own patience, and some seconds more
 
-# What another launcher around gptctl left in the environment would be taken for the job's own.
-_LEAKING = ("GPTCTL_", "SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "PET_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-_KEPT = ("GPTCTL_HOME",)
-_LEAKED = (
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS BASH_ENV ENV "
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-).split()
 
-
-def start(plan: LaunchPlan) -> dict[str, Any]:
+def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
     reading, writing = os.pipe()
     environment = {**clean_environment(), "GPTCTL_READY": str(writing)}
     with private_files(), open(os.path.join(plan.run_dir, "supervisor.log"), "ab") as log:
@@ -63,17 +55,6 @@ def start(plan: LaunchPlan) -> dict[str, Any]:
         hint = f"see {plan.run_dir}/supervisor.log"
         raise UserError("the job's supervisor did not start", hint, OUT_OF_REACH)
     return claim
-
-
-def clean_environment() -> dict[str, str]:
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _KEPT or (name not in _LEAKED and not name.startswith(_LEAKING))
-    }
-    if "PYTHONPATH" in kept:  # the supervisor starts in another folder
-        kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, kept["PYTHONPATH"].split(os.pathsep)))
-    return kept
 
 
 def state(record: JobRecord) -> State:

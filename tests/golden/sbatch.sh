@@ -16,7 +16,7 @@ mapfile -t gptctl_nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?this 
 [ "${#gptctl_nodes[@]}" -gt 0 ] || fail "scontrol does not name the hosts of $SLURM_JOB_NODELIST"
 MASTER_ADDR=$(ip -4 -o address show dev bond0 | awk '{ sub("/.*", "", $4); print $4; exit }')
 [ -n "$MASTER_ADDR" ] || fail "${gptctl_nodes[0]} has no address on "bond0
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000)) # below the ports that outgoing connections take
+MASTER_PORT=$((20000 + (SLURM_JOB_ID + ${GPTCTL_ATTEMPT:-0} * 97) % 12000)) # below the ports that outgoing connections take
 while (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null; do # somebody listens there
   MASTER_PORT=$((MASTER_PORT + 1))
 done

@@ -8,7 +8,7 @@ mapfile -t gptctl_nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?this 
 [ "${#gptctl_nodes[@]}" -gt 0 ] || fail "scontrol does not name the hosts of $SLURM_JOB_NODELIST"
 MASTER_ADDR=$(getent ahostsv4 "${gptctl_nodes[0]}" | awk '$1 !~ /^127[.]/ { print $1; exit }')
 [ -n "$MASTER_ADDR" ] || fail "${gptctl_nodes[0]} resolves to no address that other nodes can reach"
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000)) # below the ports that outgoing connections take
+MASTER_PORT=$((20000 + (SLURM_JOB_ID + ${GPTCTL_ATTEMPT:-0} * 97) % 12000)) # below the ports that outgoing connections take
 export MASTER_ADDR MASTER_PORT
 
 export PYTHONUNBUFFERED=1

@@ -130,6 +130,8 @@ slurm.partition None
 slurm.account None
 slurm.time None
 slurm.cpus_per_task None
+slurm.requeue None
+slurm.save_before None
 slurm.extra {}
 """
 

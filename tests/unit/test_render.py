@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gptctl.check import check_config
 from gptctl.plan import IN_PLACE, Ground, LaunchPlan, Site, build_plan
-from gptctl.render import LAUNCH, render, script_of
+from gptctl.render import BATCH, LAUNCH, render, script_of
 from tests.conftest import ROOT
 from trainer.config import Override
 from trainer.errors import UserError
@@ -59,8 +59,10 @@ CASES = {
     "sbatch": (SLURM, ["nodes=2", "slurm={time: '12:00:00', extra: {exclude: 'a800-[07,09]'}}"], IN_PLACE),
     "sbatch-c10d": (SLURM, ["nodes='2:4'", "max_restarts=2", "rdzv.port=29400"], IN_PLACE),
     "loop": (SLURM, ["style=loop", "nodes=2"], IN_PLACE),
+    "batch": (SLURM, ["nodes=2", "max_restarts=2", "slurm={time: '1:00:00', extra: {exclusive: True}}"], JOB),
+    "batch-script": (SLURM, ["nodes='2:4'", "max_restarts=2"], JOB),
 }
-WITH_SCRIPT = ("c10d", "c10d-nodes", "static", "launch", "job-launch")
+WITH_SCRIPT = ("c10d", "c10d-nodes", "static", "launch", "job-launch", "batch-script")
 
 
 def plan_of(folder: Path, profile: str, asked: list[str], ground: Ground, *more: Override) -> LaunchPlan:
@@ -74,7 +76,8 @@ def plan_of(folder: Path, profile: str, asked: list[str], ground: Ground, *more:
 def script_text(folder: Path, name: str) -> str:
     profile, asked, ground = CASES[name]
     plan = plan_of(folder, profile, asked, ground, *([SCRIPT, ARGUMENTS] if name in WITH_SCRIPT else []))
-    return render(plan, LAUNCH if ground.run_dir else script_of(plan.style))
+    script = (BATCH if plan.kind == "slurm" else LAUNCH) if ground.run_dir else script_of(plan.style)
+    return render(plan, script)
 
 
 @pytest.mark.parametrize("name", CASES)

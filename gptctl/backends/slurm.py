@@ -1,0 +1,307 @@
+"""Slurm. submitit sends our script held and with a token; only when this very job has the claim it is released.
+
+So a reply that is lost, or a gptctl that is killed, can neither run a job twice nor lose one: what is in doubt is
+looked up by its token, and a job without the claim does nothing even if somebody releases it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from gptctl import slurm
+from gptctl.backends import State
+from gptctl.jobs import JobRecord, private_files
+from gptctl.plan import LaunchPlan
+from gptctl.processes import clean_environment, is_alive
+from gptctl.render import BATCH
+from gptctl.run_folder import (
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    LOST,
+    NODE_FAIL,
+    OUT_OF_MEMORY,
+    PENDING,
+    PREEMPTED,
+    RUNNING,
+    TIMEOUT,
+    UNKNOWN,
+    RunFolder,
+    read_text,
+)
+from gptctl.slurm import QUEUE, Seen, SlurmError
+from trainer.errors import OUT_OF_REACH, UserError
+
+SEND_PATIENCE = 180.0  # seconds for which a controller that is out of reach is tried again
+SETTLE = 4.0  # seconds after which a request that was on its way has been worked off
+STOP_PATIENCE = 60.0
+
+# Such as `slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2024-05-01T10:00:00 DUE TO PREEMPTION ***`
+LAST_WORDS = re.compile(
+    r"^(?:srun|slurmstepd): error: (Node failure on .*|\*\*\* JOB .* DUE TO .*? \*\*\*)", re.MULTILINE
+)
+
+STATES = {
+    "COMPLETED": COMPLETED,
+    "CANCELLED": CANCELLED,
+    "REVOKED": CANCELLED,
+    "FAILED": FAILED,
+    "OUT_OF_MEMORY": OUT_OF_MEMORY,
+    "TIMEOUT": TIMEOUT,
+    "DEADLINE": TIMEOUT,
+    "PREEMPTED": PREEMPTED,
+    "NODE_FAIL": NODE_FAIL,
+    "BOOT_FAIL": NODE_FAIL,
+    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"), PENDING),
+    **dict.fromkeys(("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"), RUNNING),
+}
+
+
+def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
+    with private_files():
+        os.makedirs(plan.log_dir, exist_ok=True)  # Slurm writes there before the job does
+        os.makedirs(_sent(plan), exist_ok=True)
+    deadline = time.monotonic() + SEND_PATIENCE
+    job, was_doubtful = _send_once(plan, record, deadline)
+    handle = {"scheduler_id": job, "host": os.uname().nodename}
+    if not RunFolder(plan.run_dir).take(handle):
+        raise UserError(f"{plan.job_id} was given up by another gptctl", "submit it again", OUT_OF_REACH)
+    if was_doubtful:
+        _cancel(other.id for other in _found(record, deadline) if other.id != job)
+    _release(job, record, deadline)
+    return handle
+
+
+def _send_once(plan: LaunchPlan, record: JobRecord, deadline: float) -> tuple[str, bool]:
+    """The job's id, and whether it was in doubt how often it was sent."""
+    was_doubtful = False
+    while True:
+        try:
+            return _sbatch(plan, record), was_doubtful
+        except SlurmError as error:
+            was_doubtful = True
+            if found := _found(record, deadline):
+                return found[0].id, True
+            if not error.is_doubtful:
+                raise
+            time.sleep(SETTLE)
+            if found := _found(record, deadline):
+                return found[0].id, True
+            if time.monotonic() > deadline:
+                raise
+
+
+def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
+    import contextlib
+    import io
+
+    from submitit import SlurmExecutor
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    comment = " ".join(filter(None, [record.token, plan.sbatch.get("comment", "")]))
+    script = os.path.join(plan.run_dir, BATCH)
+
+    class ScriptExecutor(SlurmExecutor):
+        """Sends a script of ours instead of a pickled function; what differs per submission is on the command line."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            with open(script, encoding="utf-8") as file:
+                return file.read()
+
+        def _make_submission_command(self, submission_file_path: Any) -> list[str]:
+            return [*_clean_prefix(), "sbatch", "--hold", f"--comment={comment}", str(submission_file_path)]
+
+    try:
+        with private_files(), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
+            executor = ScriptExecutor(_sent(plan))
+            return str(executor._submit_command("").job_id)
+    except (FailedJobError, FailedSubmissionError) as error:
+        said = slurm.said_by(str(error)) or "sbatch was killed"
+        raise SlurmError(said, slurm.is_doubtful(said)) from None
+    except RuntimeError as error:  # without srun submitit believes in no cluster
+        raise SlurmError(f"there is no Slurm here: {error}", is_doubtful=False) from None
+
+
+def _sent(plan: LaunchPlan) -> str:
+    """Where submitit keeps the script as it was sent."""
+    return os.path.join(plan.run_dir, "submitit")
+
+
+def _clean_prefix() -> list[str]:
+    """Runs a command without what would be taken for the job's own: submitit passes this process's environment on."""
+    clean = clean_environment()
+    gone = [word for name in os.environ if name not in clean for word in ("-u", name)]
+    return ["env", *gone, *(f"{name}={clean[name]}" for name in ("PYTHONPATH",) if name in clean)]
+
+
+def _found(record: JobRecord, deadline: float) -> list[Seen]:
+    """Jobs that were submitted for this record; waits for a controller that is out of reach."""
+    while True:
+        try:
+            return sorted(slurm.with_token(record.token, record.run_dir), key=lambda job: int(job.id))
+        except SlurmError as error:
+            if not error.is_doubtful or time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+
+
+def _release(job: str, record: JobRecord, deadline: float) -> None:
+    while True:
+        try:
+            slurm.run("scontrol", "release", job)
+            return
+        except SlurmError as error:
+            if any(not seen.is_held for seen in _found(record, deadline) if seen.id == job):
+                return
+            if not error.is_doubtful or time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+
+
+def _cancel(jobs: Any) -> None:
+    if ids := list(jobs):
+        slurm.run("scancel", *ids)
+
+
+def abandon(record: JobRecord) -> bool:
+    """A job that was sent but not released is taken out of the queue; without the claim it could do nothing anyway."""
+    folder = RunFolder(record.run_dir)
+    folder.take({"abandoned": True})
+    owner = (folder.claimed_by() or {}).get("scheduler_id")
+    jobs = _found(record, time.monotonic())
+    if any(job.id == owner and not job.is_held for job in jobs):
+        return False
+    if owner and not jobs:  # released, and long forgotten
+        return False
+    _cancel(job.id for job in jobs)
+    return True
+
+
+def state(record: JobRecord) -> State:
+    folder = RunFolder(record.run_dir)
+    claim = folder.claimed_by() or dict(record.handle)
+    job = claim.get("scheduler_id")
+    if not job:
+        alive = is_alive(record.submitter)
+        return State(PENDING, "being submitted") if alive else State(LOST, "gptctl ended before the job was submitted")
+    QUEUE.look()
+    if seen := QUEUE.jobs.get(job):
+        return _silence(_as_seen(seen, folder, record))
+    if QUEUE.silent_since is not None:
+        return _silence(State(UNKNOWN))
+    if result := folder.result():  # written since the caller looked
+        return State(result.state, result.reason)
+    if known := QUEUE.record(job, [job]):
+        return _ended(
+            STATES.get(known.state, UNKNOWN), known.state, known.code, known.signal, known.nodes, folder, record
+        )
+    where = "" if folder.path.is_dir() else f", and its folder {record.run_dir} is gone"
+    return State(LOST, f"Slurm does not know job {job} any more, and it has left no result{where}")
+
+
+def _silence(state: State) -> State:
+    if QUEUE.silent_since is None:
+        return state
+    since = time.strftime("%H:%M:%S", time.localtime(QUEUE.silent_since))
+    words = f"Slurm has not answered since {since}: {QUEUE.fault}"
+    return State(state.state if state.state in (PENDING, RUNNING) else UNKNOWN, words)
+
+
+def _as_seen(seen: Seen, folder: RunFolder, record: JobRecord) -> State:
+    kind = STATES.get(seen.state, UNKNOWN)
+    if kind == PENDING:
+        return State(PENDING, "; ".join(filter(None, [_requeued(seen, folder, record), _why(seen)])))
+    if kind == RUNNING:
+        begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
+        again = f"attempt {folder.attempts() - 1}" if folder.attempts() > 1 else ""
+        stage = "" if begun else "starting"
+        if seen.state != "RUNNING":
+            stage = seen.state.lower()
+        return State(RUNNING, ", ".join(filter(None, [again, stage])))
+    if kind == UNKNOWN:
+        return State(UNKNOWN, f"Slurm calls it {seen.state}")
+    if result := folder.result():
+        return State(result.state, result.reason)
+    code, signal = seen.exit_code >> 8, seen.exit_code & 0x7F
+    return _ended(kind, seen.state, code, signal, seen.nodes, folder, record)
+
+
+def _why(seen: Seen) -> str:
+    expected = "" if seen.start in ("", "N/A", "Unknown") else f", expected to start {seen.start.replace('T', ' ')}"
+    reason = "" if seen.reason in ("", "None") else seen.reason
+    return f"{reason}{expected}" if reason else expected.removeprefix(", ")
+
+
+def _requeued(seen: Seen, folder: RunFolder, record: JobRecord) -> str:
+    """That it runs again, and what ended it: Slurm's own words in the output of the last attempt."""
+    if not seen.restarts and not folder.attempts():
+        return ""
+    return f"requeued, attempt {folder.attempts()} follows{_ending_words(record, folder)}"
+
+
+def _ending_words(record: JobRecord, folder: RunFolder) -> str:
+    """What Slurm said of the end of the last attempt, in that attempt's output."""
+    log = read_text(Path(record.log_dir) / f"attempt-{folder.attempts() - 1}" / "batch.log")
+    words = [match[1] for match in LAST_WORDS.finditer(log)]
+    return f" ({'; '.join(dict.fromkeys(words))})" if words else ""
+
+
+def _ended(kind: str, word: str, code: int, signal: int, nodes: str, folder: RunFolder, record: JobRecord) -> State:
+    """A job that left no result: what Slurm says of its end."""
+    if kind == COMPLETED:
+        return State(COMPLETED, "Slurm says so; the job could not write its own result")
+    if kind == CANCELLED:
+        return State(CANCELLED, "cancelled" if folder.cancelled.exists() else "cancelled with scancel")
+    exits = [f"exit code {code}" if code else "", f"signal {signal}" if signal else "", f"on {nodes}" if nodes else ""]
+    words = ", ".join(filter(None, [f"Slurm calls it {word}", *exits]))
+    return State(kind, f"{words}{_ending_words(record, folder)}")
+
+
+def cancel(record: JobRecord, now: bool) -> None:
+    folder = RunFolder(record.run_dir)
+    if folder.path.is_dir():
+        folder.take({"abandoned": True})  # only if nobody has the claim: then it never starts
+        folder.cancel(now)
+    jobs = {job.id: job for job in _found(record, time.monotonic() + STOP_PATIENCE)}
+    if any(job.state == "RUNNING" for job in jobs.values()) and not now:
+        _ask(jobs, record)
+    QUEUE.look(now=True)
+    left = [job.id for job in QUEUE.jobs.values() if job.id in jobs and STATES.get(job.state) in (PENDING, RUNNING)]
+    if left:
+        if now:
+            _try("scancel", "--signal=KILL", "--full", *left)
+        slurm.run("scancel", *left)
+    _wait_until_ended(set(jobs), record)
+    if folder.path.is_dir() and not folder.result():
+        folder.finish(CANCELLED, "cancelled")
+
+
+def _ask(jobs: dict[str, Seen], record: JobRecord) -> None:
+    """The batch script asks the ranks to save, and ends; it is not waited for longer than they have time."""
+    _try("scancel", "--signal=USR1", "--batch", *jobs)
+    deadline = time.monotonic() + STOP_PATIENCE
+    while time.monotonic() < deadline and not RunFolder(record.run_dir).result():
+        time.sleep(0.2)
+
+
+def _try(*command: str) -> None:
+    try:
+        slurm.run(*command)
+    except SlurmError as error:
+        if error.is_doubtful:
+            raise
+
+
+def _wait_until_ended(jobs: set[str], record: JobRecord) -> None:
+    deadline = time.monotonic() + STOP_PATIENCE
+    while time.monotonic() < deadline:
+        QUEUE.look(now=True)
+        left = [QUEUE.jobs[job] for job in jobs if job in QUEUE.jobs]
+        if QUEUE.silent_since is None and not any(STATES.get(job.state) in (PENDING, RUNNING) for job in left):
+            return
+        time.sleep(1)
+    raise UserError(f"{record.id} has not ended in {STOP_PATIENCE:.0f} s", "ask again: gptctl status", OUT_OF_REACH)

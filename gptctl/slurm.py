@@ -1,0 +1,175 @@
+"""Slurm's clients: what is asked of them, and what they say. Text formats only, which are the same in every version.
+
+One `squeue` answers for all jobs of the user at once, and again at the earliest after some seconds, whatever is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gptctl.processes import clean_environment
+from trainer.errors import OUT_OF_REACH, UserError
+
+EVERY = 5.0  # seconds between two queries
+PATIENCE = 60.0  # of one client; by then it has given up itself
+FIELDS = ("jobid", "state", "reason", "starttime", "nodelist", "restartcnt", "exit_code", "workdir", "comment")
+SEPARATOR = "\x1f"  # in no value: control characters are refused
+RECORDED = ("JobIDRaw", "State", "ExitCode", "NodeList", "Reason")
+HELD = "JobHeld"
+# What a client says when it cannot tell what became of its request.
+_OUT_OF_REACH = re.compile(
+    r"timed out|unable to contact|connection (refused|reset|timed)|transport|zero bytes|communication|"
+    r"socket|not responding|temporarily unable|broken pipe|protocol authentication|munge",
+    re.IGNORECASE,
+)
+
+
+class SlurmError(UserError):
+    """A client failed. `is_doubtful`: what it asked for may have happened."""
+
+    def __init__(self, said: str, is_doubtful: bool) -> None:
+        hint = "ask again in a while; scontrol ping" if is_doubtful else ""
+        super().__init__(f"Slurm: {said}", hint, OUT_OF_REACH)
+        self.said, self.is_doubtful = said, is_doubtful
+
+
+class Seen(NamedTuple):
+    """A job as the controller knows it."""
+
+    id: str
+    state: str
+    reason: str
+    start: str
+    nodes: str
+    restarts: int
+    exit_code: int
+    work_dir: str
+    comment: str
+
+    @property
+    def is_held(self) -> bool:
+        return self.state == "PENDING" and self.reason.startswith(HELD)
+
+
+class Recorded(NamedTuple):
+    """A job as the accounting remembers it."""
+
+    state: str
+    code: int
+    signal: int
+    nodes: str
+    reason: str
+
+
+def run(*command: str, text: str | None = None) -> str:
+    """What a client prints; raises SlurmError with what it says when it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            timeout=PATIENCE,
+            env=clean_environment(),
+            text=True,
+            errors="replace",
+        )
+    except FileNotFoundError:
+        raise SlurmError(f"there is no {command[0]} here", is_doubtful=False) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]} got no answer in {PATIENCE:.0f} s", is_doubtful=True) from None
+    if done.returncode:
+        said = said_by(done.stderr or done.stdout) or f"{command[0]} ended with exit code {done.returncode}"
+        raise SlurmError(said, is_doubtful(said) or done.returncode < 0)
+    return done.stdout
+
+
+def is_doubtful(said: str) -> bool:
+    return bool(_OUT_OF_REACH.search(said))
+
+
+def said_by(text: str) -> str:
+    """The words of a client, without its own name before them."""
+    lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in text.splitlines()]
+    return "; ".join(dict.fromkeys(line for line in lines if line))
+
+
+def queue() -> dict[str, Seen]:
+    """All jobs of this user that the controller remembers, ended ones too."""
+    import pwd
+
+    form = ",".join(f"{field}:{SEPARATOR}" for field in FIELDS)
+    user = pwd.getpwuid(os.getuid()).pw_name
+    lines = run("squeue", "--noheader", "--states=all", f"--user={user}", f"--Format={form}").splitlines()
+    seen = [_seen(line.split(SEPARATOR)) for line in lines]
+    return {job.id: job for job in seen if job}
+
+
+def _seen(fields: Sequence[str]) -> Seen | None:
+    if len(fields) < len(FIELDS):
+        return None
+    job, state, reason, start, nodes, restarts, code, folder, comment = (
+        field.strip() for field in fields[: len(FIELDS)]
+    )
+    return Seen(job, state, reason, start, nodes, _number(restarts), _number(code), folder, comment)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def recorded(ids: Sequence[str]) -> dict[str, Recorded]:
+    """What the accounting knows of jobs, their last run only; nothing where there is no accounting."""
+    try:
+        text = run("sacct", "-X", "-P", "-n", "-j", ",".join(ids), "-o", ",".join(RECORDED))
+    except SlurmError:
+        return {}
+    found = {}
+    for line in text.splitlines():
+        job, state, code, nodes, reason = (line.split("|") + [""] * len(RECORDED))[: len(RECORDED)]
+        number, _, signal = code.partition(":")
+        found[job] = Recorded(state.split(" ")[0], _number(number), _number(signal), nodes, reason)
+    return found
+
+
+class Queue:
+    """The last answer of the controller, asked again when it is some seconds old; it may be silent for a while."""
+
+    def __init__(self) -> None:
+        self.jobs: Mapping[str, Seen] = {}
+        self.silent_since: float | None = None
+        self.fault = ""
+        self.answered: float | None = None
+        self._asked = float("-inf")
+        self._records: dict[str, Recorded] = {}
+        self._asked_records = float("-inf")
+
+    def look(self, now: bool = False) -> None:
+        if not now and time.monotonic() - self._asked < EVERY:
+            return
+        try:
+            self.jobs = queue()
+            self.silent_since, self.answered = None, time.time()
+        except SlurmError as error:
+            self.fault = error.said
+            self.silent_since = self.silent_since or time.time()
+        self._asked = time.monotonic()
+
+    def record(self, job: str, wanted: Sequence[str]) -> Recorded | None:
+        """What the accounting knows of a job; all that are wanted are asked for at once."""
+        if job not in self._records and time.monotonic() - self._asked_records >= EVERY:
+            self._records |= recorded([*wanted])
+            self._asked_records = time.monotonic()
+        return self._records.get(job)
+
+
+QUEUE = Queue()
+
+
+def with_token(token: str, run_dir: str) -> list[Seen]:
+    """Jobs that were submitted with a token, or for a folder: a site's plugin may rewrite comments."""
+    return [job for job in queue().values() if token in job.comment.split() or job.work_dir == run_dir]

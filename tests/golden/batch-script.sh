@@ -1,0 +1,142 @@
+#!/usr/bin/env bash
+# Job gpt-3f9a2c: 2:4 node(s) with 4 rank(s) each. gptctl submits it; it belongs to its folder and runs once.
+#SBATCH --job-name=gpt
+#SBATCH --partition=a800
+#SBATCH --nodes=2-4
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --gres=gpu:4
+#SBATCH --chdir=/home/me/work/runs/gpt-3f9a2c
+#SBATCH --output=/home/me/work/runs/gpt-3f9a2c/logs/batch.log
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+#SBATCH --no-requeue
+
+umask 077
+cd /home/me/work/runs/gpt-3f9a2c || exit 73
+say() { echo "[$(date '+%F %T')] $*"; }
+# Says how the job ended. What only Slurm knows, such as that a node failed, it says itself.
+finish() {
+  say "$1${2:+: $2}"
+  printf '{"state": "%s", "reason": "%s", "ended": %s}\n' "$1" "$2" "$(date +%s)" > result.json.part && mv result.json.part result.json
+  exit "$3"
+}
+fail() { finish FAILED "$*" 1; }
+stop_if_cancelled() { [ ! -e cancelled ] || finish CANCELLED cancelled 0; }
+
+# Slurm's controller may be out of reach for a while.
+patiently() {
+  local try
+  for try in {1..60}; do
+    "$@" && return
+    [ "$try" = 60 ] || sleep 5
+  done
+  return 1
+}
+
+# Every attempt has a number, over all requeues; this script's output and Slurm's own goes to its folder.
+begin_attempt() {
+  while [ -e "attempt-$GPTCTL_ATTEMPT" ]; do
+    GPTCTL_ATTEMPT=$((GPTCTL_ATTEMPT + 1))
+  done
+  gptctl_logs=/home/me/work/runs/gpt-3f9a2c/logs/"attempt-$GPTCTL_ATTEMPT"
+  mkdir -p "attempt-$GPTCTL_ATTEMPT" "$gptctl_logs" || exit 73
+  mv /home/me/work/runs/gpt-3f9a2c/logs/batch.log "$gptctl_logs/batch.log" 2> /dev/null # Slurm has it open, and goes on writing to it
+  exec >> "$gptctl_logs/batch.log" 2>&1
+  say "attempt $GPTCTL_ATTEMPT of "gpt-3f9a2c", job $SLURM_JOB_ID of Slurm"
+}
+
+# Where ranks meet, anew in each attempt.
+choose_endpoint() {
+  mapfile -t gptctl_nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?this is to be run inside a Slurm job}")
+  [ "${#gptctl_nodes[@]}" -gt 0 ] || fail "scontrol does not name the hosts of $SLURM_JOB_NODELIST"
+  MASTER_ADDR=$(ip -4 -o address show dev bond0 | awk '{ sub("/.*", "", $4); print $4; exit }')
+  [ -n "$MASTER_ADDR" ] || fail "${gptctl_nodes[0]} has no address on "bond0
+  MASTER_PORT=$((20000 + (SLURM_JOB_ID + ${GPTCTL_ATTEMPT:-0} * 97) % 12000)) # below the ports that outgoing connections take
+  while (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null; do # somebody listens there
+    MASTER_PORT=$((MASTER_PORT + 1))
+  done
+  export MASTER_ADDR MASTER_PORT
+  printf '{"host": "%s", "port": %s}\n' "$MASTER_ADDR" "$MASTER_PORT" > "attempt-$GPTCTL_ATTEMPT/endpoint.json"
+  printf '%s\n' "${gptctl_nodes[@]}" > "attempt-$GPTCTL_ATTEMPT/hosts"
+}
+
+# One launch.sh on every node.
+run_attempt() {
+  echo "${SLURM_NODEID:-0}" # node id, hosts, head node, number of nodes
+  echo "${gptctl_nodes[*]}"
+  echo "${gptctl_nodes[0]}"
+  echo "${#gptctl_nodes[@]}"
+  srun --nodes="${#gptctl_nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1 --unbuffered \
+    --output="${gptctl_logs//%/%%}/node.%n.log" --open-mode=append bash launch.sh &
+  gptctl_step=$!
+  [ -z "$gptctl_asked" ] || kill -USR1 "$gptctl_step"
+  while
+    wait "$gptctl_step"
+    gptctl_code=$?
+    kill -0 "$gptctl_step" 2> /dev/null # a signal ends `wait` early
+  do :; done
+  gptctl_step=
+}
+
+# The scheduler wants the job to stop: before its time limit, at preemption, or to end it. Ranks save and end.
+gptctl_step= gptctl_asked=
+ask_ranks() {
+  gptctl_asked=yes
+  [ -z "$gptctl_step" ] || { say "asking the ranks to save and stop"; kill -USR1 "$gptctl_step"; }
+}
+trap ask_ranks USR1 TERM
+
+# The node that failed first, and how.
+first_failure() {
+  local file node
+  # shellcheck disable=SC2012
+  for file in $(ls -tr "attempt-$GPTCTL_ATTEMPT" | grep '^node[.][0-9]*[.]exit$'); do
+    node=${file//[^0-9]/}
+    file=attempt-$GPTCTL_ATTEMPT/$file
+    [ "$(cat "$file")" = 0 ] || { echo "node $node (${gptctl_nodes[$node]}) ended with exit code $(cat "$file")"; return; }
+  done
+  echo "srun ended with exit code $gptctl_code"
+}
+state_in_slurm() { patiently scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p'; }
+# Ends this run of the script; Slurm starts it again, on these nodes or others.
+requeue() {
+  stop_if_cancelled
+  say "requeued: $*"
+  patiently scontrol requeue "$SLURM_JOB_ID" || fail "$*; it could not be requeued"
+  sleep 300 & # Slurm ends this script
+  wait "$!"
+  exit 1
+}
+
+# Of two submissions of the same job, one has the claim.
+grep -qs "\"scheduler_id\": \"$SLURM_JOB_ID\"" claim.json || {
+  say "job $SLURM_JOB_ID was given up, and does nothing"
+  exit 1
+}
+export GPTCTL_ATTEMPT=0
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not take it over by itself
+while :; do
+  stop_if_cancelled
+  begin_attempt
+  choose_endpoint
+  run_attempt
+  [ "$gptctl_code" -ne 0 ] || finish COMPLETED "" 0
+  stop_if_cancelled
+  gptctl_reason=$(first_failure)
+  gptctl_state=$(state_in_slurm)
+  [ "$gptctl_state" = RUNNING ] || {
+    say "$gptctl_reason; Slurm ends this job: ${gptctl_state:-it does not answer}"
+    exit 1
+  }
+  if [ -n "$gptctl_asked" ]; then
+    finish STOPPED "the scheduler asked the job to stop; what it saved can be resumed" 1
+  fi
+
+  # First again on these nodes, then on any, then no more.
+  touch "attempt-$GPTCTL_ATTEMPT/failed"
+  [ ! -e "attempt-$GPTCTL_ATTEMPT/cannot-be-helped" ] || fail "$gptctl_reason; starting again cannot help"
+  gptctl_failures=(attempt-*/failed)
+  [ "${#gptctl_failures[@]}" -lt 1 ] || fail "$gptctl_reason"
+  say "$gptctl_reason"
+done
