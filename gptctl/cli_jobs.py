@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gptctl.cli_clusters import clusters
+from gptctl.cli_doctor import doctor
 from gptctl.cli_logs import logs
 from gptctl.options import (
     INTERRUPTED,
@@ -399,4 +400,4 @@ def rerun(job: str, overrides: tuple[str, ...], follow: bool, wait_for_it: bool,
     return send_and_stay(prepared, store, as_json, follow, wait_for_it)
 
 
-VERBS = [submit, render, logs, list_jobs, status, show, cancel, wait, rerun, clusters]
+VERBS = [submit, render, logs, list_jobs, status, show, cancel, wait, rerun, clusters, doctor]

@@ -3,7 +3,7 @@
 config.json  cluster.json  plan.json  launch.sh  job.sbatch  code/  git.json     frozen when the job is submitted
 claim.json            who runs it (a supervisor, a job of Slurm), or that nobody ever will
 attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  cannot-be-helped
-                      Slurm: hosts  began-with (its newest checkpoint)  failed
+                      Slurm: hosts  began-with (its newest checkpoint)  failed  node.<n>.asked (to stop)
 logs/attempt-<k>/     workerlog.<rank>  node.<n>.log  batch.log
 output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
 cancelled             nothing of this job may start any more

@@ -24,7 +24,7 @@ HELD = "JobHeld"
 # What a client says when it cannot tell what became of its request.
 _OUT_OF_REACH = re.compile(
     r"timed out|unable to contact|connection (refused|reset|timed)|transport|zero bytes|communication|"
-    r"socket|not responding|temporarily unable|broken pipe|protocol authentication|munge",
+    r"socket|not responding|temporarily unable|broken pipe|protocol authentication|munge|unexpected message",
     re.IGNORECASE,
 )
 

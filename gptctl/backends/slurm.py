@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gptctl import slurm
+from gptctl import slurm, ui
 from gptctl.backends import State
 from gptctl.jobs import JobRecord, private_files
 from gptctl.plan import LaunchPlan
@@ -36,13 +36,13 @@ from gptctl.run_folder import (
 from gptctl.slurm import QUEUE, Seen, SlurmError
 from trainer.errors import OUT_OF_REACH, UserError
 
-SEND_PATIENCE = 180.0  # seconds for which a controller that is out of reach is tried again
-SETTLE = 4.0  # seconds after which a request that was on its way has been worked off
+SEND_PATIENCE = 60.0  # seconds for which a controller that is out of reach is tried again
+SETTLE = 3.0  # seconds after which a request that was on its way has been worked off
 STOP_PATIENCE = 60.0
 
 # Such as `slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2024-05-01T10:00:00 DUE TO PREEMPTION ***`
 LAST_WORDS = re.compile(
-    r"^(?:srun|slurmstepd): error: (Node failure on .*|\*\*\* JOB .* DUE TO .*? \*\*\*)", re.MULTILINE
+    r"^(?:srun|slurmstepd\S*): error: (Node failure on .*|\*\*\* JOB .* DUE TO .*? \*\*\*)", re.MULTILINE
 )
 
 STATES = {
@@ -88,6 +88,7 @@ def _send_once(plan: LaunchPlan, record: JobRecord, deadline: float) -> tuple[st
                 return found[0].id, True
             if not error.is_doubtful:
                 raise
+            ui.say(f"{error.said}; trying again …")
             time.sleep(SETTLE)
             if found := _found(record, deadline):
                 return found[0].id, True
@@ -140,12 +141,16 @@ def _clean_prefix() -> list[str]:
 
 def _found(record: JobRecord, deadline: float) -> list[Seen]:
     """Jobs that were submitted for this record; waits for a controller that is out of reach."""
+    has_said = False
     while True:
         try:
             return sorted(slurm.with_token(record.token, record.run_dir), key=lambda job: int(job.id))
         except SlurmError as error:
             if not error.is_doubtful or time.monotonic() > deadline:
                 raise
+            if not has_said:
+                ui.say(f"{error.said}; asking again …")
+            has_said = True
             time.sleep(1)
 
 
@@ -159,6 +164,7 @@ def _release(job: str, record: JobRecord, deadline: float) -> None:
                 return
             if not error.is_doubtful or time.monotonic() > deadline:
                 raise
+            ui.say(f"{error.said}; trying again …")
             time.sleep(1)
 
 
@@ -237,17 +243,19 @@ def _why(seen: Seen) -> str:
 
 
 def _requeued(seen: Seen, folder: RunFolder, record: JobRecord) -> str:
-    """That it runs again, and what ended it: Slurm's own words in the output of the last attempt."""
-    if not seen.restarts and not folder.attempts():
+    if not seen.restarts:
         return ""
-    return f"requeued, attempt {folder.attempts()} follows{_ending_words(record, folder)}"
+    times = "once" if seen.restarts == 1 else f"{seen.restarts} times"
+    return f"requeued {times}{_ending_words(record, folder)}"
 
 
 def _ending_words(record: JobRecord, folder: RunFolder) -> str:
-    """What Slurm said of the end of the last attempt, in that attempt's output."""
-    log = read_text(Path(record.log_dir) / f"attempt-{folder.attempts() - 1}" / "batch.log")
-    words = [match[1] for match in LAST_WORDS.finditer(log)]
-    return f" ({'; '.join(dict.fromkeys(words))})" if words else ""
+    """What Slurm said of the end of the last attempt that it ended, in that attempt's output."""
+    for attempt in reversed(range(folder.attempts())):
+        log = read_text(Path(record.log_dir) / f"attempt-{attempt}" / "batch.log")
+        if words := dict.fromkeys(match[1] for match in LAST_WORDS.finditer(log)):
+            return f" ({'; '.join(words)})"
+    return ""
 
 
 def _ended(kind: str, word: str, code: int, signal: int, nodes: str, folder: RunFolder, record: JobRecord) -> State:

@@ -43,7 +43,12 @@ begin_attempt() {
   mkdir -p "attempt-$GPTCTL_ATTEMPT" "$gptctl_logs" || exit 73
   mv /home/me/work/runs/gpt-3f9a2c/logs/batch.log "$gptctl_logs/batch.log" 2> /dev/null # Slurm has it open, and goes on writing to it
   exec >> "$gptctl_logs/batch.log" 2>&1
-  say "attempt $GPTCTL_ATTEMPT of "gpt-3f9a2c", job $SLURM_JOB_ID of Slurm"
+  say "attempt $GPTCTL_ATTEMPT, job $SLURM_JOB_ID of Slurm"
+  [ ! -e "attempt-$((GPTCTL_ATTEMPT - 1))/hosts" ] || say_which_nodes_are_down < "attempt-$((GPTCTL_ATTEMPT - 1))/hosts"
+}
+# Of the nodes of the attempt before: that one failed is why this attempt is made.
+say_which_nodes_are_down() {
+  sinfo --noheader --Node --states=down,fail,unknown --nodes="$(paste -sd,)" --format='%N of the attempt before is %T: %E' | sort -u
 }
 
 # Where ranks meet, anew in each attempt.
@@ -76,27 +81,36 @@ run_attempt() {
     gptctl_code=$?
     kill -0 "$gptctl_step" 2> /dev/null # a signal ends `wait` early
   do :; done
-  gptctl_step=
+  gptctl_step=''
 }
 
 # The scheduler wants the job to stop: before its time limit, at preemption, or to end it. Ranks save and end.
-gptctl_step= gptctl_asked=
+gptctl_step='' gptctl_asked=''
 ask_ranks() {
   gptctl_asked=yes
   [ -z "$gptctl_step" ] || { say "asking the ranks to save and stop"; kill -USR1 "$gptctl_step"; }
 }
 trap ask_ranks USR1 TERM
 
-# The node that failed first, and how.
+# The node that failed first, and how; nothing when none did. One that was asked to stop was asked by the scheduler:
+# without B:USR1 at preemption, only the ranks hear of it.
 first_failure() {
-  local file node
-  # shellcheck disable=SC2012
-  for file in $(ls -tr "attempt-$GPTCTL_ATTEMPT" | grep '^node[.][0-9]*[.]exit$'); do
-    node=${file//[^0-9]/}
-    file=attempt-$GPTCTL_ATTEMPT/$file
-    [ "$(cat "$file")" = 0 ] || { echo "node $node (${gptctl_nodes[$node]}) ended with exit code $(cat "$file")"; return; }
+  local file first='' node
+  shopt -s nullglob
+  gptctl_reason=''
+  for file in "attempt-$GPTCTL_ATTEMPT"/node.*.exit; do
+    if [ "$(cat "$file")" != 0 ] && { [ -z "$first" ] || [ "$file" -ot "$first" ]; }; then
+      first=$file
+    fi
   done
-  echo "srun ended with exit code $gptctl_code"
+  if [ -z "$first" ]; then
+    [ "$gptctl_code" = 0 ] || gptctl_reason="srun ended with exit code $gptctl_code"
+    return
+  fi
+  node=${first##*/node.}
+  node=${node%.exit}
+  [ ! -e "${first%.exit}.asked" ] || gptctl_asked=yes
+  gptctl_reason="node $node (${gptctl_nodes[$node]}) ended with exit code $(cat "$first")"
 }
 state_in_slurm() { patiently scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p'; }
 # Ends this run of the script; Slurm starts it again, on these nodes or others.
@@ -121,9 +135,9 @@ while :; do
   begin_attempt
   choose_endpoint
   run_attempt
-  [ "$gptctl_code" -ne 0 ] || finish COMPLETED "" 0
+  first_failure
+  [ -n "$gptctl_reason" ] || finish COMPLETED "" 0
   stop_if_cancelled
-  gptctl_reason=$(first_failure)
   gptctl_state=$(state_in_slurm)
   [ "$gptctl_state" = RUNNING ] || {
     say "$gptctl_reason; Slurm ends this job: ${gptctl_state:-it does not answer}"

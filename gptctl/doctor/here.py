@@ -1,0 +1,48 @@
+"""Reaches the one node of a local cluster: this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+from gptctl.doctor.probe import NODE_SCRIPT
+from gptctl.doctor.signals import undisturbed
+from gptctl.plan import LOOPBACK
+from gptctl.processes import clean_environment, kill_all
+from gptctl.run_folder import read_text
+
+PATIENCE = 120.0
+
+
+def run_here(folder: Path, *words: str, **variables: str) -> None:
+    """Runs the script of a node; none of its processes stays."""
+    own = {"GPTCTL_NODE": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), **variables}
+    command = ["bash", str(folder / NODE_SCRIPT), *words]
+    with subprocess.Popen(
+        command, env={**clean_environment(), **own}, stdin=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            (folder / f"{words[0]}.failed").write_text(f"it did not come to an end in {PATIENCE:.0f} s")
+        finally:
+            with undisturbed():
+                process.kill()
+                kill_all(str(folder))
+
+
+def gpus_seen(folder: Path) -> str:
+    """What the facts say; empty when there is no torch to ask."""
+    return read_text(folder / "node.0.gpus").strip()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def this_host() -> str:
+    return os.uname().nodename

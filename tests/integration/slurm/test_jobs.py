@@ -1,0 +1,161 @@
+"""Jobs on a real Slurm. Oracles: Slurm's own words, the files of the ranks, and the same training without Slurm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.slurm.login import TINY, Login, losses, ran
+from tests.lab import Lab
+from tests.ranks import run as run_ranks
+
+DUMP = """
+import json, os, torch.distributed as dist
+dist.init_process_group("gloo")
+names = ("RANK", "WORLD_SIZE", "NCCL_IB_TIMEOUT", "FROM_PROFILE", "FROM_CONFIG", "FROM_FLAG", "OMP_NUM_THREADS")
+print("env", json.dumps({name: os.environ.get(name) for name in names} | {"host": os.uname().nodename}), flush=True)
+dist.barrier()
+"""
+
+
+@pytest.fixture
+def login(lab: Lab) -> Login:
+    return Login(lab)
+
+
+def test_two_nodes_train_as_one_process_would(login: Login, tmp_path: Path) -> None:
+    """What is said and written of one job; Slurm has what the dry run printed, byte for byte."""
+    overrides = [word for key in [*TINY, "Engine.max_steps=10"] for word in ("-o", key)]
+    asked = ["submit", "--nodes", "2", "--cluster", "lab", *overrides]
+    dry = json.loads(login.run(*asked, "--dry-run", "--json").stdout)["scripts"]["job.sbatch"]
+    done = login.run(*asked, "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = login.json("status")
+    assert (facts["state"], facts["world_size"], facts["hosts"]) == ("COMPLETED", 4, ["node1", "node2"])
+    logs = Path(facts["log_dir"]) / "attempt-0"
+    names = {file.name for file in logs.iterdir()}
+    assert names == {*(f"workerlog.{rank}" for rank in range(4)), "node.0.log", "node.1.log", "batch.log"}
+    assert "total device num:4," in (logs / "workerlog.0").read_text()
+    assert "[rank 3]" in done.stdout
+    assert "[batch]" in done.stdout
+    login.slurm("scontrol", "write", "batch_script", facts["scheduler_id"], str(login.folder / "has"))
+    script = login.folder / "has"
+    assert script.read_text() == dry == (Path(facts["run_dir"]) / "job.sbatch").read_text()
+    alone = run_ranks(tmp_path, *TINY, "Engine.max_steps=10")
+    assert alone.ok, alone.text
+    here = list(losses(facts).values())
+    assert len(here) == 10
+    assert max(abs(a - b) for a, b in zip(here, alone.metrics())) <= 5e-6
+
+
+def test_every_rank_has_the_environment_of_profile_config_and_flag(lab: Lab) -> None:
+    """The flag wins over the config, the config over the profile; what the caller's own job left does not come along."""
+    profile = {"FROM_PROFILE": "p r", "FROM_CONFIG": "profile", "FROM_FLAG": "profile", "NCCL_IB_TIMEOUT": 22}
+    login = Login(lab, env=profile)
+    (login.folder / "dump.py").write_text(DUMP)
+    (login.folder / "run.yaml").write_text("Launch: {env: {FROM_CONFIG: 'c,1;$HOME', FROM_FLAG: config}}\n")
+    asked = [
+        "submit",
+        "run.yaml",
+        "--nodes",
+        "2",
+        "--cluster",
+        "lab",
+        "--env",
+        "FROM_FLAG=a\\'b\"c",
+        "--json",
+        "--wait",
+    ]
+    done = login.run(*asked, "--", "dump.py", SLURM_CPU_BIND="none", SBATCH_PARTITION="high", OMP_NUM_THREADS="77")
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = json.loads(done.stdout)
+    said = [
+        json.loads(
+            (Path(job["log_dir"]) / f"attempt-0/workerlog.{rank}").read_text().partition("env ")[2].splitlines()[0]
+        )
+        for rank in range(2)
+    ]
+    assert [env["RANK"] for env in said] == ["0", "1"]
+    assert [env["host"] for env in said] == ["node1", "node2"]
+    for env in said:
+        assert (env["FROM_PROFILE"], env["FROM_CONFIG"], env["FROM_FLAG"]) == ("p r", "c,1;$HOME", "a\\'b\"c")
+        assert (env["NCCL_IB_TIMEOUT"], env["WORLD_SIZE"]) == ("22", "2")
+        assert env["OMP_NUM_THREADS"] != "77"
+    assert "Partition=main" in login.slurm("scontrol", "show", "job", job["scheduler_id"])
+
+
+def test_ten_nodes_are_numbered_as_slurm_counts_them() -> None:
+    """node2 before node10; the stand-in notes what torchrun would be told."""
+    with Lab(nodes=10) as lab:
+        login = Login(lab)
+        job = login.submit_quick("--nodes", "10", "--gpus-per-node", "1")
+        login.wait(job["job"], "COMPLETED")
+        told = {line.split()[1]: line.partition("--node-rank=")[2].split()[0] for line in ran(job)}
+        assert told == {f"node{number + 1}": str(number) for number in range(10)}
+
+
+def test_options_reach_slurm(login: Login) -> None:
+    (login.folder / "quick/clusters/lab.yaml").open("a").write("sbatch: {nice: 5, mail-user: me@lab, mail-type: END}\n")
+    options = [
+        "--time",
+        "7",
+        "--comment",
+        "it's mine",
+        "--sbatch",
+        "nice=9",
+        "--sbatch",
+        "exclusive",
+        "--nodelist",
+        "node3",
+    ]
+    job = login.submit_quick(*options, "--name", "x.y-z", JOB_SECONDS="30")
+    said = login.slurm("scontrol", "show", "job", job["scheduler_id"])
+    for word in ("JobName=x.y-z", "TimeLimit=00:07:00", "Nice=9", "ReqNodeList=node3", "OverSubscribe=NO", "it's mine"):
+        assert word in said, said
+    assert "Requeue=0" in said  # a script's author knows whether it can go on
+    assert "MailUser=me@lab" in said
+
+
+def test_a_job_waits_for_another(login: Login) -> None:
+    first = login.submit_quick(JOB_SECONDS="4")
+    second = login.submit_quick("--after", first["job"])
+    third = login.submit_quick("--after", first["scheduler_id"], "--after", second["job"])
+    assert login.wait(second["job"], "PENDING")["reason"] == "Dependency"
+    login.wait(third["job"], "COMPLETED")
+    ends = [json.loads((Path(job["run_dir"]) / "result.json").read_text())["ended"] for job in (first, second, third)]
+    assert ends == sorted(ends)
+    failing = login.submit_quick(JOB_EXIT="5", JOB_SECONDS="2")
+    orphan = login.submit_quick("--after", failing["job"])
+    assert login.wait(failing["job"], "FAILED")["reason"] == "node 0 (node1) ended with exit code 5"
+    login.wait(orphan["job"], "CANCELLED")
+    refused = login.run(*login.quick("--after", failing["job"]))
+    assert refused.returncode == 1
+    assert "FAILED" in refused.stderr
+
+
+def test_two_jobs_on_one_node_have_their_own_worlds(lab: Lab) -> None:
+    login = Login(lab)
+    (login.folder / "dump.py").write_text(DUMP)
+    asked = ["submit", "--nodes", "1", "--gpus-per-node", "1", "--cluster", "lab", "--nodelist", "node1", "--json"]
+    jobs = [json.loads(login.run(*asked, "--name", name, "--", "dump.py").stdout) for name in ("a", "b")]
+    facts = [login.wait(job["job"], "COMPLETED") for job in jobs]
+    assert facts[0]["hosts"] == facts[1]["hosts"] == ["node1"]
+    assert facts[0]["endpoint"] != facts[1]["endpoint"]
+
+
+def test_what_slurm_refuses_is_said_and_leaves_nothing(login: Login) -> None:
+    for options, words in (
+        (["--partition", "nowhere"], "invalid partition"),
+        (["--nodes", "9"], "node count"),
+        (["--partition", "small", "--nodes", "2"], "node"),
+        (["--sbatch", "colour=red"], "unrecognized option"),
+    ):
+        refused = login.run(*login.quick(*options))
+        assert refused.returncode == 3, refused.stdout + refused.stderr
+        assert words in refused.stderr.lower()
+        assert "Traceback" not in refused.stderr
+    assert login.json("list") == []
+    assert not any((login.folder / "runs").glob("*"))
+    assert not any((login.folder / "runs").glob(".*"))

@@ -1,0 +1,337 @@
+"""What the doctor makes of what it is told. The oracles are worked out by hand; the scripts are read by bash and shellcheck."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptctl.cluster import Cluster
+from gptctl.doctor.judge import (
+    Node,
+    Sighting,
+    Wanted,
+    duration,
+    judge_clock,
+    judge_no_reduce,
+    judge_nodes,
+    judge_reduce,
+)
+from gptctl.doctor.probe import Sightings, fill, folder_in, plan_probe, read_nodes, rows_of
+from gptctl.doctor.rows import Row, merged, ok, tally, warning, wrong
+from gptctl.doctor.signals import undisturbed
+from gptctl.doctor.slurm_side import Sight, choose_partition, gpus_of, judge_gpus, listed, parse_sinfo
+from gptctl.plan import Site
+from tests.conftest import ROOT
+
+SINFO = """\
+main*|up|2|1-00:00:00|gpu:a100:4(S:0-1)|idle|1-infinite
+main*|up|1|1-00:00:00|gpu:a100:4(S:0-1)|down*|1-infinite
+cpu|up|8|infinite|(null)|mix|1-infinite
+small|inact|1|10:00|gpu:2|idle|1
+mixed|up|1|1:00|gpu:8|alloc|1-2
+mixed|up|3|1:00|gpu:2|idle|1-2
+"""
+GROUPS = parse_sinfo(SINFO)
+FACTS = {
+    "host": "n1",
+    "python": "/venv/bin/python",
+    "version": "3.11.2",
+    "interface": "eth0",
+    "address": "10.0.0.1",
+    "own_name": ["10.0.0.1"],
+    "head": "10.0.0.1",
+    "free": 100 << 30,
+    "cores": 8,
+    "clock": 1000.0,
+    "torch": "2.13.0+cu130",
+    "numpy": "2.1.0",
+    "gpus": ["A100", "A100"],
+}
+WANTED = Wanted(gpus=2, ranks=2, several=True)
+NOW = Sighting(earliest=999.0, missing=1000.1, seen=1000.2)
+
+
+def without(*keys: str) -> dict:
+    return {key: value for key, value in FACTS.items() if key not in keys}
+
+
+def not_ok(rows: list[Row]) -> list[tuple[str, str]]:
+    return [(row.check, row.state) for row in rows if row.state != "ok"]
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("(null)", 0),
+        ("gpu:4", 4),
+        ("gpu:a100:4", 4),
+        ("gpu:a100:4(S:0-1)", 4),
+        ("gpu:a:1(S:0),gpu:b:2(S:1)", 3),
+        ("nvme:9,gpu:2", 2),
+        ("gpumem:80", 0),
+        ("", 0),
+    ],
+)
+def test_gpus_of_a_node(gres: str, gpus: int) -> None:
+    assert gpus_of(gres) == gpus
+
+
+def test_sinfo_is_read() -> None:
+    assert [(group.partition, group.nodes, group.gpus, group.is_able, group.most) for group in GROUPS] == [
+        ("main", 2, 4, True, None),
+        ("main", 1, 4, False, None),
+        ("cpu", 8, 0, True, None),
+        ("small", 1, 2, True, 1),
+        ("mixed", 1, 8, True, 2),
+        ("mixed", 3, 2, True, 2),
+    ]
+    assert [group.partition for group in GROUPS if group.is_default] == ["main", "main"]
+    assert parse_sinfo("garbage\n") == []
+    assert listed(GROUPS).startswith("main* (3 nodes, 1-00:00:00), cpu (8 nodes, infinite), small (1 node, 10:00)")
+
+
+@pytest.mark.parametrize("state", ["down", "drain", "drng", "idle*", "down*", "fail", "maint", "unk"])
+def test_nodes_in_these_states_run_nothing(state: str) -> None:
+    assert not parse_sinfo(f"p|up|1|1:00|gpu:1|{state}|1")[0].is_able
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "words"),
+    [
+        (None, "warning", "main: up, nodes: 2 idle, 1 down*"),
+        ("cpu", "ok", "time limit infinite"),
+        ("small", "wrong", "not up"),
+        ("mian", "wrong", "there is no mian"),
+    ],
+)
+def test_the_partition_of_the_profile(name: str | None, state: str, words: str) -> None:
+    row = choose_partition(GROUPS, name)[1]
+    assert row.state == state
+    assert words in row.found
+    assert name != "mian" or "did you mean main? known: main, cpu, small, mixed" in row.fix
+
+
+def test_a_cluster_without_a_default_partition_or_without_able_nodes() -> None:
+    assert "set partition" in choose_partition([group for group in GROUPS if not group.is_default], None)[1].fix
+    assert "sinfo -R" in choose_partition([GROUPS[1]], "main")[1].fix
+
+
+def test_how_many_nodes_and_gpus_a_job_can_have() -> None:
+    main, small, mixed = (Sight((), tuple(choose_partition(GROUPS, name)[0])) for name in ("main", "small", "mixed"))
+    assert (main.most, main.gpus(2)) == (2, 4)
+    assert (small.most, small.gpus(1)) == (1, 2)
+    assert (mixed.most, mixed.gpus(1), mixed.gpus(2)) == (2, 8, 2)
+    assert (Sight(()).most, Sight(()).gpus(1)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("partition", "keys", "state", "fix"),
+    [
+        ("main", {"gpus_per_node": 4}, "ok", ""),
+        ("main", {"gpus_per_node": 8}, "wrong", "gpus_per_node: 4"),
+        ("main", {"gpus_per_node": 2}, "warning", "gpus_per_node: 4"),
+        ("main", {}, "warning", "gpus_per_node: 4"),
+        ("cpu", {"gpus_per_node": 4}, "wrong", "gpu_request: none"),
+        ("cpu", {"gpus_per_node": 4, "gpu_request": "none"}, "ok", ""),
+        ("mixed", {"gpus_per_node": 8}, "warning", "wait"),
+    ],
+)
+def test_gpus_of_slurm_against_the_profile(partition: str, keys: dict, state: str, fix: str) -> None:
+    row = judge_gpus(choose_partition(GROUPS, partition)[0], Cluster(name="x", kind="slurm", **keys))
+    assert row.state == state
+    assert fix in row.fix
+    if state == "wrong":
+        assert f"gpus_per_node: {keys['gpus_per_node']}" in row.found, "both numbers are named"
+
+
+def test_two_sound_nodes() -> None:
+    rows = judge_nodes([Node("n1", FACTS, sighting=NOW), Node("n2", FACTS, sighting=NOW)], WANTED)
+    assert not not_ok(rows)
+    assert {row.node for row in rows} == {"n1", "n2", ""}
+    assert [row.check for row in rows[-2:]] == ["same python", "same torch"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"free": 5 << 30}, ("free space", "warning")),
+        ({"free": 1 << 20}, ("free space", "wrong")),
+        ({"version": "3.9.2"}, ("python", "wrong")),
+        ({"torch": "2.4.1"}, ("torch", "warning")),
+        ({"gpus": ["A100"]}, ("GPUs", "wrong")),
+        ({"gpus": []}, ("GPUs", "wrong")),
+        ({"cores": 1}, ("cores", "warning")),
+        ({"interface": "", "address": ""}, ("network", "wrong")),
+        ({"address": ""}, ("network", "wrong")),
+        ({"interface": "lo", "address": "127.0.0.1"}, ("network", "wrong")),
+        ({"own_name": []}, ("own name", "warning")),
+        ({"own_name": ["127.0.1.1", "::1"]}, ("own name", "warning")),
+        ({"error": "ModuleNotFoundError: No module named 'torch'"}, ("torch", "wrong")),
+        ({"clock": 1063.0}, ("clock", "wrong")),
+    ],
+)
+def test_one_thing_that_is_not_right(changed: dict, expected: tuple[str, str]) -> None:
+    """Each gives one row with a fix, and no other row suffers from it."""
+    rows = judge_nodes([Node("n1", {**FACTS, **changed}, sighting=NOW)], WANTED)
+    assert not_ok(rows) == [expected]
+    assert all(row.fix for row in rows if row.state != "ok")
+
+
+def test_a_node_that_told_nothing_little_or_something_else() -> None:
+    nodes = [
+        Node("n0", unseen="/runs is not there"),
+        Node("n1", failed="setup: in the setup: module load x", said="module: not found"),
+        Node("n2", failed="python: there is no /nowhere"),
+        Node("n3", said="Killed"),
+        Node("n4", without("torch", "numpy", "gpus")),
+        Node("n5", {**FACTS, "version": "3.12.1"}),
+        Node("n6", FACTS),
+    ]
+    rows = {(row.node, row.check): row for row in judge_nodes(nodes, WANTED) if row.state == "wrong"}
+    assert list(rows)[-1] == ("", "same python")
+    assert rows["", "same python"].found == "3.11.2 on n4, n6; 3.12.1 on n5"
+    assert rows["n0", "run_root"].found == "/runs is not there"
+    assert rows["n1", "setup"].found == "in the setup: module load x; module: not found"
+    assert rows["n2", "python"].found == "there is no /nowhere"
+    assert rows["n3", "node"].found == "it told nothing; its last words: Killed"
+    assert "did not come to an end" in rows["n4", "torch"].found
+
+
+def test_gpus_that_nobody_promised_are_not_missed() -> None:
+    rows = judge_nodes([Node("n1", {**FACTS, "gpus": []})], Wanted(0, 2, several=False))
+    assert not not_ok(rows)
+    assert not {"network", "own name", "clock"} & {row.check for row in rows}, "one machine alone"
+
+
+@pytest.mark.parametrize(
+    ("clock", "state", "words"),
+    [
+        (100.0, "ok", ""),
+        (130.0, "ok", ""),  # written somewhere between
+        (133.0, "warning", "3 s ahead"),
+        (200.0, "wrong", "70 s ahead"),
+        (97.0, "warning", "3 s behind"),
+        (30.0, "wrong", "70 s behind"),
+        (110.0, "warning", "or files of nodes arrive here so late"),
+    ],
+)
+def test_a_clock_is_judged_by_what_is_certain(clock: float, state: str, words: str) -> None:
+    late = Sighting(earliest=100.0, missing=100.0 if state == "ok" else 129.0, seen=130.0)
+    row = judge_clock("n", clock, late)
+    assert row.state == state
+    assert words in row.found
+
+
+def test_an_all_reduce() -> None:
+    """2 · 3/4 · 64 MiB in 0.1 s on the busiest link."""
+    measured = {"world": 4, "backend": "nccl", "is_right": True, "bytes": 64 << 20, "seconds": 0.1, "smallest": 2e-5}
+    reduced, clocks = judge_reduce({**measured, "clocks": [[0, 5.0], [0, 5.0], [1, 5.25]]}, ["a", "b"])
+    assert reduced.state == clocks.state == "ok"
+    assert "1.01 GB/s over 4 ranks with nccl (64 MB in 100 ms); the smallest message takes 20 µs" in reduced.found
+    assert clocks.found == "within 250 ms"
+    assert judge_reduce({**measured, "clocks": [[0, 5.0], [1, 75.0]]}, ["a", "b"])[1][2:4] == (
+        "wrong",
+        "b is 70 s ahead of a",
+    )
+    assert judge_reduce({**measured, "is_right": False, "clocks": []}, [])[0].state == "wrong"
+    assert judge_no_reduce("rank 1: no", True).found == "rank 1: no"
+    assert judge_no_reduce("", False).state == "notice"
+    assert [duration(seconds) for seconds in (2, 0.25, 2e-3, 2e-5)] == ["2.0 s", "250 ms", "2 ms", "20 µs"]
+
+
+def test_rows_of_the_same_finding_are_one_line() -> None:
+    rows = [ok("a", "x", f"n{number}") for number in range(6)] + [wrong("a", "y", "z", "n6"), warning("b", "", "z")]
+    assert [(row.check, row.node) for row in merged(rows)] == [("a", "n0, n1, n2, … (6 nodes)"), ("a", "n6"), ("b", "")]
+    assert tally(rows) == "1 wrong, 1 warning"
+    assert tally(rows[:2]) == "nothing is wrong"
+
+
+SITE = Site("/home/me/it's $(mine)", sys.executable, str(ROOT / "trainer"))
+PROFILE = """\
+kind: slurm
+gpus_per_node: 2
+partition: a800
+python: "/opt/py 3/$(boom)"
+run_root: /x
+setup: ["true"]
+container: {image: "/i $(boom).sif"}
+sbatch: {qos: high, mail-type: ALL}
+"""
+
+
+def test_the_scripts_are_quoted_and_bash_reads_them(tmp_path: Path) -> None:
+    """Oracles: `bash -n`, and where it is installed shellcheck."""
+    (tmp_path / "lab.yaml").write_text(PROFILE)
+    folder = tmp_path / "a b'c$(boom)"
+    folder.mkdir()
+    plan = plan_probe(str(tmp_path / "lab.yaml"), SITE, folder, 2, 2, "gpu")
+    assert plan.sbatch["gres"] == "gpu:2"
+    assert plan.sbatch["qos"] == "high"
+    assert (plan.sbatch["time"], plan.sbatch["output"]) == ("5", "/dev/null")
+    assert not [name for name in plan.sbatch if name.startswith("mail") or name == "signal"]
+    fill(folder, plan, SITE)
+    assert (folder / "code" / "trainer" / "node_check.py").stat().st_mode & 0o777 == 0o600
+    for name in ("doctor.sh", "doctor.sbatch"):
+        assert subprocess.run(["bash", "-n", str(folder / name)]).returncode == 0
+        if shutil.which("shellcheck"):
+            command = ["shellcheck", "--severity=style", str(folder / name)]
+            found = subprocess.run(command, capture_output=True, text=True)
+            assert found.returncode == 0, found.stdout
+
+
+def test_a_folder_leaves_nothing_even_above_it(tmp_path: Path) -> None:
+    with folder_in(tmp_path / "a" / "b") as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "file").touch()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "kept").mkdir()
+    with folder_in(tmp_path / "kept"):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
+
+
+def test_what_nodes_leave_is_read(tmp_path: Path) -> None:
+    sightings = Sightings(tmp_path, 2)
+    sightings.look()
+    (tmp_path / "node.0.json").write_text('{"version": "3.11.2"}')
+    sightings.look()
+    (tmp_path / "unseen").write_text("1 n2 is not there\n")
+    (tmp_path / "node.0.log").write_text("one\ntwo\n\n")
+    first, second = read_nodes(tmp_path, ["n1", "n2"], sightings)
+    assert first.facts == {"version": "3.11.2"}
+    assert first.said == "two"
+    assert first.sighting
+    assert first.sighting.earliest <= first.sighting.missing <= first.sighting.seen
+    assert second.facts is None
+    assert second.unseen == f"{tmp_path.parent} is not there"
+
+
+def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
+    facts = str(FACTS).replace("'", '"')
+    (tmp_path / "node.0.json").write_text(facts)
+    for number, name in enumerate(("rank.1.failed", "rank.0.failed")):
+        (tmp_path / name).write_text(f"no way {name}")
+        os.utime(tmp_path / name, (number, number))
+    row = rows_of(tmp_path, ["n1"], Sightings(tmp_path, 1), WANTED)[-1]
+    assert (row.check, row.state, row.found) == ("all-reduce", "wrong", "rank 1: no way rank.1.failed")
+
+
+def test_signals_wait_also_for_children() -> None:
+    heard = []
+
+    def interrupted() -> None:
+        with undisturbed():
+            os.kill(os.getpid(), signal.SIGINT)
+            child = subprocess.run(["bash", "-c", "kill -INT $$; kill -TERM $$; echo lives"], capture_output=True)
+            heard.append(child.stdout)
+        heard.append(b"not reached")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert heard == [b"lives\n"]
