@@ -118,25 +118,24 @@ def _on_slurm(visit: Visit, cluster: Cluster, rows: list[Row]) -> Report:
         rows += sight.rows
         if not sight.answers:
             return Report(cluster.name, rows, is_in_reach=False)
-        rows += _on_nodes(visit, cluster, sight)
+        _on_nodes(visit, cluster, sight, rows)
     except SlurmError as error:
         rows.append(wrong("Slurm", error.said, error.hint or "does this command work in a shell?"))
         return Report(cluster.name, rows, is_in_reach=not error.is_doubtful)
     return Report(cluster.name, rows)
 
 
-def _on_nodes(visit: Visit, cluster: Cluster, sight: slurm_side.Sight) -> list[Row]:
-    rows: list[Row] = []
+def _on_nodes(visit: Visit, cluster: Cluster, sight: slurm_side.Sight, rows: list[Row]) -> None:
     nodes = visit.nodes or min(USUAL_NODES, sight.most)
     root = cluster.run_root
     with _guarded(rows, root), folder_in(Path(os.path.expanduser(root))) as folder:
         rows.append(ok("run_root", f"{root}, writable"))
         if not _can_be_asked(sight.rows) or not sight.most:
             rows.append(Row("nodes", "", "notice", "not looked at", "see what is wrong above"))
-            return rows
+            return
         if nodes > sight.most:
             rows.append(wrong("nodes", f"{nodes} asked for, a job can have {sight.most}", f"--nodes {sight.most}"))
-            return rows
+            return
         is_gpu = cluster.gpu_request != "none" and sight.gpus(nodes) > 0
         promised = cluster.gpus_per_node or (sight.gpus(nodes) if is_gpu else 1)
         # A number that no node has is told above: the rest is looked at with what there is.
@@ -148,7 +147,6 @@ def _on_nodes(visit: Visit, cluster: Cluster, sight: slurm_side.Sight) -> list[R
         if (folder / "hosts").exists():
             wanted = Wanted(per_node if is_gpu else 0, per_node, several=nodes > 1)
             rows += rows_of(folder, node_names(folder, nodes), sightings, wanted)
-    return rows
 
 
 def _can_be_asked(rows: Iterable[Row]) -> bool:

@@ -123,7 +123,7 @@ def _gpus(name: str, seen: Sequence[str], wanted: Wanted) -> Row:
     fix = "is torch built for CUDA, is the driver there (nvidia-smi), does the job get its GPUs?"
     if not seen:
         fix += " For jobs without GPUs: gpu_request: none"
-    return wrong("GPUs", f"{found}, the profile has gpus_per_node: {wanted.gpus}", fix, name)
+    return wrong("GPUs", f"{found}, a job asks for {wanted.gpus} (gpus_per_node)", fix, name)
 
 
 def _cores(name: str, cores: int, wanted: Wanted) -> Row:

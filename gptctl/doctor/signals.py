@@ -11,7 +11,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Signals wait, and those for the clients too: they inherit it."""
+    """Signals wait, and those for the clients too: they inherit it. There is one thread: no other hears."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield

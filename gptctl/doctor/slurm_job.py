@@ -14,7 +14,6 @@ from gptctl.doctor.rows import Row, ok, wrong
 from gptctl.doctor.signals import undisturbed
 from gptctl.run_folder import read_text
 from gptctl.slurm import Seen, SlurmError
-from trainer.errors import OUT_OF_REACH, UserError
 
 Say = Callable[[str], None]
 
@@ -53,6 +52,7 @@ class ShortJob:
         # Long after it was given up; what a profile says of the rest is in the script, which these win over.
         deadline = int(self.timeout) + 2 * 60 * MINUTES
         own = [f"--job-name={self.name}", f"--comment={self.name}", f"--deadline=now+{deadline}", "--no-requeue"]
+        self.sightings.not_yet()
         try:
             slurm.run("sbatch", "--parsable", *own, str(self.folder / BATCH_SCRIPT))
         except SlurmError as error:
@@ -60,11 +60,13 @@ class ShortJob:
                 raise
             self.doubt = error
         self._sent = self._since = self._answered = time.monotonic()
-        self.sightings.not_yet()
 
     def seen(self) -> Seen | None:
         jobs = slurm.with_token(self.name, str(self.folder))
-        return max(jobs, key=lambda job: int(job.id)) if jobs else None
+        if not jobs:
+            return None
+        self.doubt = None
+        return max(jobs, key=lambda job: int(job.id))
 
     def watch(self) -> Row:
         """Looks into the folder all the time, and asks Slurm now and then."""
@@ -110,7 +112,7 @@ class ShortJob:
         if job is None:
             if waited < SETTLE:
                 return None
-            raise self.doubt or UserError("Slurm has lost the job of the doctor", "try again", OUT_OF_REACH)
+            raise self.doubt or SlurmError(f"it does not know job {self.name} any more", is_doubtful=True)
         if job.state in WAITS:
             reason = "" if job.reason in ("", "None") else f": {job.reason}"
             if waited > 1:
@@ -119,7 +121,7 @@ class ShortJob:
                 return None
             fix = f"squeue and sinfo -R say more; to wait longer: --timeout {max(600, 2 * int(self.timeout))}"
             return wrong("job", f"job {job.id} waited for more than {self.timeout:g} s{reason}", fix)
-        if job.state in RUNS and time.monotonic() - self._since < 60 * MINUTES + SETTLE:
+        if job.state in RUNS and time.monotonic() - self._since < 60 * MINUTES + PATIENCE:
             return None
         return self._settled(job)
 

@@ -233,6 +233,7 @@ def _account(cluster: Cluster) -> Iterator[Row]:
         return
     known = sorted(set(text.split()))
     if known and cluster.account not in known:
-        yield wrong("account", f"{user} has no {cluster.account}", f"set account in the profile: {', '.join(known)}")
+        fix = f"set account in the profile: {', '.join(known)}"
+        yield warning("account", f"{user} has no account {cluster.account}", fix)  # where it matters sbatch refuses it
     elif known:
         yield ok("account", cluster.account)

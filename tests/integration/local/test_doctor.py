@@ -1,0 +1,54 @@
+"""`gptctl doctor` of this machine, as a person types it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from gptctl.processes import processes_of
+
+
+def rows_of(answer) -> dict[str, dict[str, str]]:
+    return {row["check"]: row for row in json.loads(answer.stdout) if row["node"] or row["check"] != "run_root"}
+
+
+def test_this_machine(gptctl, tmp_path: Path) -> None:
+    """torch, two ranks over loopback, and nothing is left."""
+    answer = gptctl("doctor")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout.startswith("local: nothing is wrong")
+    assert re.search(r"all-reduce +ok +\d+\.\d\d GB/s over 2 ranks", answer.stdout)
+    assert "measuring an all-reduce …" in answer.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_python_no_torch_no_folder(gptctl, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("kind: local\npython: /nowhere/python\n")
+    answer = gptctl("doctor", "--cluster", "./c.yaml", "--json")
+    assert answer.returncode == 1
+    assert rows_of(answer)["python"]["found"] == "there is no /nowhere/python"
+    (tmp_path / "c.yaml").write_text("kind: local\nenv: {PYTHONPATH: " + str(tmp_path / "broken") + "}\n")
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise OSError('libcudart.so: cannot open')\n")
+    answer = gptctl("doctor", "--cluster", "./c.yaml", "--json")
+    assert answer.returncode == 1
+    assert rows_of(answer)["torch"]["found"] == "OSError: libcudart.so: cannot open"
+    assert rows_of(answer)["all-reduce"]["state"] == "notice"
+    (tmp_path / "c.yaml").write_text("kind: local\nrun_root: c.yaml/runs\n")
+    answer = gptctl("doctor", "--cluster", "./c.yaml", "--json")
+    assert answer.returncode == 1
+    assert "Not a directory" in json.loads(answer.stdout)[-1]["found"]
+    assert not processes_of(str(tmp_path))
+
+
+def test_what_cannot_be_looked_at(gptctl, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("kind: ssh\nhosts: [a]\nrun_root: /srv\n")
+    answer = gptctl("doctor", "--cluster", "./c.yaml")
+    assert (answer.returncode, answer.stdout) == (3, "")
+    assert "not built yet" in answer.stderr
+    assert gptctl("doctor", "--nodes", "2").returncode == 2
+    assert gptctl("doctor", "--cluster", "nobodys").returncode == 2
+    answer = gptctl("doctor", "--cluster", "slurm-example", PATH="/nowhere")
+    assert answer.returncode == 3
+    assert "not found: sbatch, srun, squeue, scontrol, scancel, sinfo" in answer.stdout

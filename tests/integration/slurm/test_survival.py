@@ -1,0 +1,250 @@
+"""Jobs that lose their nodes, their ranks or their time, and go on. Oracle: the same training, undisturbed, without Slurm."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.slurm.login import TINY, Login, await_true, losses
+from tests.lab import Lab
+from tests.ranks import run as run_ranks
+
+STEPS, SAVES = 400, 50
+KEYS = [f"Engine.max_steps={STEPS}", f"Engine.save_load.save_steps={SAVES}", "Engine.save_load.keep_last=2"]
+KEYS += ["Distributed.dp_degree=2", "Launch.max_restarts=1"]
+
+
+@pytest.fixture
+def login(lab: Lab) -> Login:
+    return Login(lab)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    keys = [key for key in KEYS if not key.startswith("Launch.")]
+    ended = run_ranks(folder, *TINY, *keys, world=2)
+    assert ended.ok, ended.text
+    return losses({"run_dir": str(folder)})
+
+
+class Training:
+    """A job of two ranks on two nodes, followed from its beginning."""
+
+    def __init__(self, login: Login, *options: str) -> None:
+        self.login = login
+        self.job = login.train("--nodes", "2", "--gpus-per-node", "1", *options, keys=KEYS)
+        self.shown = login.folder / "shown"
+        with self.shown.open("w") as out, (login.folder / "said").open("w") as err:
+            self.follower = login.start("logs", self.job["job"], "--follow", stdout=out, stderr=err)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        file = Path(self.job["run_dir"]) / "output" / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+    def attempts(self) -> int:
+        return len(list(Path(self.job["run_dir"]).glob("attempt-*")))
+
+    def await_steps(self, attempt: int, more: int = 60) -> None:
+        """Until that attempt has trained some steps."""
+        log = Path(self.job["log_dir"]) / f"attempt-{attempt}" / "workerlog.0"
+
+        def trained() -> bool:
+            return log.exists() and log.read_text().count("global step") >= more
+
+        await_true(trained, 90, lambda: self.login.batch_log(self.job))
+
+    def end(self, state: str = "COMPLETED", seconds: float = 150) -> dict[str, Any]:
+        facts = self.login.wait(self.job["job"], state, seconds=seconds)
+        assert self.follower.wait(20) == (0 if state == "COMPLETED" else 1)
+        return facts
+
+    def assert_as(self, undisturbed: dict[int, float]) -> None:
+        """The same losses bit for bit, and every line that any rank ever wrote was shown once."""
+        assert losses(self.job) == undisturbed
+        written: Counter[str] = Counter()
+        for file in Path(self.job["log_dir"]).glob("attempt-*/*"):
+            written.update(line.rstrip() for line in file.read_text().splitlines() if line.strip())
+        shown = Counter(line.partition("] ")[2].rstrip() for line in self.shown.read_text().splitlines())
+        missing = written - Counter({line.strip(): count for line, count in shown.items()}) - shown
+        assert not missing, list(missing.items())[:5]
+
+    def said(self) -> str:
+        return (self.login.folder / "said").read_text()
+
+
+def steps_of_attempt(training: Training, attempt: int) -> list[int]:
+    log = (Path(training.job["log_dir"]) / f"attempt-{attempt}" / "workerlog.0").read_text()
+    return [int(line.split("global step ")[1].split(",")[0]) for line in log.splitlines() if "global step " in line]
+
+
+def preempt(login: Login) -> None:
+    """A job of a higher partition takes all nodes for a moment."""
+    login.slurm("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true")
+
+
+def test_preempted_twice(login: Login, undisturbed: dict[int, float]) -> None:
+    """Each time it saves, goes back into the queue, and repeats no step."""
+    training = Training(login)
+    for attempt in range(2):
+        training.await_steps(attempt)
+        preempt(login)
+        await_true(lambda: training.attempts() == attempt + 2, 60, lambda: login.batch_log(training.job))  # noqa: B023
+    facts = training.end()
+    assert facts["attempts"] == 3
+    training.assert_as(undisturbed)
+    steps = [step for attempt in range(3) for step in steps_of_attempt(training, attempt)]
+    assert steps == list(range(1, STEPS + 1))
+    assert "requeued once" in training.said()
+    assert "requeued 2 times" in training.said()
+
+
+def test_a_rank_is_killed(login: Login, undisturbed: dict[int, float]) -> None:
+    """It is started again on the same nodes, from its last save."""
+    training = Training(login)
+    training.await_steps(0)
+    login.lab.run("node2", "pkill", "-9", "-f", "-n", "trainer -c", check=True)
+    facts = training.end()
+    assert facts["attempts"] == 2
+    assert "requeued" not in training.said()
+    training.assert_as(undisturbed)
+    first, second = steps_of_attempt(training, 0), steps_of_attempt(training, 1)
+    assert second[0] == first[-1] // SAVES * SAVES + 1 or second[0] == (first[-1] // SAVES - 1) * SAVES + 1
+
+
+@pytest.mark.parametrize(
+    "node", ["node2", pytest.param("node1", marks=pytest.mark.long)], ids=["a node", "the head node"]
+)
+def test_a_node_crashes(login: Login, undisturbed: dict[int, float], node: str) -> None:
+    """After Slurm's own detection time the job goes on with another one; the user sees which failed."""
+    training = Training(login)
+    training.await_steps(0)
+    login.lab.crash(node)
+    facts = training.end()
+    assert facts["attempts"] == 2
+    assert node not in facts["hosts"]
+    assert f"{node} of the attempt before is down" in training.shown.read_text()
+    training.assert_as(undisturbed)
+
+
+@pytest.mark.long
+def test_a_node_is_cut_off_and_comes_back(login: Login, undisturbed: dict[int, float]) -> None:
+    training = Training(login)
+    training.await_steps(0)
+    login.lab.cut("node2")
+    await_true(lambda: training.attempts() == 2, 90, lambda: login.batch_log(training.job))
+    login.lab.mend("node2")
+    facts = training.end()
+    assert facts["attempts"] == 2
+    training.assert_as(undisturbed)
+    left = login.lab.run("node2", "pgrep", "-f", "trainer -c", check=False).stdout
+    assert left == ""
+
+
+@pytest.mark.long
+def test_a_node_crashes_and_is_back_at_once(login: Login, undisturbed: dict[int, float]) -> None:
+    training = Training(login)
+    training.await_steps(0)
+    login.lab.crash("node2")
+    login.lab.restart("node2")
+    training.end()
+    training.assert_as(undisturbed)
+
+
+@pytest.mark.long
+def test_requeued_by_hand(login: Login, undisturbed: dict[int, float]) -> None:
+    """`scontrol requeue`: the job has Slurm's KillWait to save."""
+    training = Training(login)
+    training.await_steps(0)
+    login.slurm("scontrol", "requeue", training.job["scheduler_id"])
+    facts = training.end()
+    assert facts["attempts"] == 2
+    training.assert_as(undisturbed)
+
+
+@pytest.mark.long
+def test_the_time_limit(login: Login) -> None:
+    """Some seconds before it the job saves and goes on in another allocation. Slurm looks about every 30 s."""
+    keys = [*KEYS, "Engine.max_steps=100000", "Engine.save_load.save_steps=0", "Launch.slurm.save_before=45"]
+    job = login.train("--nodes", "1", "--gpus-per-node", "2", "--time", "1", keys=keys)
+    await_true(lambda: (Path(job["run_dir"]) / "attempt-1").exists(), 150, lambda: login.batch_log(job))
+    assert "the scheduler asked the job to stop" in login.batch_log(job)
+    assert any((Path(job["run_dir"]) / "output").glob("step_*"))
+    login.run("cancel", job["job"], "--now")
+
+
+@pytest.mark.long
+def test_preempted_where_only_ranks_are_told(undisturbed: dict[int, float]) -> None:
+    """Without the site's preempt_send_user_signal: SIGTERM to the ranks, SIGKILL after the grace time."""
+    with Lab(nodes=4, user_signal=False) as lab:
+        login = Login(lab)
+        training = Training(login)
+        training.await_steps(0)
+        preempt(login)
+        facts = training.end()
+        assert facts["attempts"] == 2
+        training.assert_as(undisturbed)
+
+
+def test_without_progress_three_attempts_are_enough(login: Login) -> None:
+    """The stand-in fails at once and saves nothing: twice here, once elsewhere."""
+    done = login.run(*login.quick_trainer("--max-restarts", "9", JOB_EXIT="7"))
+    assert done.returncode == 0, done.stderr
+    job = json.loads(done.stdout)
+    facts = login.wait(job["job"], "FAILED")
+    assert facts["reason"] == "node 0 (node1) ended with exit code 7; three attempts without progress"
+    assert facts["attempts"] == 3
+    assert "requeued: two attempts on these nodes failed" in login.batch_log(job)
+
+
+@pytest.fixture
+def long_job(login: Login) -> tuple[Login, dict[str, Any]]:
+    return login, login.submit_quick("--nodes", "2", JOB_SECONDS="60")
+
+
+def test_cancelled_while_it_runs(long_job: tuple[Login, dict[str, Any]]) -> None:
+    login, job = long_job
+    login.wait(job["job"], "RUNNING")
+    begin = time.monotonic()
+    done = login.run("cancel", job["job"])
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - begin < 20
+    assert login.state(job["job"]) == "CANCELLED"
+    assert not login.slurm("squeue", "-h")
+
+
+def test_cancelled_with_scancel(long_job: tuple[Login, dict[str, Any]]) -> None:
+    login, job = long_job
+    login.wait(job["job"], "RUNNING")
+    login.slurm("scancel", job["scheduler_id"])
+    assert login.wait(job["job"], "CANCELLED")["reason"] == "cancelled with scancel"
+
+
+def test_cancel_races_with_start(login: Login) -> None:
+    """At any moment around its start: cancelled is final, and nothing runs afterwards."""
+    jobs = []
+    for pause in (0.0, 0.3, 0.6, 1.0, 1.5):
+        job = login.submit_quick(JOB_SECONDS="60")
+        time.sleep(pause)
+        done = login.run("cancel", "--now", job["job"])
+        assert done.returncode == 0, done.stderr
+        jobs.append(job)
+    assert {login.state(job["job"]) for job in jobs} == {"CANCELLED"}
+    assert not login.slurm("squeue", "-h")
+
+
+def test_cancel_races_with_requeue(login: Login) -> None:
+    job = login.submit_quick("--requeue", JOB_SECONDS="60")
+    login.wait(job["job"], "RUNNING")
+    login.slurm("scontrol", "requeue", job["scheduler_id"])
+    done = login.run("cancel", "--now", job["job"])
+    assert done.returncode == 0, done.stderr
+    assert login.state(job["job"]) == "CANCELLED"
+    assert not login.slurm("squeue", "-h")

@@ -1,0 +1,283 @@
+"""One lab: the machines, what runs on them, and everything that can be done to them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.lab.accounting import Accounting
+from tests.lab.clients import Clients
+from tests.lab.machines import HEAD_ADDRESS, HERE, LabError, Machine, Machines, await_true
+from tests.lab.proxy import Mode
+from tests.lab.slurm import PORT, PROXY_PORT, Settings, Slurm
+from tests.lab.sshd import Sshd
+
+MAX_NODES = 12
+PROFILE = {"name": "lab", "kind": "slurm", "gpus_per_node": 2, "gpu_request": "gpus-per-node", "env": {}}
+
+
+class Lab:
+    """A real Slurm cluster and real ssh hosts, from `with` to its end. See the package for what there is."""
+
+    def __init__(
+        self, nodes: int = 2, accounting: bool = False, ssh: int = 0, grace: int = 20, user_signal: bool = True
+    ) -> None:
+        if not 0 <= nodes <= MAX_NODES:
+            raise ValueError(f"nodes is {nodes}, and must be 0 (no Slurm) to {MAX_NODES}")
+        self.nodes = [Machine(f"node{i}", "node", (f"10.77.0.{10 + i}",)) for i in range(1, nodes + 1)]
+        self.hosts = [Machine(f"ssh{i}", "ssh", (f"10.77.0.{50 + i}",)) for i in range(1, ssh + 1)]
+        if ssh:
+            self.hosts.append(Machine("bastion", "ssh", ("10.77.0.100", "10.78.0.254")))
+            self.hosts.append(Machine("private1", "ssh", ("10.78.0.1",)))
+        self._settings = Settings(accounting, grace, user_signal)
+
+    def __enter__(self) -> Lab:
+        self.folder = Path(tempfile.mkdtemp(prefix="gptctl-lab-"))
+        self.machines = Machines(self.folder)
+        self.slurm = Slurm(self.machines, self.nodes, self._settings)
+        self.clients = Clients(self.machines)
+        self.accounting = Accounting(self.machines)
+        self.sshd = Sshd(self.machines, self.hosts)
+        self._proxy: subprocess.Popen[str] | None = None
+        self._orders = 0
+        self.machines.open()
+        try:
+            self._write_files()
+            self._start()
+        except BaseException as error:
+            logs = self.logs() if isinstance(error, LabError) else ""
+            self.__exit__(None, None, None)
+            if logs:
+                raise LabError(f"{error}\n{logs}") from error
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.machines.close()
+        if self._proxy:
+            self._proxy.wait()
+
+    def _write_files(self) -> None:
+        self.folder.chmod(0o755)
+        for name in ("clients", "etc", "private", "proxy", "real", "run", "shared", "small", "tmp"):
+            (self.folder / name).mkdir()
+        for name in ("shared", "tmp"):  # for all users
+            (self.folder / name).chmod(0o1777)
+        write_names(self.folder / "etc", [*self.nodes, *self.hosts])
+        self.clients.write_files()
+        if self.nodes:
+            self.slurm.write_files()
+        if self.hosts:
+            self.sshd.write_files()
+
+    def _start(self) -> None:
+        self.machines.power_on_head()
+        self.machines.power_on([*self.nodes, *self.hosts])
+        if self.hosts:
+            self.sshd.give_keys()
+            self.sshd.start([host.name for host in self.hosts])
+        if self.nodes:
+            self._start_munge()
+            if self._settings.accounting:
+                self.accounting.open()
+            self.slurm.start_controller()
+            self.slurm.start_nodes([node.name for node in self.nodes])
+
+    def _start_munge(self) -> None:
+        key, seed, log = (self.folder / "munge" / name for name in ("key", "seed", "log"))
+        key.parent.mkdir(mode=0o700)
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        files = [f"--key-file={key}", f"--seed-file={seed}", f"--log-file={log}"]
+        self.machines.daemon("head", "munged", *files)
+
+    # Commands
+
+    def argv(self, name: str, *command: str, **how: Any) -> list[str]:
+        """The command line that runs a command on a machine: head (the login node), node1…, ssh1…, bastion, private1."""
+        return self.machines.argv(name, *command, **how)
+
+    def run(self, name: str, *command: str, **how: Any) -> subprocess.CompletedProcess[str]:
+        """Runs a command on a machine: `user` (root or gpt), `cwd` (its home), `env`, `check`, `input`, `timeout` (60)."""
+        return self.machines.run(name, *command, **how)
+
+    def start(self, name: str, *command: str, **how: Any) -> subprocess.Popen[str]:
+        """Starts a command on a machine: `user`, `cwd`, `env`, and what Popen takes. Killing the Popen kills the command."""
+        return self.machines.start(name, *command, **how)
+
+    def signal(self, process: subprocess.Popen[str], number: int) -> None:
+        """Sends a signal to a command that `start` started."""
+        self.machines.signal(process, number)
+
+    # Machines
+
+    def crash(self, name: str) -> None:
+        """A power cut: no process on it ends in order, nobody is told."""
+        self.machines.crash(name)
+
+    def restart(self, name: str) -> None:
+        """Power on again; returns when jobs can run there, or sshd listens."""
+        self.machines.restart(name)
+        if name in (host.name for host in self.hosts):
+            self.sshd.start([name])
+        else:
+            self.slurm.start_nodes([name])
+
+    def cut(self, name: str) -> None:
+        """The cable out: processes go on, nothing comes or goes."""
+        self.machines.cut(name)
+
+    def mend(self, name: str) -> None:
+        self.machines.mend(name)
+
+    def restart_sshd(self, name: str) -> None:
+        """All its connections end."""
+        self.sshd.restart(name)
+
+    @property
+    def key(self) -> Path:
+        """The private key that all ssh hosts accept, for root and gpt."""
+        return self.sshd.key
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.sshd.known_hosts
+
+    # Slurm
+
+    def stop_controller(self) -> None:
+        """slurmctld takes connections and never answers, as one that is overloaded."""
+        self.slurm.stop_controller()
+
+    def continue_controller(self) -> None:
+        self.slurm.continue_controller()
+
+    def kill_controller(self) -> None:
+        """SIGKILL: what slurmctld has not yet saved is lost, and it saves no more than once in 5 s."""
+        self.slurm.kill_controller()
+
+    def await_saved(self) -> None:
+        """Returns when all that slurmctld knows by now would survive a kill."""
+        self.slurm.await_saved()
+
+    def start_controller(self) -> None:
+        """With the state that it has saved; returns when it answers."""
+        self.slurm.start_controller()
+
+    def stop_accounting(self) -> None:
+        self.accounting.stop()
+
+    def start_accounting(self) -> None:
+        self.accounting.start()
+
+    # Clients
+
+    def calls(self) -> list[tuple[float, str]]:
+        """(time, name) of every client of Slurm that was started on the head."""
+        return self.clients.calls()
+
+    def count_of(self, name: str) -> int:
+        return sum(called == name for _, called in self.calls())
+
+    def break_client(self, name: str, body: str | None = None) -> None:
+        """Replaces a client on all machines by a line of bash, such as `sleep 5; exec "$LAB_REAL" "$@"`; None: it is gone."""
+        self.clients.break_one(name, body)
+
+    def mend_client(self, name: str) -> None:
+        self.clients.mend(name)
+
+    def proxy(self, mode: str) -> None:
+        """Spoils connections of the head's clients to slurmctld, see proxy.py; `pass` takes the proxy out of their way."""
+        Mode(mode)
+        self._orders += 1
+        new = self.folder / "proxy" / "mode.new"
+        new.write_text(f"{self._orders} {mode}")
+        new.rename(new.with_suffix(""))
+        if mode == "pass":
+            self.slurm.point_clients_to(PORT)
+            return
+        if self._proxy is None:
+            self._start_proxy()
+        self.slurm.point_clients_to(PROXY_PORT)
+
+    def _start_proxy(self) -> None:
+        command = [sys.executable, "-IS", str(HERE / "proxy.py"), str(self.folder / "proxy"), HEAD_ADDRESS]
+        with (self.folder / "log" / "proxy.log").open("w") as log:
+            self._proxy = self.start("head", *command, str(PROXY_PORT), str(PORT), stdout=log, stderr=log)
+        listens = f"test -n \"$(ss -Hltn 'sport = {PROXY_PORT}')\""
+        await_true(lambda: not self.run("head", "sh", "-c", listens).returncode, "the proxy listens")
+
+    def faults(self) -> int:
+        """How many connections the proxy has spoilt so far."""
+        file = self.folder / "proxy" / "faults"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    # For tests
+
+    @property
+    def shared(self) -> Path:
+        """A folder that all users may write to and that all but ssh hosts' users see, at the same path as here."""
+        return self.folder / "shared"
+
+    @property
+    def small(self) -> Path:
+        """The same with room for 4 MB; empty when it is looked at from outside."""
+        return self.folder / "small"
+
+    def profile(self, folder: Path, **keys: Any) -> Path:
+        """Writes clusters/lab.yaml into a folder, with these keys over the usual ones."""
+        import yaml
+
+        file = Path(folder) / "clusters" / "lab.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump({**PROFILE, "run_root": str(self.shared / "runs"), **keys}, sort_keys=False))
+        return file
+
+    def tidy(self) -> None:
+        """Undoes whatever was done: machines and daemons are back, clients work, the queue is empty, nodes are idle."""
+        self.clients.mend_all()
+        if self._settings.accounting and self.accounting.stopped:
+            self.start_accounting()
+        ill = set(self.machines.cut_off)
+        if self.nodes:
+            self.proxy("pass")
+            self.slurm.revive_controller()
+            ill |= self.slurm.unwell()
+        for name in ill - set(self.machines.crashed):  # quicker than to wait until Slurm trusts a node again
+            self.crash(name)
+        for name in self.machines.crashed:
+            self.restart(name)
+        if self.nodes:
+            self.slurm.clear()
+
+    def logs(self, lines: int = 12) -> str:
+        """The ends of all logs of the daemons."""
+        files = sorted(file for file in (self.folder / "log").glob("*") if file.stat().st_size)
+        return "\n".join(f"== {file.name}\n" + "\n".join(file.read_text().splitlines()[-lines:]) for file in files)
+
+
+def write_names(etc: Path, machines: list[Machine]) -> None:
+    """Names of machines and users, for all machines: the system's users and gpt; no name is looked up elsewhere."""
+    hosts = ["127.0.0.1 localhost", f"{HEAD_ADDRESS} head"]
+    hosts += [f"{machine.addresses[0]} {machine.name}" for machine in machines]
+    users = [line.split(":") for line in Path("/etc/passwd").read_text().splitlines()]
+    users = [user for user in users if user[0] != "gpt"] + ["gpt:x:2000:2000::/home/gpt:/bin/bash".split(":")]
+    groups = [line for line in Path("/etc/group").read_text().splitlines() if not line.startswith("gpt:")]
+    texts = {
+        "hosts": hosts,
+        "nsswitch.conf": ["passwd: files", "group: files", "shadow: files", "hosts: files"],
+        "passwd": [":".join(user) for user in users],
+        "group": [*groups, "gpt:x:2000:"],
+        # Nobody has a password, and nobody is locked out: sshd refuses a user whose field begins with "!".
+        "shadow": [f"{user[0]}:*:19000:0:99999:7:::" for user in users],
+    }
+    for name, content in texts.items():
+        (etc / name).write_text("\n".join(content) + "\n")
+    (etc / "shadow").chmod(0o600)

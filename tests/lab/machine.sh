@@ -1,0 +1,64 @@
+#!/bin/bash
+# Pid 1 of one machine: `machine.sh NAME KIND FOLDER PATH…` gives it a name and its own view of the file system, says
+# "ready", and from then on only reaps. KIND is head, node or ssh; FOLDER is the lab's; each PATH must stay visible.
+# The other machines begin with a copy of the head's mounts, so what the head has they share, unless they cover it.
+set -euo pipefail
+name=$1 kind=$2 folder=$3 keep=("${@:4}")
+private=$folder/private/$name
+
+# Another folder in place of $1, in which only those below $1 that must stay visible are found again.
+cover() {
+    local stage=$private$1 path
+    mkdir -p "$stage"
+    for path in "${keep[@]}"; do
+        if [[ $path == "$1"/* ]]; then
+            mkdir -p "$stage${path#"$1"}"
+            mount --rbind "$path" "$stage${path#"$1"}"
+        fi
+    done
+    mount --rbind "$stage" "$1"
+}
+
+make_homes() {
+    cover /root
+    cover /home
+    install -d -o 2000 -g 2000 -m 750 /home/gpt
+}
+
+echo "$name" >/proc/sys/kernel/hostname
+mkdir -p "$private"
+mount -t tmpfs -o mode=755 lab "$private"
+mount -t tmpfs -o mode=1777 lab /dev/shm
+mount -t sysfs lab /sys || true # shows this machine's network interfaces; nothing here depends on it
+
+case $kind in
+head)
+    make_homes
+    cover /run
+    mkdir -m 755 /run/{munge,mysqld,sshd,lock}
+    for file in hosts nsswitch.conf passwd group shadow; do
+        mount --bind "$folder/etc/$file" "/etc/$file"
+    done
+    if [[ -d $folder/etc/login ]]; then
+        mount --bind "$folder/etc/login" /etc/slurm
+    fi
+    # A file system with little room, for tests of a full one.
+    mount -t tmpfs -o size=4m,mode=1777 lab "$folder/small"
+    # The clients of Slurm are replaced for all machines at once, whatever PATH says; an overlay can also take one away.
+    mount --bind /usr/bin "$folder/real"
+    mkdir "$private"/{clients,work}
+    cp "$folder"/clients/* "$private/clients"
+    mount -t overlay -o "lowerdir=/usr/bin,upperdir=$private/clients,workdir=$private/work" lab /usr/bin
+    ;;
+node)
+    mount --bind "$folder/etc/slurm" /etc/slurm # the head's own points to the proxy at times
+    ;;
+ssh)
+    make_homes
+    ;;
+esac
+
+echo ready
+exec >/dev/null
+sleep infinity &
+while true; do wait; done
