@@ -45,15 +45,32 @@ demo: $(VENV)/.ready
 	run gptctl submit --nodes 2 --follow; \
 	run gptctl logs --metrics
 
-# Scripts are checked with shellcheck. Where it cannot be installed, the tests that need it say so and are skipped.
+# Scripts are checked with shellcheck; tests/lab is a real Slurm with real ssh hosts. As root on Debian they are installed,
+# and no daemon is started. Elsewhere the tests that need them say so and are skipped.
+LAB_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins slurmdbd munge mariadb-server \
+                openssh-server openssh-client iproute2 util-linux procps
 .PHONY: tools
 tools:
-	@command -v shellcheck > /dev/null || { \
-	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-	    echo "== installing shellcheck"; \
-	    { apt-get install -qq -y shellcheck || { apt-get update -qq && apt-get install -qq -y shellcheck; }; } > /dev/null 2>&1 \
-	      || echo "== shellcheck cannot be installed"; \
-	  fi; }
+	@[ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null || exit 0; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	lacking() { for name; do [ "$$(dpkg-query -Wf '$${db:Status-Status}' "$$name" 2>&1)" = installed ] || echo "$$name"; done; }; \
+	install() { apt-get install -qq -y --no-install-recommends "$$@"; }; \
+	policy=/usr/sbin/policy-rc.d; \
+	for group in shellcheck "$(LAB_PACKAGES)"; do \
+	  set -- $$(lacking $$group); \
+	  [ $$# != 0 ] || continue; \
+	  echo "== installing $$*"; \
+	  if [ ! -e $$policy ]; then \
+	    trap "rm -f $$policy" EXIT; trap 'exit 130' INT TERM; \
+	    printf '#!/bin/sh\nexit 101\n' > $$policy; chmod 755 $$policy; \
+	  fi; \
+	  { install "$$@" || { apt-get update -qq && install "$$@"; }; } > /dev/null 2>&1 || echo "== cannot be installed: $$*"; \
+	done
+
+# A shell on the login node of a cluster that lives as long as the shell: make lab LAB='--nodes 4 --ssh 3 --accounting'
+.PHONY: lab
+lab: $(READY) tools
+	@$(BIN)/python -m tests.lab $(LAB)
 
 test: $(READY) tools lint types
 	@echo "== all tests"

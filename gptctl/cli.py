@@ -12,7 +12,7 @@ import click
 from gptctl import __version__
 from gptctl.cli_jobs import VERBS
 from gptctl.options import INTERRUPTED, check_arguments, complete_template, config_options, examples
-from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
+from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError, in_order
 
 BUG = 70
 READER_GONE = 141  # as a program that dies of SIGPIPE
@@ -46,16 +46,25 @@ def validate(strict: bool, resolved: bool, as_json: bool, **arguments: Any) -> i
     from gptctl import report, ui
 
     checked = check_arguments(**arguments)
+    starts = ""
+    if checked.is_valid and checked.cluster.kind == "slurm":
+        from gptctl.preflight import ask_scheduler
+        from gptctl.submit import this_site
+
+        refused, starts = ask_scheduler(checked, this_site())
+        checked = checked._replace(findings=in_order([*checked.findings, *refused]))
     valid = checked.is_valid and not (strict and any(finding.level == "warning" for finding in checked.findings))
     if as_json:
-        ui.print_json({**report.as_json(checked, with_config=resolved), "valid": valid})
+        scheduler = {"scheduler": starts} if starts else {}
+        ui.print_json({**report.as_json(checked, with_config=resolved), "valid": valid, **scheduler})
     else:
         show_yaml = resolved and checked.is_valid
         ui.print_findings(checked.findings, to_stderr=show_yaml)
         if show_yaml:
             ui.print_text(report.resolved_yaml(checked))
         elif checked.is_valid:
-            ui.print_pairs(f"{checked.name}: {report.verdict(checked, valid)}", report.summary(checked))
+            summary = [*report.summary(checked), *([("Slurm", starts)] if starts else [])]
+            ui.print_pairs(f"{checked.name}: {report.verdict(checked, valid)}", summary)
             ui.say(report.assumptions())
         else:
             ui.print_text(f"{checked.name}: {report.verdict(checked, valid)}")

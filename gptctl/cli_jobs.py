@@ -259,7 +259,7 @@ def list_jobs(show_all: bool, as_json: bool) -> None:
     from gptctl.report import count
 
     store = open_store()
-    rows = [job_report.row(record) for record in store.records(None if show_all else 20)]
+    rows = job_report.rows(store.records(None if show_all else 20))
     say_damaged(store)
     if as_json:
         ui.print_json(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ def is_final(state: State) -> bool:
 
 def verdict(state: State) -> int:
     return 0 if state.state == COMPLETED else 1
+
+
+def rows(records: Sequence[JobRecord]) -> list[dict[str, Any]]:
+    """Lines of `gptctl list`; each backend is asked once for all of its jobs."""
+    open_ones = [record for record in records if record.kind in BUILT and not RunFolder(record.run_dir).result()]
+    for kind in {record.kind for record in open_ones}:
+        backend_of(kind).expect([record for record in open_ones if record.kind == kind])
+    return [row(record) for record in records]
 
 
 def row(record: JobRecord) -> dict[str, Any]:

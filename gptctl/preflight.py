@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gptctl.check import Checked
 from gptctl.cluster import Cluster
-from gptctl.plan import LOOPBACK, LaunchPlan, Site, python_of
+from gptctl.plan import LOOPBACK, Ground, LaunchPlan, Site, python_of
 from gptctl.report import NO_PATH
 from trainer.errors import Finding, Rule
 
@@ -20,6 +20,7 @@ PYTHON = Rule("S003", "the interpreter of the ranks exists and has torch")
 PORT_FREE = Rule("S004", "the rendezvous port is free when the job starts on this machine")
 OUTPUT = Rule("S005", "a run does not write into the checkpoints of another one")
 WRITABLE = Rule("S006", "the folder of runs can be written to")
+ACCEPTED = Rule("S008", "the scheduler would accept the job")
 SECRET_SOURCE = Rule("S007", "a secret can be read where the job runs")
 
 
@@ -76,6 +77,23 @@ def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
     if output and not keeping.ckpt_dir and any(Path(site.absolute(output)).glob("step_*")):
         hint = "set Engine.save_load.ckpt_dir=auto to go on with them, or another output_dir"
         yield OUTPUT.found("Engine.save_load.output_dir", output, f"{output} holds checkpoints of an earlier run", hint)
+
+
+def ask_scheduler(checked: Checked, site: Site) -> tuple[list[Finding], str]:
+    """What Slurm thinks of a job, before it is submitted: findings, and when it would start."""
+    from gptctl.plan import build_plan
+    from gptctl.render import BATCH, render
+    from gptctl.slurm import SlurmError, would_start
+
+    ground = Ground("validate", os.path.join(site.absolute(checked.cluster.run_root), "validate"))
+    script = render(build_plan(checked, site, ground), BATCH)
+    try:
+        return [], would_start(script)
+    except SlurmError as error:
+        rule = ACCEPTED._replace(level="warning") if error.is_doubtful or error.is_missing else ACCEPTED
+        words = f"{error.said}: it was not asked" if rule.level == "warning" else f"Slurm refuses it: {error.said}"
+        hint = "ask again on a login node" if error.is_missing else "sinfo shows partitions and their limits"
+        return [rule.found("Launch.cluster", checked.cluster.name, words, hint)], ""
 
 
 def check_profile(cluster: Cluster, site: Site) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ EVERY = 5.0  # seconds between two queries
 PATIENCE = 60.0  # of one client; by then it has given up itself
 FIELDS = ("jobid", "state", "reason", "starttime", "nodelist", "restartcnt", "exit_code", "workdir", "comment")
 SEPARATOR = "\x1f"  # in no value: control characters are refused
-RECORDED = ("JobIDRaw", "State", "ExitCode", "NodeList", "Reason")
+RECORDED = ("JobIDRaw", "State", "ExitCode", "NodeList", "WorkDir")
 HELD = "JobHeld"
 # What a client says when it cannot tell what became of its request.
 _OUT_OF_REACH = re.compile(
@@ -30,12 +30,12 @@ _OUT_OF_REACH = re.compile(
 
 
 class SlurmError(UserError):
-    """A client failed. `is_doubtful`: what it asked for may have happened."""
+    """A client failed. `is_doubtful`: what it asked for may have happened; `is_missing`: there is no such client."""
 
-    def __init__(self, said: str, is_doubtful: bool) -> None:
+    def __init__(self, said: str, is_doubtful: bool, is_missing: bool = False) -> None:
         hint = "ask again in a while; scontrol ping" if is_doubtful else ""
         super().__init__(f"Slurm: {said}", hint, OUT_OF_REACH)
-        self.said, self.is_doubtful = said, is_doubtful
+        self.said, self.is_doubtful, self.is_missing = said, is_doubtful, is_missing
 
 
 class Seen(NamedTuple):
@@ -63,29 +63,28 @@ class Recorded(NamedTuple):
     code: int
     signal: int
     nodes: str
-    reason: str
+    work_dir: str
 
 
-def run(*command: str, text: str | None = None) -> str:
+def run(*command: str) -> str:
     """What a client prints; raises SlurmError with what it says when it fails."""
+    return _done(command).stdout
+
+
+def _done(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = clean_environment()
     try:
         done = subprocess.run(
-            command,
-            input=text,
-            capture_output=True,
-            timeout=PATIENCE,
-            env=clean_environment(),
-            text=True,
-            errors="replace",
+            command, input=text, capture_output=True, timeout=PATIENCE, env=environment, text=True, errors="replace"
         )
     except FileNotFoundError:
-        raise SlurmError(f"there is no {command[0]} here", is_doubtful=False) from None
+        raise SlurmError(f"there is no {command[0]} here", is_doubtful=False, is_missing=True) from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]} got no answer in {PATIENCE:.0f} s", is_doubtful=True) from None
     if done.returncode:
         said = said_by(done.stderr or done.stdout) or f"{command[0]} ended with exit code {done.returncode}"
         raise SlurmError(said, is_doubtful(said) or done.returncode < 0)
-    return done.stdout
+    return done
 
 
 def is_doubtful(said: str) -> bool:
@@ -96,6 +95,12 @@ def said_by(text: str) -> str:
     """The words of a client, without its own name before them."""
     lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in text.splitlines()]
     return "; ".join(dict.fromkeys(line for line in lines if line))
+
+
+def would_start(script: str) -> str:
+    """When and where Slurm would start a batch script; raises SlurmError with its reason when it would not."""
+    said = said_by(_done(["sbatch", "--test-only"], script).stderr)
+    return re.sub(r"^Job \d+ to start at (\S+)T", r"would start at \1 ", said)
 
 
 def queue() -> dict[str, Seen]:
@@ -126,13 +131,15 @@ def recorded(ids: Sequence[str]) -> dict[str, Recorded]:
     """What the accounting knows of jobs, their last run only; nothing where there is no accounting."""
     try:
         text = run("sacct", "-X", "-P", "-n", "-j", ",".join(ids), "-o", ",".join(RECORDED))
-    except SlurmError:
-        return {}
+    except SlurmError as error:
+        if error.is_missing or "is disabled" in error.said:
+            return {}
+        raise
     found = {}
     for line in text.splitlines():
-        job, state, code, nodes, reason = (line.split("|") + [""] * len(RECORDED))[: len(RECORDED)]
+        job, state, code, nodes, folder = (line.split("|") + [""] * len(RECORDED))[: len(RECORDED)]
         number, _, signal = code.partition(":")
-        found[job] = Recorded(state.split(" ")[0], _number(number), _number(signal), nodes, reason)
+        found[job] = Recorded(state.split(" ")[0], _number(number), _number(signal), nodes, folder)
     return found
 
 
@@ -146,7 +153,7 @@ class Queue:
         self.answered: float | None = None
         self._asked = float("-inf")
         self._records: dict[str, Recorded] = {}
-        self._asked_records = float("-inf")
+        self._looked_up: set[str] = set()
 
     def look(self, now: bool = False) -> None:
         if not now and time.monotonic() - self._asked < EVERY:
@@ -159,11 +166,14 @@ class Queue:
             self.silent_since = self.silent_since or time.time()
         self._asked = time.monotonic()
 
-    def record(self, job: str, wanted: Sequence[str]) -> Recorded | None:
-        """What the accounting knows of a job; all that are wanted are asked for at once."""
-        if job not in self._records and time.monotonic() - self._asked_records >= EVERY:
-            self._records |= recorded([*wanted])
-            self._asked_records = time.monotonic()
+    def look_up(self, jobs: Sequence[str]) -> None:
+        """Asks the accounting about jobs that the controller has forgotten, all at once and each once."""
+        if unknown := [job for job in jobs if job not in self.jobs and job not in self._looked_up]:
+            self._records |= recorded(unknown)
+            self._looked_up |= {*unknown}
+
+    def record(self, job: str) -> Recorded | None:
+        self.look_up([job])
         return self._records.get(job)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -25,6 +26,10 @@ class State(NamedTuple):
 class Backend(Protocol):
     def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
         """Starts the job whose folder is complete; returns its handle."""
+        ...
+
+    def expect(self, records: Sequence[JobRecord]) -> None:
+        """The states of these jobs, without results, are asked for next: a scheduler is asked once for all."""
         ...
 
     def state(self, record: JobRecord) -> State:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +170,7 @@ def _release(job: str, record: JobRecord, deadline: float) -> None:
             time.sleep(1)
 
 
-def _cancel(jobs: Any) -> None:
+def _cancel(jobs: Iterable[str]) -> None:
     if ids := list(jobs):
         slurm.run("scancel", *ids)
 
@@ -187,6 +189,12 @@ def abandon(record: JobRecord) -> bool:
     return True
 
 
+def expect(records: Sequence[JobRecord]) -> None:
+    QUEUE.look()
+    with suppress(SlurmError):  # then each says so itself
+        QUEUE.look_up([record.handle["scheduler_id"] for record in records if "scheduler_id" in record.handle])
+
+
 def state(record: JobRecord) -> State:
     folder = RunFolder(record.run_dir)
     claim = folder.claimed_by() or dict(record.handle)
@@ -195,13 +203,18 @@ def state(record: JobRecord) -> State:
         alive = is_alive(record.submitter)
         return State(PENDING, "being submitted") if alive else State(LOST, "gptctl ended before the job was submitted")
     QUEUE.look()
-    if seen := QUEUE.jobs.get(job):
+    seen = QUEUE.jobs.get(job)
+    if seen and seen.work_dir == record.run_dir:  # a controller that lost its state gives the same ids out again
         return _silence(_as_seen(seen, folder, record))
     if QUEUE.silent_since is not None:
         return _silence(State(UNKNOWN))
     if result := folder.result():  # written since the caller looked
         return State(result.state, result.reason)
-    if known := QUEUE.record(job, [job]):
+    try:
+        known = QUEUE.record(job)
+    except SlurmError as error:
+        return State(UNKNOWN, f"the controller has forgotten it, and the accounting does not answer: {error.said}")
+    if known and known.work_dir == record.run_dir:
         return _ended(
             STATES.get(known.state, UNKNOWN), known.state, known.code, known.signal, known.nodes, folder, record
         )

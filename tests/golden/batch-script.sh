@@ -21,7 +21,10 @@ finish() {
   printf '{"state": "%s", "reason": "%s", "ended": %s}\n' "$1" "$2" "$(date +%s)" > result.json.part && mv result.json.part result.json
   exit "$3"
 }
-fail() { finish FAILED "$*" 1; }
+fail() {
+  [ -z "$gptctl_asked" ] || stop_if_slurm_ends_it "$*"
+  finish FAILED "$*" 1
+}
 stop_if_cancelled() { [ ! -e cancelled ] || finish CANCELLED cancelled 0; }
 
 # Slurm's controller may be out of reach for a while.
@@ -112,7 +115,14 @@ first_failure() {
   [ ! -e "${first%.exit}.asked" ] || gptctl_asked=yes
   gptctl_reason="node $node (${gptctl_nodes[$node]}) ended with exit code $(cat "$first")"
 }
-state_in_slurm() { patiently scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p'; }
+# Cancelled, preempted, out of time, a node failed: then Slurm says how the job ended.
+stop_if_slurm_ends_it() {
+  local state
+  state=$(patiently scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
+  [ "$state" != RUNNING ] || return
+  say "$*; Slurm ends this job: ${state:-it does not answer}"
+  exit 1
+}
 # Ends this run of the script; Slurm starts it again, on these nodes or others.
 requeue() {
   stop_if_cancelled
@@ -138,11 +148,7 @@ while :; do
   first_failure
   [ -n "$gptctl_reason" ] || finish COMPLETED "" 0
   stop_if_cancelled
-  gptctl_state=$(state_in_slurm)
-  [ "$gptctl_state" = RUNNING ] || {
-    say "$gptctl_reason; Slurm ends this job: ${gptctl_state:-it does not answer}"
-    exit 1
-  }
+  stop_if_slurm_ends_it "$gptctl_reason"
   if [ -n "$gptctl_asked" ]; then
     finish STOPPED "the scheduler asked the job to stop; what it saved can be resumed" 1
   fi

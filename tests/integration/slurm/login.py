@@ -39,6 +39,7 @@ class Login:
 
     def __init__(self, lab: Lab, **profile: Any) -> None:
         self.lab = lab
+        self.gptctl = GPTCTL
         self.folder = lab.shared / f"user-{next(_NUMBERS)}"
         self.folder.mkdir()
         self.stand_in = self.folder / "python"

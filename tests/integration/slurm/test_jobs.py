@@ -159,3 +159,18 @@ def test_what_slurm_refuses_is_said_and_leaves_nothing(login: Login) -> None:
     assert login.json("list") == []
     assert not any((login.folder / "runs").glob("*"))
     assert not any((login.folder / "runs").glob(".*"))
+
+
+def test_validate_asks_slurm(login: Login) -> None:
+    """Before anything is queued: its reason when it would refuse, and the start that it expects."""
+    keys = [word for key in TINY for word in ("-o", key)]
+    sound = login.run("validate", "--cluster", "lab", "--nodes", "2", *keys)
+    assert sound.returncode == 0, sound.stdout + sound.stderr
+    assert "would start at 20" in sound.stdout
+    wrong = login.run("validate", "--cluster", "lab", "--nodes", "9", *keys, "-o", "Global.global_batch_size=36")
+    assert wrong.returncode == 1
+    assert "S008 Launch.cluster: Slurm refuses it: " in wrong.stdout
+    login.lab.kill_controller()
+    silent = login.run("validate", "--cluster", "lab", "--nodes", "2", *keys)
+    assert silent.returncode == 0
+    assert "warning: S008" in silent.stdout

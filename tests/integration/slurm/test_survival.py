@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.integration.slurm.login import TINY, Login, await_true, losses
 from tests.lab import Lab
 from tests.ranks import run as run_ranks
 
-STEPS, SAVES = 400, 50
+STEPS, SAVES = 240, 20
 KEYS = [f"Engine.max_steps={STEPS}", f"Engine.save_load.save_steps={SAVES}", "Engine.save_load.keep_last=2"]
 KEYS += ["Distributed.dp_degree=2", "Launch.max_restarts=1"]
 
@@ -52,7 +53,7 @@ class Training:
     def attempts(self) -> int:
         return len(list(Path(self.job["run_dir"]).glob("attempt-*")))
 
-    def await_steps(self, attempt: int, more: int = 60) -> None:
+    def await_steps(self, attempt: int, more: int = 30) -> None:
         """Until that attempt has trained some steps."""
         log = Path(self.job["log_dir"]) / f"attempt-{attempt}" / "workerlog.0"
 
@@ -82,7 +83,7 @@ class Training:
 
 def steps_of_attempt(training: Training, attempt: int) -> list[int]:
     log = (Path(training.job["log_dir"]) / f"attempt-{attempt}" / "workerlog.0").read_text()
-    return [int(line.split("global step ")[1].split(",")[0]) for line in log.splitlines() if "global step " in line]
+    return [int(step) for step in re.findall(r"global step (\d+),", log)]
 
 
 def preempt(login: Login) -> None:
@@ -106,31 +107,35 @@ def test_preempted_twice(login: Login, undisturbed: dict[int, float]) -> None:
     assert "requeued 2 times" in training.said()
 
 
-def test_a_rank_is_killed(login: Login, undisturbed: dict[int, float]) -> None:
-    """It is started again on the same nodes, from its last save."""
+def test_a_rank_is_killed_and_a_node_crashes(login: Login, undisturbed: dict[int, float]) -> None:
+    """First it is started again on the same nodes, from its last save; then, after Slurm's own detection time, elsewhere.
+    The user sees which node failed."""
     training = Training(login)
     training.await_steps(0)
     login.lab.run("node2", "pkill", "-9", "-f", "-n", "trainer -c", check=True)
-    facts = training.end()
-    assert facts["attempts"] == 2
+    training.await_steps(1)
     assert "requeued" not in training.said()
+    login.lab.crash("node2")
+    facts = training.end()
+    assert (facts["attempts"], facts["hosts"]) == (3, ["node1", "node3"])
+    assert "Node failure on node2" in training.said()
+    assert "node2 of the attempt before is down" in training.shown.read_text()
     training.assert_as(undisturbed)
-    first, second = steps_of_attempt(training, 0), steps_of_attempt(training, 1)
-    assert second[0] == first[-1] // SAVES * SAVES + 1 or second[0] == (first[-1] // SAVES - 1) * SAVES + 1
+    for before, after in ((0, 1), (1, 2)):
+        last, first = steps_of_attempt(training, before)[-1], steps_of_attempt(training, after)[0]
+        assert first % SAVES == 1
+        assert last - 2 * SAVES < first <= last + 1
 
 
-@pytest.mark.parametrize(
-    "node", ["node2", pytest.param("node1", marks=pytest.mark.long)], ids=["a node", "the head node"]
-)
-def test_a_node_crashes(login: Login, undisturbed: dict[int, float], node: str) -> None:
-    """After Slurm's own detection time the job goes on with another one; the user sees which failed."""
+@pytest.mark.long
+def test_the_head_node_crashes(login: Login, undisturbed: dict[int, float]) -> None:
+    """The batch script is gone with it."""
     training = Training(login)
     training.await_steps(0)
-    login.lab.crash(node)
+    login.lab.crash("node1")
     facts = training.end()
-    assert facts["attempts"] == 2
-    assert node not in facts["hosts"]
-    assert f"{node} of the attempt before is down" in training.shown.read_text()
+    assert (facts["attempts"], facts["hosts"]) == (2, ["node2", "node3"])
+    assert "node1 of the attempt before is down" in training.shown.read_text()
     training.assert_as(undisturbed)
 
 
