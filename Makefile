@@ -1,6 +1,6 @@
 # Two commands do everything from an empty machine with Python >= 3.10:
 #   make demo    runs the main job            make test    runs what CI runs: lint, types, tests
-# For the hand: make quick (at most 60 s). Big counts and slow faults: make test-long. Timings: make bench, make bench-peers.
+# For the hand: make quick (at most 60 s), make lab (a cluster to try). Big counts and slow faults: make test-long. Timings: make bench, make bench-peers.
 
 PYTHON ?= python3
 VENV   ?= .venv

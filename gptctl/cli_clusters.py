@@ -75,7 +75,7 @@ def check_cluster(name: str, as_json: bool) -> int:
         sound = (
             "ready"
             if profile.cluster.kind == "local"
-            else "the profile is sound; whether it can be reached is not checked"
+            else f"the profile is sound; gptctl doctor --cluster {name} looks at the cluster itself"
         )
         ui.print_text(f"{profile.cluster.name}: {count(wrong, 'error') if wrong else sound}")
     return ANSWER_IS_NO if errors_in(findings) else 0

@@ -29,7 +29,9 @@ def check_surroundings(checked: Checked, plan: LaunchPlan, site: Site) -> list[F
     found = [
         *_check_program(checked, site),
         *_check_data(checked, site),
-        *(_check_this_machine(checked, plan, site) if plan.kind == "local" else ()),
+        *(_check_run_root(checked.cluster, site) if plan.kind != "ssh" else ()),
+        *(_check_this_machine(checked, plan) if plan.kind == "local" else ()),
+        *(_check_secrets(plan) if plan.kind != "ssh" else ()),
     ]
     return [finding._replace(message=_at(finding, places.get(finding.key, ""))) for finding in found]
 
@@ -112,16 +114,22 @@ def _check_run_root(cluster: Cluster, site: Site) -> Iterator[Finding]:
         yield WRITABLE.found("run_root", cluster.run_root, message, "choose another run_root in the cluster profile")
 
 
-def _check_this_machine(checked: Checked, plan: LaunchPlan, site: Site) -> Iterator[Finding]:
-    yield from _check_run_root(checked.cluster, site)
+def _check_this_machine(checked: Checked, plan: LaunchPlan) -> Iterator[Finding]:
     yield from _check_python(plan.python, bool(plan.container or plan.setup), plan.cluster)
     port = plan.master_port
     asked = port or plan.master_addr != LOOPBACK
     if asked and plan.form != "standalone" and (fault := _fault_of(plan.master_addr, port or 0)):
         message = f"ranks cannot meet at {plan.master_addr}:{port or '(any port)'}: {fault}"
         yield PORT_FREE.found("Launch.rdzv.port", port, message, "leave it empty: a free one is chosen")
+
+
+def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
+    """A job inherits this environment; which files its nodes see is known for this machine only."""
     for name, source in plan.secrets.items():
-        missing = not os.access(source["file"], os.R_OK) if "file" in source else source["env"] not in os.environ
+        if "file" in source:
+            missing = plan.kind == "local" and not os.access(source["file"], os.R_OK)
+        else:
+            missing = source["env"] not in os.environ
         if missing:
             what = f"{source['file']} cannot be read" if "file" in source else f"{source['env']} is not set"
             yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, what, "name another source")

@@ -89,7 +89,8 @@ def prepare_rerun(record: JobRecord, store: Store, overrides: Sequence[Override]
     if not (folder / "code" / "rank_log.py").is_file():
         raise UserError(f"{folder}/code is gone or damaged", "submit its config again", OUT_OF_REACH)
     site = Site(before["work_dir"], before["python"], str(folder / "code" / "trainer"))
-    if os.path.isabs(before["python"]) and not os.access(before["python"], os.X_OK):
+    is_here = record.kind == "local" and os.path.isabs(before["python"])
+    if is_here and not os.access(before["python"], os.X_OK):
         raise UserError(f"the interpreter of {record.id} is gone: {before['python']}", "submit its config again")
     kept = [Override("Engine.save_load.output_dir", "", "a folder of its own")]
     kept += [Override("Launch.cluster", str(folder / "cluster.json"), "the job's own profile", verbatim=True)]

@@ -111,6 +111,7 @@ def test_a_folder_that_may_not_be_written_to(doctor: Doctor) -> None:
     assert rows["partition"]["state"] == "ok"
 
 
+@pytest.mark.long
 def test_a_folder_that_nodes_do_not_see(doctor: Doctor) -> None:
     """/dev/shm is each machine's own; another one is covered on one node only."""
     rows = doctor.rows(1, run_root="/dev/shm/runs")
@@ -151,6 +152,7 @@ def test_a_profile_that_is_wrong(doctor: Doctor) -> None:
     assert "gptctl sets --output itself" in rows["profile", ""]["found"]
 
 
+@pytest.mark.long
 def test_slurm_is_out_of_reach(doctor: Doctor) -> None:
     doctor.lab.kill_controller()
     begin = time.monotonic()
@@ -160,6 +162,7 @@ def test_slurm_is_out_of_reach(doctor: Doctor) -> None:
     assert re.search(r"controller +wrong +Slurmctld\(primary\) at head is DOWN", answer.stdout)
 
 
+@pytest.mark.long
 def test_nodes_that_are_busy_are_given_up(doctor: Doctor) -> None:
     doctor.lab.run("head", "sbatch", "-N4", "--exclusive", "--wrap", "sleep 60", check=True)
     rows = doctor.rows(1, "--timeout", "1")

@@ -40,8 +40,8 @@ def assert_once(login: Login, accepted: int) -> None:
     ("submissions", "seed"), [(20, 1), pytest.param(200, 2, marks=pytest.mark.long)], ids=["20", "200"]
 )
 def test_lost_requests_and_replies(login: Login, submissions: int, seed: int) -> None:
-    """Of the connections of all clients every fourth is spoilt: its request or its reply is lost."""
-    login.lab.proxy(f"random 0.25 {seed}")
+    """Of the connections of all clients every fifth is spoilt: its request or its reply is lost."""
+    login.lab.proxy(f"random 0.2 {seed}")
     accepted = refused = 0
     for _ in range(submissions):
         done = login.run(*login.quick("--nodes", "1", "--gpus-per-node", "1"), timeout=300)
@@ -100,10 +100,11 @@ def test_the_reply_of_sbatch_is_lost(login: Login) -> None:
     assert_once(login, 1)
 
 
+@pytest.mark.long
 def test_a_controller_that_stops_for_a_while(login: Login) -> None:
     """Requests wait in its socket and are worked off later, when sbatch has given up long since."""
     login.lab.stop_controller()
-    waker = threading.Timer(9, login.lab.continue_controller)
+    waker = threading.Timer(7, login.lab.continue_controller)
     waker.start()
     done = login.run(*login.quick())
     waker.join()
@@ -111,6 +112,7 @@ def test_a_controller_that_stops_for_a_while(login: Login) -> None:
     assert_once(login, 1)
 
 
+@pytest.mark.long
 def test_a_controller_that_is_restarted(login: Login) -> None:
     login.lab.kill_controller()
     starter = threading.Timer(4, login.lab.start_controller)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm.login import TINY, Login, losses, ran
+from tests.integration.slurm.login import TINY, Login, await_true, losses, ran
 from tests.lab import Lab
 from tests.ranks import run as run_ranks
 
@@ -50,8 +50,9 @@ def test_two_nodes_train_as_one_process_would(login: Login, tmp_path: Path) -> N
     assert max(abs(a - b) for a, b in zip(here, alone.metrics())) <= 5e-6
 
 
-def test_every_rank_has_the_environment_of_profile_config_and_flag(lab: Lab) -> None:
-    """The flag wins over the config, the config over the profile; what the caller's own job left does not come along."""
+def test_two_jobs_at_once_and_their_environments(lab: Lab) -> None:
+    """On the same two nodes, each in a world of its own. The flag wins over the config, the config over the profile; what
+    the caller's own job left in the environment does not come along."""
     profile = {"FROM_PROFILE": "p r", "FROM_CONFIG": "profile", "FROM_FLAG": "profile", "NCCL_IB_TIMEOUT": 22}
     login = Login(lab, env=profile)
     (login.folder / "dump.py").write_text(DUMP)
@@ -61,29 +62,28 @@ def test_every_rank_has_the_environment_of_profile_config_and_flag(lab: Lab) -> 
         "run.yaml",
         "--nodes",
         "2",
+        "--gpus-per-node",
+        "1",
         "--cluster",
         "lab",
-        "--env",
-        "FROM_FLAG=a\\'b\"c",
-        "--json",
-        "--wait",
+        "--nodelist",
+        "node[1-2]",
     ]
-    done = login.run(*asked, "--", "dump.py", SLURM_CPU_BIND="none", SBATCH_PARTITION="high", OMP_NUM_THREADS="77")
-    assert done.returncode == 0, done.stdout + done.stderr
-    job = json.loads(done.stdout)
-    said = [
-        json.loads(
-            (Path(job["log_dir"]) / f"attempt-0/workerlog.{rank}").read_text().partition("env ")[2].splitlines()[0]
-        )
-        for rank in range(2)
-    ]
-    assert [env["RANK"] for env in said] == ["0", "1"]
-    assert [env["host"] for env in said] == ["node1", "node2"]
-    for env in said:
-        assert (env["FROM_PROFILE"], env["FROM_CONFIG"], env["FROM_FLAG"]) == ("p r", "c,1;$HOME", "a\\'b\"c")
-        assert (env["NCCL_IB_TIMEOUT"], env["WORLD_SIZE"]) == ("22", "2")
-        assert env["OMP_NUM_THREADS"] != "77"
-    assert "Partition=main" in login.slurm("scontrol", "show", "job", job["scheduler_id"])
+    asked += ["--env", "FROM_FLAG=a\\'b\"c", "--json"]
+    leaked = {"SLURM_CPU_BIND": "none", "SBATCH_PARTITION": "high", "OMP_NUM_THREADS": "77"}
+    jobs = [json.loads(login.run(*asked, "--name", name, "--", "dump.py", **leaked).stdout) for name in ("a", "b")]
+    facts = [login.wait(job["job"], "COMPLETED") for job in jobs]
+    assert facts[0]["endpoint"] != facts[1]["endpoint"]
+    for job in facts:
+        assert job["hosts"] == ["node1", "node2"]
+        logs = [(Path(job["log_dir"]) / f"attempt-0/workerlog.{rank}").read_text() for rank in range(2)]
+        said = [json.loads(log.partition("env ")[2].splitlines()[0]) for log in logs]
+        assert [(env["RANK"], env["host"]) for env in said] == [("0", "node1"), ("1", "node2")]
+        for env in said:
+            assert (env["FROM_PROFILE"], env["FROM_CONFIG"], env["FROM_FLAG"]) == ("p r", "c,1;$HOME", "a\\'b\"c")
+            assert (env["NCCL_IB_TIMEOUT"], env["WORLD_SIZE"]) == ("22", "2")
+            assert env["OMP_NUM_THREADS"] != "77"
+        assert "Partition=main" in login.slurm("scontrol", "show", "job", job["scheduler_id"])
 
 
 def test_ten_nodes_are_numbered_as_slurm_counts_them() -> None:
@@ -119,30 +119,20 @@ def test_options_reach_slurm(login: Login) -> None:
 
 
 def test_a_job_waits_for_another(login: Login) -> None:
-    first = login.submit_quick(JOB_SECONDS="4")
+    first = login.submit_quick(JOB_SECONDS="3")
     second = login.submit_quick("--after", first["job"])
     third = login.submit_quick("--after", first["scheduler_id"], "--after", second["job"])
-    assert login.wait(second["job"], "PENDING")["reason"] == "Dependency"
+    await_true(lambda: login.json("status", third["job"])["reason"] == "Dependency", 10)
     login.wait(third["job"], "COMPLETED")
     ends = [json.loads((Path(job["run_dir"]) / "result.json").read_text())["ended"] for job in (first, second, third)]
     assert ends == sorted(ends)
-    failing = login.submit_quick(JOB_EXIT="5", JOB_SECONDS="2")
+    failing = login.submit_quick(JOB_EXIT="5", JOB_SECONDS="1")
     orphan = login.submit_quick("--after", failing["job"])
-    assert login.wait(failing["job"], "FAILED")["reason"] == "node 0 (node1) ended with exit code 5"
+    assert login.wait(failing["job"], "FAILED")["reason"].endswith("ended with exit code 5")
     login.wait(orphan["job"], "CANCELLED")
     refused = login.run(*login.quick("--after", failing["job"]))
     assert refused.returncode == 1
     assert "FAILED" in refused.stderr
-
-
-def test_two_jobs_on_one_node_have_their_own_worlds(lab: Lab) -> None:
-    login = Login(lab)
-    (login.folder / "dump.py").write_text(DUMP)
-    asked = ["submit", "--nodes", "1", "--gpus-per-node", "1", "--cluster", "lab", "--nodelist", "node1", "--json"]
-    jobs = [json.loads(login.run(*asked, "--name", name, "--", "dump.py").stdout) for name in ("a", "b")]
-    facts = [login.wait(job["job"], "COMPLETED") for job in jobs]
-    assert facts[0]["hosts"] == facts[1]["hosts"] == ["node1"]
-    assert facts[0]["endpoint"] != facts[1]["endpoint"]
 
 
 def test_what_slurm_refuses_is_said_and_leaves_nothing(login: Login) -> None:
@@ -170,7 +160,7 @@ def test_validate_asks_slurm(login: Login) -> None:
     wrong = login.run("validate", "--cluster", "lab", "--nodes", "9", *keys, "-o", "Global.global_batch_size=36")
     assert wrong.returncode == 1
     assert "S008 Launch.cluster: Slurm refuses it: " in wrong.stdout
-    login.lab.kill_controller()
-    silent = login.run("validate", "--cluster", "lab", "--nodes", "2", *keys)
-    assert silent.returncode == 0
-    assert "warning: S008" in silent.stdout
+    login.lab.break_client("sbatch")
+    elsewhere = login.run("validate", "--cluster", "lab", "--nodes", "2", *keys)
+    assert elsewhere.returncode == 0
+    assert "warning: S008 Launch.cluster: there is no sbatch here: it was not asked" in elsewhere.stdout

@@ -142,6 +142,7 @@ def test_a_stopped_controller_does_not_answer(lab: Lab) -> None:
     lab.run("head", "squeue", check=True)
 
 
+@pytest.mark.long
 def test_a_killed_controller_keeps_the_queue(lab: Lab) -> None:
     job = submit(lab, "--hold")
     lab.await_saved()
@@ -167,6 +168,7 @@ def test_the_proxy_loses_a_request(lab: Lab) -> None:
     assert lab.slurm.ask("squeue", "-h") == ""
 
 
+@pytest.mark.long
 def test_the_proxy_delays_an_answer(lab: Lab) -> None:
     lab.proxy("delay 0.7")
     begin = time.monotonic()
@@ -207,6 +209,7 @@ def test_clients_are_counted_broken_and_mended(lab: Lab) -> None:
     lab.run("node1", "squeue", check=True)
 
 
+@pytest.mark.long
 def test_after_a_test_everything_works_again(lab: Lab) -> None:
     for _ in range(5):
         submit(lab, "--exclusive", script="trap '' TERM; while true; do sleep 1; done")
@@ -220,6 +223,7 @@ def test_after_a_test_everything_works_again(lab: Lab) -> None:
     assert sorted(hosts) == ["node1", "node2", "node3", "node4"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("possible")
 def test_a_higher_partition_preempts_and_the_victim_waits_again() -> None:
     with Lab(nodes=1, grace=0) as lab:
@@ -247,6 +251,7 @@ def test_a_preempted_job_gets_the_signal_that_it_asked_for(user_signal: bool) ->
         assert told == user_signal
 
 
+@pytest.mark.long
 def test_sacct_answers(lab_with_accounting: Lab) -> None:
     lab = lab_with_accounting
     job = submit(lab, script="exit 3")
@@ -258,6 +263,7 @@ def test_sacct_answers(lab_with_accounting: Lab) -> None:
     assert lab.run("head", *ask, check=True).stdout.strip() == "FAILED|3:0"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("possible")
 def test_ssh_hosts_accept_the_key_and_the_bastion_leads_on(tmp_path: Path) -> None:
     with Lab(nodes=0, ssh=1) as lab:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import threading
 import time
 from pathlib import Path
 
@@ -54,7 +53,7 @@ def test_following_asks_seldom(login: Login) -> None:
         await_true(logs.is_dir, 20)
         for rank in range(ranks):
             (logs / f"workerlog.{rank}").write_text(f"I am {rank}\n")
-    before, followers, seconds = len(login.lab.calls()), [], 13
+    before, followers, seconds = len(login.lab.calls()), [], 11
     for ranks, job in jobs.items():
         with (login.folder / f"shown-{ranks}").open("w") as out:
             followers.append(login.start("logs", job["job"], "--follow", stdout=out))
@@ -70,9 +69,10 @@ def test_following_asks_seldom(login: Login) -> None:
         assert (login.folder / f"shown-{ranks}").read_text().count("I am ") == ranks
 
 
+@pytest.mark.long
 def test_a_silent_controller_is_waited_for(login: Login) -> None:
-    """Killed and started again while a job is followed; the follower says so, and sees its end."""
-    job = login.submit_quick(JOB_SECONDS="6")
+    """Killed and started again while a job is followed: that is no end of the job, and its end is seen later."""
+    job = login.submit_quick(JOB_SECONDS="100")
     login.wait(job["job"], "RUNNING")
     login.lab.await_saved()
     with (login.folder / "said").open("w") as err:
@@ -81,11 +81,14 @@ def test_a_silent_controller_is_waited_for(login: Login) -> None:
     said = login.run("status", job["job"])
     assert said.returncode == 0
     assert re.search(r"UNKNOWN: Slurm has not answered since \d\d:\d\d:\d\d: ", said.stdout), said.stdout
-    threading.Timer(3, login.lab.start_controller).start()
-    assert follower.wait(60) == 0
-    assert login.state(job["job"]) == "COMPLETED"
+    login.lab.start_controller()
+    assert follower.poll() is None
+    assert login.run("cancel", "--now", job["job"]).returncode == 0
+    assert follower.wait(30) == 1
+    assert "CANCELLED" in (login.folder / "said").read_text()
 
 
+@pytest.mark.long
 def test_a_stopped_controller_does_not_hang_status(login: Login) -> None:
     job = login.submit_quick("--sbatch", "begin=now+100")
     login.lab.stop_controller()
@@ -95,6 +98,7 @@ def test_a_stopped_controller_does_not_hang_status(login: Login) -> None:
     assert login.state(job["job"]) == "PENDING"
 
 
+@pytest.mark.long
 def test_a_job_that_slurm_forgot(login: Login) -> None:
     """A controller that was killed may lose what it accepted in its last seconds: never a success, and it can be undone."""
     login.lab.await_saved()
@@ -114,8 +118,8 @@ def test_a_job_that_slurm_forgot(login: Login) -> None:
 
 def test_ends_that_only_slurm_knows(login: Login) -> None:
     job = login.submit_quick(JOB_SECONDS="100")
-    login.wait(job["job"], "RUNNING")
-    login.lab.run("node1", "pkill", "-9", "-f", "slurm_script", check=True)
+    await_true(lambda: bool(ran(job)), 30)
+    login.lab.run(login.json("status", job["job"])["hosts"][0], "pkill", "-9", "-f", "slurm_script", check=True)
     facts = login.wait(job["job"], "FAILED", "NODE_FAIL")
     assert "signal 9" in facts["reason"] or "exit code" in facts["reason"], facts
 
@@ -124,7 +128,7 @@ def test_scontrol_is_missing_inside_the_job(login: Login) -> None:
     login.lab.break_client("scontrol", 'case $(hostname) in head) exec "$LAB_REAL" "$@" ;; esac; exit 127')
     job = login.submit_quick("--nodes", "2")
     facts = login.wait(job["job"], "FAILED")
-    assert facts["reason"] == "scontrol does not name the hosts of node[1-2]"
+    assert facts["reason"].startswith("scontrol does not name the hosts of node[")
     assert not ran(job)
 
 
@@ -133,7 +137,7 @@ def test_a_host_whose_name_is_loopback(login: Login) -> None:
     own = f"sed 's/10.77.0.11/127.0.1.1/' /etc/hosts > {login.folder}/hosts && mount --bind {login.folder}/hosts /etc/hosts"
     login.lab.run("node1", "sh", "-c", own, check=True)
     try:
-        job = login.submit_quick("--nodes", "2")
+        job = login.submit_quick("--nodes", "2", "--nodelist", "node[1-2]")
         facts = login.wait(job["job"], "FAILED")
     finally:
         login.lab.run("node1", "umount", "/etc/hosts", check=True)
@@ -160,7 +164,7 @@ def test_a_full_run_folder(lab: Lab) -> None:
 HOSTILE = st.text(st.characters(codec="utf-8").filter(str.isprintable), max_size=40)
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [6, pytest.param(200, marks=pytest.mark.long)])
 def test_hostile_values_through_the_real_sbatch(login: Login, examples: int) -> None:
     """Nothing is executed, nothing is altered: comment, environment, arguments, and folder names."""
     canary = login.folder / "canary"

@@ -6,6 +6,8 @@ import json
 import re
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from tests.integration.slurm.login import TINY, Login, await_true, losses
 from tests.lab import Lab
 from tests.ranks import run as run_ranks
 
-STEPS, SAVES = 240, 20
+STEPS, SAVES = 200, 20
 KEYS = [f"Engine.max_steps={STEPS}", f"Engine.save_load.save_steps={SAVES}", "Engine.save_load.keep_last=2"]
 KEYS += ["Distributed.dp_degree=2", "Launch.max_restarts=1"]
 
@@ -35,11 +37,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 class Training:
-    """A job of two ranks on two nodes, followed from its beginning."""
+    """A job of two ranks, followed from its beginning."""
 
-    def __init__(self, login: Login, *options: str) -> None:
+    def __init__(self, login: Login, nodes: int = 2) -> None:
         self.login = login
-        self.job = login.train("--nodes", "2", "--gpus-per-node", "1", *options, keys=KEYS)
+        self.job = login.train("--nodes", str(nodes), "--gpus-per-node", str(2 // nodes), keys=KEYS)
         self.shown = login.folder / "shown"
         with self.shown.open("w") as out, (login.folder / "said").open("w") as err:
             self.follower = login.start("logs", self.job["job"], "--follow", stdout=out, stderr=err)
@@ -53,7 +55,7 @@ class Training:
     def attempts(self) -> int:
         return len(list(Path(self.job["run_dir"]).glob("attempt-*")))
 
-    def await_steps(self, attempt: int, more: int = 30) -> None:
+    def await_steps(self, attempt: int, more: int = 25) -> None:
         """Until that attempt has trained some steps."""
         log = Path(self.job["log_dir"]) / f"attempt-{attempt}" / "workerlog.0"
 
@@ -91,9 +93,27 @@ def preempt(login: Login) -> None:
     login.slurm("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true")
 
 
-def test_preempted_twice(login: Login, undisturbed: dict[int, float]) -> None:
+@pytest.fixture(scope="module")
+def crashed(possible: None) -> Iterator[Future[Training]]:
+    """In a lab of its own, beside other tests: a rank is killed, then a node crashes."""
+
+    def scenario(lab: Lab) -> Training:
+        training = Training(Login(lab))
+        training.await_steps(0)
+        lab.run("node2", "pkill", "-9", "-f", "-n", "trainer -c", check=True)
+        training.await_steps(1)
+        assert "requeued" not in training.said()
+        lab.crash("node2")
+        training.end(seconds=200)
+        return training
+
+    with Lab(nodes=3) as lab, ThreadPoolExecutor() as pool:
+        yield pool.submit(scenario, lab)
+
+
+def test_preempted_twice(login: Login, undisturbed: dict[int, float], crashed: Future[Training]) -> None:
     """Each time it saves, goes back into the queue, and repeats no step."""
-    training = Training(login)
+    training = Training(login, nodes=1)
     for attempt in range(2):
         training.await_steps(attempt)
         preempt(login)
@@ -107,26 +127,6 @@ def test_preempted_twice(login: Login, undisturbed: dict[int, float]) -> None:
     assert "requeued 2 times" in training.said()
 
 
-def test_a_rank_is_killed_and_a_node_crashes(login: Login, undisturbed: dict[int, float]) -> None:
-    """First it is started again on the same nodes, from its last save; then, after Slurm's own detection time, elsewhere.
-    The user sees which node failed."""
-    training = Training(login)
-    training.await_steps(0)
-    login.lab.run("node2", "pkill", "-9", "-f", "-n", "trainer -c", check=True)
-    training.await_steps(1)
-    assert "requeued" not in training.said()
-    login.lab.crash("node2")
-    facts = training.end()
-    assert (facts["attempts"], facts["hosts"]) == (3, ["node1", "node3"])
-    assert "Node failure on node2" in training.said()
-    assert "node2 of the attempt before is down" in training.shown.read_text()
-    training.assert_as(undisturbed)
-    for before, after in ((0, 1), (1, 2)):
-        last, first = steps_of_attempt(training, before)[-1], steps_of_attempt(training, after)[0]
-        assert first % SAVES == 1
-        assert last - 2 * SAVES < first <= last + 1
-
-
 @pytest.mark.long
 def test_the_head_node_crashes(login: Login, undisturbed: dict[int, float]) -> None:
     """The batch script is gone with it."""
@@ -134,7 +134,8 @@ def test_the_head_node_crashes(login: Login, undisturbed: dict[int, float]) -> N
     training.await_steps(0)
     login.lab.crash("node1")
     facts = training.end()
-    assert (facts["attempts"], facts["hosts"]) == (2, ["node2", "node3"])
+    assert facts["attempts"] == 2
+    assert "node1" not in facts["hosts"]
     assert "node1 of the attempt before is down" in training.shown.read_text()
     training.assert_as(undisturbed)
 
@@ -204,7 +205,7 @@ def test_without_progress_three_attempts_are_enough(login: Login) -> None:
     assert done.returncode == 0, done.stderr
     job = json.loads(done.stdout)
     facts = login.wait(job["job"], "FAILED")
-    assert facts["reason"] == "node 0 (node1) ended with exit code 7; three attempts without progress"
+    assert re.fullmatch(r"node 0 \(node\d\) ended with exit code 7; three attempts without progress", facts["reason"])
     assert facts["attempts"] == 3
     assert "requeued: two attempts on these nodes failed" in login.batch_log(job)
 
@@ -235,7 +236,7 @@ def test_cancelled_with_scancel(long_job: tuple[Login, dict[str, Any]]) -> None:
 def test_cancel_races_with_start(login: Login) -> None:
     """At any moment around its start: cancelled is final, and nothing runs afterwards."""
     jobs = []
-    for pause in (0.0, 0.3, 0.6, 1.0, 1.5):
+    for pause in (0.0, 0.7):
         job = login.submit_quick(JOB_SECONDS="60")
         time.sleep(pause)
         done = login.run("cancel", "--now", job["job"])
@@ -253,3 +254,19 @@ def test_cancel_races_with_requeue(login: Login) -> None:
     assert done.returncode == 0, done.stderr
     assert login.state(job["job"]) == "CANCELLED"
     assert not login.slurm("squeue", "-h")
+
+
+def test_a_rank_is_killed_and_a_node_crashes(undisturbed: dict[int, float], crashed: Future[Training]) -> None:
+    """First it is started again on the same nodes, from its last save; then, after Slurm's own detection time, elsewhere.
+    The user sees which node failed."""
+    training = crashed.result()
+    hosts = [(Path(training.job["run_dir"]) / f"attempt-{number}/hosts").read_text().split() for number in range(3)]
+    assert hosts[0] == hosts[1] == ["node1", "node2"]
+    assert hosts[2] == ["node1", "node3"]
+    assert "Node failure on node2" in training.said()
+    assert "node2 of the attempt before is down" in training.shown.read_text()
+    training.assert_as(undisturbed)
+    for before, after in ((0, 1), (1, 2)):
+        last, first = steps_of_attempt(training, before)[-1], steps_of_attempt(training, after)[0]
+        assert first % SAVES == 1
+        assert last - 2 * SAVES < first <= last + 1
