@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gptctl.cluster import Cluster
-from gptctl.launch import MAX_PER_NODE, Launch, split_endpoint
+from gptctl.launch import MAX_PER_NODE, Launch, seconds_of, split_endpoint
 from trainer.config import Resolved, resolve
 from trainer.config.read import Reading
 from trainer.errors import Finding, Rule, errors_in
@@ -30,6 +30,9 @@ EXTRA = Rule("A011", "slurm.extra repeats no option that gptctl sets itself", us
 
 ARGUMENTS = Rule(
     "A012", "args are for a script; the bundled trainer is told by keys", uses=("Launch.args", "Launch.entrypoint")
+)
+SAVE_BEFORE = Rule(
+    "A014", "a job has time to train before it saves", uses=("Launch.slurm.save_before", "Launch.slurm.time")
 )
 NO_SLURM = Rule("A013", "options of Slurm are for a Slurm cluster", "notice", uses=("Launch.slurm", "Launch.cluster"))
 
@@ -80,6 +83,10 @@ def _check_names(launch: Launch, cluster: Cluster) -> Iterator[Finding]:
         verb = "has" if len(unused) == 1 else "have"
         message = f"{', '.join(unused)} {verb} no effect on {cluster.name}, a cluster of kind {cluster.kind}"
         yield NO_SLURM.found("Launch.slurm", None, message)
+    limit, warning = launch.slurm.time, launch.slurm.save_before
+    if limit and warning and warning >= seconds_of(limit):
+        message = f"{warning} s before the time limit of {limit} it has not begun"
+        yield SAVE_BEFORE.found("Launch.slurm.save_before", warning, message, "leave it empty, or ask for more time")
     for key, options in (("Launch.slurm.extra", launch.slurm.extra), ("Launch.cluster", cluster.sbatch)):
         for option in sorted(set(options) & SET_BY_GPTCTL):
             where = f"{key}.{option}" if options is launch.slurm.extra else key

@@ -18,7 +18,7 @@ from gptctl import slurm, ui
 from gptctl.backends import State
 from gptctl.jobs import JobRecord, private_files
 from gptctl.plan import LaunchPlan
-from gptctl.processes import clean_environment, is_alive
+from gptctl.processes import clean_environment, is_alive, is_here
 from gptctl.render import BATCH
 from gptctl.run_folder import (
     CANCELLED,
@@ -199,6 +199,8 @@ def state(record: JobRecord) -> State:
     folder = RunFolder(record.run_dir)
     claim = folder.claimed_by() or dict(record.handle)
     job = claim.get("scheduler_id")
+    if not job and not is_here(record.submitter):
+        return State(UNKNOWN, f"it is being submitted on {record.submitter.get('host')}, or was: ask there")
     if not job:
         alive = is_alive(record.submitter)
         return State(PENDING, "being submitted") if alive else State(LOST, "gptctl ended before the job was submitted")

@@ -27,12 +27,16 @@ fail() {
 }
 stop_if_cancelled() { [ ! -e cancelled ] || finish CANCELLED cancelled 0; }
 
-# Slurm's controller may be out of reach for a while.
+# Slurm's controller may be out of reach for a while; when it answers, it means what it says.
 patiently() {
-  local try
-  for try in {1..60}; do
+  local _
+  for _ in {1..60}; do
     "$@" && return
-    [ "$try" = 60 ] || sleep 5
+    if scontrol ping &> /dev/null; then
+      "$@"
+      return
+    fi
+    sleep 5
   done
   return 1
 }
@@ -75,7 +79,7 @@ run_attempt() {
   echo "${gptctl_nodes[*]}"
   echo "${gptctl_nodes[0]}"
   echo "${#gptctl_nodes[@]}"
-  srun --nodes="${#gptctl_nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1 --unbuffered \
+  srun --nodes="${#gptctl_nodes[@]}" --ntasks-per-node=1 --unbuffered \
     --output="${gptctl_logs//%/%%}/node.%n.log" --open-mode=append bash launch.sh &
   gptctl_step=$!
   [ -z "$gptctl_asked" ] || kill -USR1 "$gptctl_step"
@@ -106,6 +110,11 @@ first_failure() {
       first=$file
     fi
   done
+  # An elastic job is done when enough of its nodes are.
+  if [ -n "$first" ] && [ ! -e "attempt-$GPTCTL_ATTEMPT/cannot-be-helped" ] \
+    && [ "$(cat "attempt-$GPTCTL_ATTEMPT"/node.*.exit | grep -c '^0$')" -ge 2 ]; then
+    return
+  fi
   if [ -z "$first" ]; then
     [ "$gptctl_code" = 0 ] || gptctl_reason="srun ended with exit code $gptctl_code"
     return
@@ -123,11 +132,11 @@ stop_if_slurm_ends_it() {
   say "$*; Slurm ends this job: ${state:-it does not answer}"
   exit 1
 }
-# Ends this run of the script; Slurm starts it again, on these nodes or others.
+# Ends this run of the script; Slurm starts it again, on these nodes or others. Else this is how the job ended: $1.
 requeue() {
   stop_if_cancelled
-  say "requeued: $*"
-  patiently scontrol requeue "$SLURM_JOB_ID" || fail "$*; it could not be requeued"
+  say "requeued: $2"
+  patiently scontrol requeue "$SLURM_JOB_ID" || finish "$1" "$2, and it could not be requeued" 1
   sleep 300 & # Slurm ends this script
   wait "$!"
   exit 1

@@ -29,12 +29,16 @@ fail() {
 }
 stop_if_cancelled() { [ ! -e cancelled ] || finish CANCELLED cancelled 0; }
 
-# Slurm's controller may be out of reach for a while.
+# Slurm's controller may be out of reach for a while; when it answers, it means what it says.
 patiently() {
-  local try
-  for try in {1..60}; do
+  local _
+  for _ in {1..60}; do
     "$@" && return
-    [ "$try" = 60 ] || sleep 5
+    if scontrol ping &> /dev/null; then
+      "$@"
+      return
+    fi
+    sleep 5
   done
   return 1
 }
@@ -144,11 +148,11 @@ stop_if_slurm_ends_it() {
   say "$*; Slurm ends this job: ${state:-it does not answer}"
   exit 1
 }
-# Ends this run of the script; Slurm starts it again, on these nodes or others.
+# Ends this run of the script; Slurm starts it again, on these nodes or others. Else this is how the job ended: $1.
 requeue() {
   stop_if_cancelled
-  say "requeued: $*"
-  patiently scontrol requeue "$SLURM_JOB_ID" || fail "$*; it could not be requeued"
+  say "requeued: $2"
+  patiently scontrol requeue "$SLURM_JOB_ID" || finish "$1" "$2, and it could not be requeued" 1
   sleep 300 & # Slurm ends this script
   wait "$!"
   exit 1
@@ -173,7 +177,7 @@ while :; do
   stop_if_slurm_ends_it "$gptctl_reason"
   [ "$(attempts_without_progress)" -lt 3 ] || fail "$gptctl_reason; three attempts without progress"
   if [ -n "$gptctl_asked" ]; then
-    requeue "the scheduler asked the job to stop"
+    requeue STOPPED "the scheduler asked the job to stop"
   fi
 
   # First again on these nodes, then on any, then no more.
@@ -183,5 +187,5 @@ while :; do
   [ "${#gptctl_failures[@]}" -lt 3 ] || fail "$gptctl_reason"
   say "$gptctl_reason"
   gptctl_failures_here=$((gptctl_failures_here + 1))
-  [ "$gptctl_failures_here" -lt 2 ] || requeue "two attempts on these nodes failed"
+  [ "$gptctl_failures_here" -lt 2 ] || requeue FAILED "two attempts on these nodes failed"
 done

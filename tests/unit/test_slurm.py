@@ -1,0 +1,106 @@
+"""What Slurm's clients say, read without a cluster: ends that the lab cannot make, such as a job out of memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from gptctl import slurm
+from gptctl.backends import slurm as backend
+from gptctl.jobs import JobRecord
+from gptctl.processes import clean_environment
+from gptctl.run_folder import RunFolder
+
+SEEN = slurm.Seen("7", "PENDING", "Priority", "N/A", "", 0, 0, "", "")
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRecord:
+    monkeypatch.setattr(backend, "QUEUE", slurm.Queue())
+    monkeypatch.setattr(backend.QUEUE, "_asked", time.monotonic())
+    handle = {"scheduler_id": "7", "host": "login"}
+    return JobRecord("gpt-1", "gpt", 0.0, "lab", "slurm", str(tmp_path), str(tmp_path / "logs"), 2, 2, 4, handle=handle)
+
+
+@pytest.mark.parametrize(
+    ("facts", "state"),
+    [
+        ({}, "PENDING: Priority"),
+        ({"start": "2026-01-01T10:00:00"}, "PENDING: Priority, expected to start 2026-01-01 10:00:00"),
+        ({"reason": "None", "start": "2026-01-01T10:00:00"}, "PENDING: expected to start 2026-01-01 10:00:00"),
+        ({"restarts": 2, "reason": "BeginTime"}, "PENDING: requeued 2 times; BeginTime"),
+        ({"state": "REQUEUE_HOLD", "reason": "job_requeued_in_held_state"}, "PENDING: job_requeued_in_held_state"),
+        ({"state": "RUNNING"}, "RUNNING: starting"),
+        ({"state": "SUSPENDED"}, "RUNNING: suspended"),
+        ({"state": "OUT_OF_MEMORY", "nodes": "n1"}, "OUT_OF_MEMORY: Slurm calls it OUT_OF_MEMORY, on n1"),
+        ({"state": "TIMEOUT", "nodes": "n1"}, "TIMEOUT: Slurm calls it TIMEOUT, on n1"),
+        ({"state": "PREEMPTED"}, "PREEMPTED: Slurm calls it PREEMPTED"),
+        ({"state": "BOOT_FAIL"}, "NODE_FAIL: Slurm calls it BOOT_FAIL"),
+        ({"state": "FAILED", "exit_code": 3 << 8}, "FAILED: Slurm calls it FAILED, exit code 3"),
+        ({"state": "FAILED", "exit_code": 9}, "FAILED: Slurm calls it FAILED, signal 9"),
+        ({"state": "CANCELLED"}, "CANCELLED: cancelled with scancel"),
+        ({"state": "COMPLETED"}, "COMPLETED: Slurm says so; the job could not write its own result"),
+        ({"state": "NEW_IN_25"}, "UNKNOWN: Slurm calls it NEW_IN_25"),
+    ],
+)
+def test_states(record: JobRecord, facts: dict[str, object], state: str) -> None:
+    backend.QUEUE.jobs = {"7": SEEN._replace(work_dir=record.run_dir, **facts)}
+    assert str(backend.state(record)) == state
+
+
+def test_the_number_of_another_job_is_not_ours(record: JobRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend.QUEUE.jobs = {"7": SEEN._replace(state="COMPLETED", work_dir="/another")}
+    monkeypatch.setattr(slurm, "recorded", lambda jobs: {})
+    assert backend.state(record).state == "LOST"
+
+
+def test_slurms_last_words_are_the_reason(record: JobRecord) -> None:
+    log = Path(record.log_dir) / "attempt-0" / "batch.log"
+    log.parent.mkdir(parents=True)
+    RunFolder(record.run_dir).attempt(0).mkdir()
+    log.write_text("srun: error: Node failure on n2\nslurmstepd: error: *** JOB 7 ON n1 CANCELLED AT x DUE TO y ***\n")
+    backend.QUEUE.jobs = {"7": SEEN._replace(state="NODE_FAIL", work_dir=record.run_dir)}
+    words = "(Node failure on n2; *** JOB 7 ON n1 CANCELLED AT x DUE TO y ***)"
+    assert backend.state(record).reason == f"Slurm calls it NODE_FAIL {words}"
+
+
+@pytest.mark.parametrize(
+    ("said", "is_doubtful"),
+    [
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", True),
+        ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", True),
+        ("Zero Bytes were transmitted or received", True),
+        ("slurm_suspend error: Unexpected message received", True),
+        (
+            "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+            False,
+        ),
+        ("sbatch: error: invalid partition specified: nowhere", False),
+        ("sbatch: error: QOSMaxSubmitJobPerUserLimit", False),
+    ],
+)
+def test_what_is_in_doubt(said: str, is_doubtful: bool) -> None:
+    assert slurm.is_doubtful(slurm.said_by(said)) is is_doubtful
+
+
+def test_words_without_the_name_of_their_client() -> None:
+    said = (
+        "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition\n"
+    )
+    assert slurm.said_by(said) == "invalid partition specified: x; Batch job submission failed: Invalid partition"
+
+
+def test_a_damaged_line_of_squeue_is_left_out() -> None:
+    assert slurm._seen(["1", "RUNNING"]) is None
+
+
+def test_the_environment_of_another_job_does_not_come_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SBATCH_PARTITION", "PMI_RANK", "PMIX_RANK", "SQUEUE_FORMAT", "RANK", "BASH_ENV"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    kept = {name for name in clean_environment() if name in os.environ}
+    assert "SLURM_CONF" in kept
+    assert not kept & {"SLURM_JOB_ID", "SBATCH_PARTITION", "PMI_RANK", "PMIX_RANK", "SQUEUE_FORMAT", "RANK", "BASH_ENV"}
