@@ -92,10 +92,11 @@ def ask_scheduler(checked: Checked, site: Site) -> tuple[list[Finding], str]:
     try:
         return [], would_start(script)
     except SlurmError as error:
-        rule = ACCEPTED._replace(level="warning") if error.is_doubtful or error.is_missing else ACCEPTED
-        words = f"{error.said}: it was not asked" if rule.level == "warning" else f"Slurm refuses it: {error.said}"
-        hint = "ask again on a login node" if error.is_missing else "sinfo shows partitions and their limits"
-        return [rule.found("Launch.cluster", checked.cluster.name, words, hint)], ""
+        if not error.is_doubtful and not error.is_missing:
+            words, hint = f"Slurm refuses it: {error.said}", "sinfo shows partitions and their limits"
+            return [ACCEPTED.found("Launch.cluster", checked.cluster.name, words, hint)], ""
+        words, hint = f"Slurm was not asked: {error.said}", "ask again on a login node"
+        return [ACCEPTED._replace(level="notice").found("Launch.cluster", checked.cluster.name, words, hint)], ""
 
 
 def check_profile(cluster: Cluster, site: Site) -> Iterator[Finding]:

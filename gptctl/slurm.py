@@ -83,12 +83,14 @@ def _done(command: Sequence[str], text: str | None = None) -> subprocess.Complet
         raise SlurmError(f"{command[0]} got no answer in {PATIENCE:.0f} s", is_doubtful=True) from None
     if done.returncode:
         said = said_by(done.stderr or done.stdout) or f"{command[0]} ended with exit code {done.returncode}"
-        raise SlurmError(said, is_doubtful(said) or done.returncode < 0)
+        raise failure(said, is_killed=done.returncode < 0)
     return done
 
 
-def is_doubtful(said: str) -> bool:
-    return bool(_OUT_OF_REACH.search(said))
+def failure(said: str, is_killed: bool = False) -> SlurmError:
+    """What a client's words mean."""
+    is_missing = "configuration source" in said  # it is installed, but belongs to no cluster
+    return SlurmError(said, not is_missing and (is_killed or bool(_OUT_OF_REACH.search(said))), is_missing)
 
 
 def said_by(text: str) -> str:

@@ -124,7 +124,7 @@ def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
             return str(executor._submit_command("").job_id)
     except (FailedJobError, FailedSubmissionError) as error:
         said = slurm.said_by(str(error)) or "sbatch was killed"
-        raise SlurmError(said, slurm.is_doubtful(said)) from None
+        raise slurm.failure(said) from None
     except RuntimeError as error:  # without srun submitit believes in no cluster
         raise SlurmError(f"there is no Slurm here: {error}", is_doubtful=False) from None
 

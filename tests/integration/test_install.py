@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-NEEDED = ["click", "pyyaml", "rich"]  # what the commands so far import; the other dependencies serve later verbs
+NEEDED = ["click", "pyyaml", "rich", "jinja2"]  # what the commands tried here import
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -80,10 +80,11 @@ def test_slurms_last_words_are_the_reason(record: JobRecord) -> None:
         ),
         ("sbatch: error: invalid partition specified: nowhere", False),
         ("sbatch: error: QOSMaxSubmitJobPerUserLimit", False),
+        ("sbatch: error: DNS SRV lookup failed\nsbatch: fatal: Could not establish a configuration source", False),
     ],
 )
 def test_what_is_in_doubt(said: str, is_doubtful: bool) -> None:
-    assert slurm.is_doubtful(slurm.said_by(said)) is is_doubtful
+    assert slurm.failure(slurm.said_by(said)).is_doubtful is is_doubtful
 
 
 def test_words_without_the_name_of_their_client() -> None:

@@ -134,7 +134,7 @@ def test_many_gptctl_at_once(jobs) -> None:
         (["--max-restarts", "-1", "--", "x.py"], ["C012"]),
         (["--template", "no.j2", "--", "x.py"], ["there is no template no.j2"]),
         (["--resume", "gpt-1", "--", "x.py"], ["there are no jobs yet"]),
-        (["--cluster", "slurm-example", "--", "x.py"], ["not built yet"]),
+        (["--cluster", "ssh-example", "--", "x.py"], ["not built yet"]),
         (["--"], ["nothing follows --"]),
         (["config.yaml", "-c", "config.yaml"], ["two configs"]),
         (["--nodes", "x", "--name", "a b", "--time", "never"], ["--nodes x", "--name a b", "--time never"]),

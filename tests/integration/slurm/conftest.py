@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +36,13 @@ def _tidy(request: pytest.FixtureRequest) -> Iterator[None]:
     for name in ("lab", "lab_with_accounting"):
         if name in request.fixturenames:
             request.getfixturevalue(name).tidy()
+
+
+@pytest.fixture
+def for_others() -> None:
+    """For tests with an ordinary user, who must come to the interpreter."""
+    closed = [
+        place for place in Path(sys.prefix).parents if not place.stat().st_mode & 0o001 and place != Path("/root")
+    ]
+    if closed:
+        pytest.skip(f"{closed[0]} is closed to other users")

@@ -123,8 +123,8 @@ def test_preempted_twice(login: Login, undisturbed: dict[int, float], crashed: F
     training.assert_as(undisturbed)
     steps = [step for attempt in range(3) for step in steps_of_attempt(training, attempt)]
     assert steps == list(range(1, STEPS + 1))
-    assert "requeued once" in training.said()
-    assert "requeued 2 times" in training.said()
+    assert login.batch_log(training.job).count("requeued: the scheduler asked the job to stop") == 2
+    assert "attempt 2" in training.said()
 
 
 @pytest.mark.long
