@@ -55,7 +55,7 @@ def settled(jobs) -> list[dict]:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_gptctl_ended_at_any_point_of_submit_leaves_a_whole_job_or_nothing(jobs, number: int) -> None:
     """Exhaustive over the changes that a submit makes. The oracle is the next gptctl, and the folders."""
     changes = int(killed_at(jobs, 0, number).stderr.split("changes ")[1])

@@ -65,6 +65,7 @@ LAYERS4 += ["-o", "Data.Train.dataset.max_seq_len=16", "-o", "Global.local_batch
 LAYERS4 += ["-o", "Engine.check_accuracy=True", "-o", "Engine.logging_freq=1"]
 
 
+@pytest.mark.long
 def test_a_pipeline_of_tensor_parallel_stages_on_two_nodes(jobs) -> None:
     """A stage on each of two torchrun agents. Oracle: the job of one rank; the first rank's log has the last's loss."""
     assert jobs.gptctl("init").returncode == 0
