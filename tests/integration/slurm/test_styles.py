@@ -70,14 +70,14 @@ def test_a_node_that_fails_fails_the_job(login: Login, style: str) -> None:
 
 
 def test_an_elastic_job(login: Login) -> None:
-    """As many nodes as it gets; they meet over c10d."""
+    """As many nodes as Slurm gives it; they meet over c10d, which waits half a minute for more."""
     asked = ["submit", "--cluster", "lab", "--nodes", "1:2", "--gpus-per-node", "1", "--wait", "--", "dump.py"]
     done = login.run(*asked)
     assert done.returncode == 0, done.stdout + done.stderr
     facts = login.json("status")
     assert facts["state"] == "COMPLETED"
-    assert len(facts["hosts"]) == 2
-    assert 'WORLD_SIZE": "2' in (Path(facts["log_dir"]) / "attempt-0/workerlog.1").read_text()
+    log = (Path(facts["log_dir"]) / "attempt-0/workerlog.0").read_text()
+    assert f'"WORLD_SIZE": "{len(facts["hosts"])}"' in log
 
 
 def test_rerun(login: Login) -> None:
