@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gptctl.check import Checked
 from gptctl.cluster import Cluster
-from gptctl.plan import LOOPBACK, Ground, LaunchPlan, Site, python_of
+from gptctl.plan import LOOPBACK, Ground, LaunchPlan, Site, build_plan, python_of
 from gptctl.report import NO_PATH
 from trainer.errors import Finding, Rule
 
@@ -83,10 +83,11 @@ def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
 
 def ask_scheduler(checked: Checked, site: Site) -> tuple[list[Finding], str]:
     """What Slurm thinks of a job, before it is submitted: findings, and when it would start."""
-    from gptctl.plan import build_plan
     from gptctl.render import BATCH, render
     from gptctl.slurm import SlurmError, would_start
 
+    if not _is_program("sbatch"):
+        return [_not_asked(checked, "there is no sbatch here")], ""
     ground = Ground("validate", os.path.join(site.absolute(checked.cluster.run_root), "validate"))
     script = render(build_plan(checked, site, ground), BATCH)
     try:
@@ -95,8 +96,12 @@ def ask_scheduler(checked: Checked, site: Site) -> tuple[list[Finding], str]:
         if not error.is_doubtful and not error.is_missing:
             words, hint = f"Slurm refuses it: {error.said}", "sinfo shows partitions and their limits"
             return [ACCEPTED.found("Launch.cluster", checked.cluster.name, words, hint)], ""
-        words, hint = f"Slurm was not asked: {error.said}", "ask again on a login node"
-        return [ACCEPTED._replace(level="notice").found("Launch.cluster", checked.cluster.name, words, hint)], ""
+        return [_not_asked(checked, error.said)], ""
+
+
+def _not_asked(checked: Checked, why: str) -> Finding:
+    rule, words = ACCEPTED._replace(level="notice"), f"Slurm was not asked: {why}"
+    return rule.found("Launch.cluster", checked.cluster.name, words, "ask again on a login node")
 
 
 def check_profile(cluster: Cluster, site: Site) -> Iterator[Finding]:

@@ -38,6 +38,16 @@ class SlurmError(UserError):
         self.said, self.is_doubtful, self.is_missing = said, is_doubtful, is_missing
 
 
+class Recorded(NamedTuple):
+    """How a job stands or ended, in Slurm's words."""
+
+    state: str
+    code: int
+    signal: int
+    nodes: str
+    work_dir: str
+
+
 class Seen(NamedTuple):
     """A job as the controller knows it."""
 
@@ -55,15 +65,10 @@ class Seen(NamedTuple):
     def is_held(self) -> bool:
         return self.state == "PENDING" and self.reason.startswith(HELD)
 
-
-class Recorded(NamedTuple):
-    """A job as the accounting remembers it."""
-
-    state: str
-    code: int
-    signal: int
-    nodes: str
-    work_dir: str
+    @property
+    def recorded(self) -> Recorded:
+        """As the accounting would write it; `exit_code` is that of wait(2)."""
+        return Recorded(self.state, self.exit_code >> 8, self.exit_code & 0x7F, self.nodes, self.work_dir)
 
 
 def run(*command: str) -> str:
@@ -152,7 +157,6 @@ class Queue:
         self.jobs: Mapping[str, Seen] = {}
         self.silent_since: float | None = None
         self.fault = ""
-        self.answered: float | None = None
         self._asked = float("-inf")
         self._records: dict[str, Recorded] = {}
         self._looked_up: set[str] = set()
@@ -162,7 +166,7 @@ class Queue:
             return
         try:
             self.jobs = queue()
-            self.silent_since, self.answered = None, time.time()
+            self.silent_since = None
         except SlurmError as error:
             self.fault = error.said
             self.silent_since = self.silent_since or time.time()

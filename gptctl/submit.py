@@ -164,9 +164,10 @@ def _undo_or_say(record: JobRecord, store: Store, error: BaseException) -> bool:
     try:
         return undo(record, store)
     except UserError as silent:
-        message = f"{silent.message}; {record.id} was not started"
-        hint = "what may be left of it in the queue is removed by the next gptctl"
-        raise UserError(message, hint, OUT_OF_REACH) from error
+        is_claimed = "scheduler_id" in (RunFolder(record.run_dir).claimed_by() or {})
+        became = "it is not known whether it was started" if is_claimed else "it was not started"
+        hint = "the next gptctl settles what is left of it in the queue"
+        raise UserError(f"{record.id}: {became}; {silent.message}", hint, OUT_OF_REACH) from error
 
 
 def _reason(error: OSError) -> str:

@@ -6,11 +6,12 @@ looked up by its token, and a job without the claim does nothing even if somebod
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from gptctl.run_folder import (
     RunFolder,
     read_text,
 )
-from gptctl.slurm import QUEUE, Seen, SlurmError
+from gptctl.slurm import QUEUE, Recorded, Seen, SlurmError
 from trainer.errors import OUT_OF_REACH, UserError
 
 SEND_PATIENCE = 60.0  # seconds for which a controller that is out of reach is tried again
@@ -85,6 +86,8 @@ def _send_once(plan: LaunchPlan, record: JobRecord, deadline: float) -> tuple[st
         try:
             return _sbatch(plan, record), was_doubtful
         except SlurmError as error:
+            if error.is_missing:  # nothing was sent
+                raise
             was_doubtful = True
             if found := _found(record, deadline):
                 return found[0].id, True
@@ -99,9 +102,6 @@ def _send_once(plan: LaunchPlan, record: JobRecord, deadline: float) -> tuple[st
 
 
 def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
-    import contextlib
-    import io
-
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
@@ -119,14 +119,14 @@ def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
             return [*_clean_prefix(), "sbatch", "--hold", f"--comment={comment}", str(submission_file_path)]
 
     try:
-        with private_files(), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
+        with private_files(), redirect_stderr(io.StringIO()):  # submitit prints what it raises
             executor = ScriptExecutor(_sent(plan))
             return str(executor._submit_command("").job_id)
     except (FailedJobError, FailedSubmissionError) as error:
         said = slurm.said_by(str(error)) or "sbatch was killed"
         raise slurm.failure(said) from None
     except RuntimeError as error:  # without srun submitit believes in no cluster
-        raise SlurmError(f"there is no Slurm here: {error}", is_doubtful=False) from None
+        raise SlurmError(f"there is no Slurm here: {error}", is_doubtful=False, is_missing=True) from None
 
 
 def _sent(plan: LaunchPlan) -> str:
@@ -138,7 +138,8 @@ def _clean_prefix() -> list[str]:
     """Runs a command without what would be taken for the job's own: submitit passes this process's environment on."""
     clean = clean_environment()
     gone = [word for name in os.environ if name not in clean for word in ("-u", name)]
-    return ["env", *gone, *(f"{name}={clean[name]}" for name in ("PYTHONPATH",) if name in clean)]
+    changed = [f"{name}={value}" for name, value in clean.items() if value != os.environ[name]]
+    return ["env", *gone, *changed]
 
 
 def _found(record: JobRecord, deadline: float) -> list[Seen]:
@@ -180,7 +181,12 @@ def abandon(record: JobRecord) -> bool:
     folder = RunFolder(record.run_dir)
     folder.take({"abandoned": True})
     owner = (folder.claimed_by() or {}).get("scheduler_id")
-    jobs = _found(record, time.monotonic())
+    try:
+        jobs = _found(record, time.monotonic())
+    except SlurmError as error:
+        if error.is_missing and not owner:  # from a machine without Slurm nothing was sent
+            return True
+        raise
     if any(job.id == owner and not job.is_held for job in jobs):
         return False
     if owner and not jobs:  # released, and long forgotten
@@ -217,9 +223,7 @@ def state(record: JobRecord) -> State:
     except SlurmError as error:
         return State(UNKNOWN, f"the controller has forgotten it, and the accounting does not answer: {error.said}")
     if known and known.work_dir == record.run_dir:
-        return _ended(
-            STATES.get(known.state, UNKNOWN), known.state, known.code, known.signal, known.nodes, folder, record
-        )
+        return _ended(known, folder, record)
     where = "" if folder.path.is_dir() else f", and its folder {record.run_dir} is gone"
     return State(LOST, f"Slurm does not know job {job} any more, and it has left no result{where}")
 
@@ -247,8 +251,7 @@ def _as_seen(seen: Seen, folder: RunFolder, record: JobRecord) -> State:
         return State(UNKNOWN, f"Slurm calls it {seen.state}")
     if result := folder.result():
         return State(result.state, result.reason)
-    code, signal = seen.exit_code >> 8, seen.exit_code & 0x7F
-    return _ended(kind, seen.state, code, signal, seen.nodes, folder, record)
+    return _ended(seen.recorded, folder, record)
 
 
 def _why(seen: Seen) -> str:
@@ -273,15 +276,16 @@ def _ending_words(record: JobRecord, folder: RunFolder) -> str:
     return ""
 
 
-def _ended(kind: str, word: str, code: int, signal: int, nodes: str, folder: RunFolder, record: JobRecord) -> State:
+def _ended(end: Recorded, folder: RunFolder, record: JobRecord) -> State:
     """A job that left no result: what Slurm says of its end."""
+    kind = STATES.get(end.state, UNKNOWN)
     if kind == COMPLETED:
         return State(COMPLETED, "Slurm says so; the job could not write its own result")
     if kind == CANCELLED:
         return State(CANCELLED, "cancelled" if folder.cancelled.exists() else "cancelled with scancel")
-    exits = [f"exit code {code}" if code else "", f"signal {signal}" if signal else "", f"on {nodes}" if nodes else ""]
-    words = ", ".join(filter(None, [f"Slurm calls it {word}", *exits]))
-    return State(kind, f"{words}{_ending_words(record, folder)}")
+    facts = {"exit code": end.code, "signal": end.signal, "on": end.nodes}
+    words = [f"Slurm calls it {end.state}", *(f"{name} {value}" for name, value in facts.items() if value)]
+    return State(kind, f"{', '.join(words)}{_ending_words(record, folder)}")
 
 
 def cancel(record: JobRecord, now: bool) -> None:

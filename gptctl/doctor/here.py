@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from pathlib import Path
 
@@ -12,13 +11,14 @@ from gptctl.doctor.signals import undisturbed
 from gptctl.plan import LOOPBACK
 from gptctl.processes import clean_environment, kill_all
 from gptctl.run_folder import read_text
+from gptctl.supervisor import free_port
 
 PATIENCE = 120.0
 
 
 def run_here(folder: Path, *words: str, **variables: str) -> None:
     """Runs the script of a node; none of its processes stays."""
-    own = {"GPTCTL_NODE": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), **variables}
+    own = {"GPTCTL_NODE": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port(LOOPBACK)), **variables}
     command = ["bash", str(folder / NODE_SCRIPT), *words]
     with subprocess.Popen(
         command, env={**clean_environment(), **own}, stdin=subprocess.DEVNULL, start_new_session=True
@@ -36,12 +36,6 @@ def run_here(folder: Path, *words: str, **variables: str) -> None:
 def gpus_seen(folder: Path) -> str:
     """What the facts say; empty when there is no torch to ask."""
     return read_text(folder / "node.0.gpus").strip()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 def this_host() -> str:

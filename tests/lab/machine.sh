@@ -20,7 +20,7 @@ cover() {
 }
 
 make_homes() {
-    cover /root
+    cover ~root
     cover /home
     install -d -o 2000 -g 2000 -m 750 /home/gpt
 }

@@ -7,6 +7,7 @@ with the same addresses can run side by side, and the death of one process is th
 from __future__ import annotations
 
 import os
+import pwd
 import shlex
 import signal
 import subprocess
@@ -23,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 BRIDGES = {"10.77.0": "br0", "10.78.0": "br1"}  # the head has no address on the second: a bastion leads there
 HEAD_ADDRESS = "10.77.0.1"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-USERS = {"root": "/root", "gpt": "/home/gpt"}
+USERS = {"root": pwd.getpwuid(0).pw_dir, "gpt": "/home/gpt"}
 
 
 class LabError(RuntimeError):
@@ -53,7 +54,7 @@ HEAD = Machine("head", "head", (HEAD_ADDRESS,))
 
 
 def needed_folders() -> list[str]:
-    """Folders that must stay visible when /root, /home and /run are covered: interpreter, repository, temporary files."""
+    """Folders that must stay visible when homes and /run are covered: interpreter, repository, temporary files."""
     found = {sys.prefix, sys.base_prefix, str(HERE.parents[1]), tempfile.gettempdir()}
     link = Path(sys.executable)
     while link.is_symlink():  # a virtual environment leads to its interpreter through any number of links

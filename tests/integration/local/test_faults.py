@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -152,6 +153,17 @@ def test_a_mistake_is_named_and_leaves_nothing(jobs, arguments: list[str], expec
     assert "Traceback" not in answer.stderr
     assert jobs.left_over() == []
     assert not (jobs.folder / "hit").exists()
+
+
+def test_a_machine_without_slurm_is_named_and_leaves_nothing(jobs) -> None:
+    """Neither a half-made job, nor a word about it ever after."""
+    (jobs.folder / "far.yaml").write_text(f"kind: slurm\ngpus_per_node: 1\nrun_root: {jobs.folder}/runs\n")
+    alone = {"PATH": str(Path(sys.executable).parent)}
+    answer = jobs.gptctl("submit", "--cluster", "./far.yaml", "--", "x.py", **alone)
+    assert answer.returncode == 3
+    assert "there is no Slurm here" in answer.stderr
+    assert jobs.left_over() == []
+    assert jobs.gptctl("list", **alone).stderr == ""
 
 
 def test_an_interpreter_that_cannot_train_is_refused(jobs) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -130,7 +129,3 @@ def losses(job: dict[str, Any]) -> dict[int, float]:
     lines = (Path(job["run_dir"]) / "output" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {record["step"]: record["loss"] for record in records if "loss" in record}
-
-
-def environment_without(*names: str) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in names}

@@ -129,7 +129,7 @@ def test_a_controller_that_stays_away(login: Login) -> None:
     login.lab.kill_controller()
     done = login.run(*login.quick(), timeout=200)
     assert done.returncode == 3
-    assert "was not started" in done.stderr
+    assert "it was not started" in done.stderr
     login.lab.start_controller()
     assert_once(login, 0)
 
