@@ -19,6 +19,14 @@ cover() {
     mount --rbind "$stage" "$1"
 }
 
+# Other users may pass through $1 and all folders above it: a clone of the repository may lie in a closed one.
+open_the_way_through() {
+    [[ $1 == / ]] || open_the_way_through "$(dirname "$1")"
+    if [[ $(stat -c %A "$1") != *[xt] ]]; then
+        cover "$1"
+    fi
+}
+
 make_homes() {
     cover ~root
     cover /home
@@ -34,6 +42,9 @@ mount -t sysfs lab /sys || true # shows this machine's network interfaces; nothi
 case $kind in
 head)
     make_homes
+    for path in "${keep[@]}"; do
+        open_the_way_through "$(dirname "$path")"
+    done
     cover /run
     mkdir -m 755 /run/{munge,mysqld,sshd,lock}
     for file in hosts nsswitch.conf passwd group shadow; do

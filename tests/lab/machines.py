@@ -60,7 +60,7 @@ def needed_folders() -> list[str]:
     while link.is_symlink():  # a virtual environment leads to its interpreter through any number of links
         link = link.parent / os.readlink(link)
         found.add(os.path.normpath(link.parent))
-    return sorted(path for path in found if found.isdisjoint(map(str, Path(path).parents)))
+    return sorted(found)
 
 
 class Machines:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.lab import Lab, missing
-from tests.lab.machines import USERS
 
 
 @pytest.fixture(scope="session")
@@ -37,13 +34,3 @@ def _tidy(request: pytest.FixtureRequest) -> Iterator[None]:
     for name in ("lab", "lab_with_accounting"):
         if name in request.fixturenames:
             request.getfixturevalue(name).tidy()
-
-
-@pytest.fixture
-def for_others() -> None:
-    """For tests with an ordinary user, who must come to the interpreter."""
-    open_ones = {Path(home) for home in USERS.values()}  # covered in the lab
-    above = [place for place in Path(sys.prefix).parents if place not in open_ones]
-    closed = [place for place in above if not place.stat().st_mode & 0o001]
-    if closed:
-        pytest.skip(f"{closed[0]} is closed to other users")

@@ -100,7 +100,7 @@ def test_a_setup_line_that_fails_in_a_folder_with_a_hostile_name(doctor: Doctor)
     assert not (doctor.folder / "executed").exists()
 
 
-def test_a_folder_that_may_not_be_written_to(doctor: Doctor, for_others: None) -> None:
+def test_a_folder_that_may_not_be_written_to(doctor: Doctor) -> None:
     closed = doctor.folder / "closed"
     closed.mkdir(mode=0o755)
     answer = doctor("--json", user="gpt", run_root=str(closed / "runs"))

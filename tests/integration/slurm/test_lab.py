@@ -84,7 +84,7 @@ def test_the_small_partition_has_limits(lab: Lab) -> None:
         assert lab.run("head", "sbatch", "-p", "small", *options, "--wrap", "true").returncode, options
 
 
-def test_an_ordinary_user_runs_this_interpreter_and_this_repository(lab: Lab, for_others: None) -> None:
+def test_an_ordinary_user_runs_this_interpreter_and_this_repository(lab: Lab) -> None:
     script = "import getpass, gptctl; print(getpass.getuser(), gptctl.__file__)"
     answer = lab.run("head", "srun", sys.executable, "-c", script, user="gpt", check=True)
     assert answer.stdout.split() == ["gpt", str(ROOT / "gptctl" / "__init__.py")]
