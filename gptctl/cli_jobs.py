@@ -138,10 +138,11 @@ def send_and_stay(prepared: Prepared, store: Store, as_json: bool, follow: bool,
     try:
         record = send(prepared, store)
     except Interrupted as interrupted:
-        if interrupted.reason:
-            ui.say(f"warning: its record is not complete: {interrupted.reason}")
-        ui.say(job_report.goes_on(interrupted.record))
-        return INTERRUPTED
+        record = interrupted.record
+        if not interrupted.reason:
+            ui.say(job_report.goes_on(record))
+            return INTERRUPTED
+        ui.say(f"warning: {record.id} was started, but not all went well: {interrupted.reason}")
     return accompany(prepared, record, as_json, follow, wait_for_it)
 
 
@@ -374,7 +375,7 @@ def wait_for(record: JobRecord, timeout: float | None, quiet: bool = False) -> i
         if state.state != shown:
             shown = state.state
             ui.say(f"{record.id}: {state if state.state == UNKNOWN else shown}")
-        if state.state == UNKNOWN and record.kind == "local":  # it is another machine's; a scheduler answers again
+        if state.state == UNKNOWN and (record.kind == "local" or not record.handle):  # no scheduler will ever answer
             raise UserError(f"{record.id}: {state.reason}", "", OUT_OF_REACH)
         if deadline and time.monotonic() > deadline:
             raise UserError(f"{record.id} is still {state.state}", "wait longer, or cancel it", ANSWER_IS_NO)

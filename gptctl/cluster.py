@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.launch import MAX_PER_NODE, SLURM_WORD
+from gptctl.launch import MAX_PER_NODE, OWN_KEY, SLURM_WORD, is_set_by_gptctl
 from gptctl.resources import choose, named_files
 from trainer.config.kinds import (
     WRONG_TYPE,
@@ -32,6 +32,7 @@ from trainer.errors import Finding, Place, Rule, in_order
 HOSTS = Rule("P001", "an ssh cluster lists its hosts, each once", uses=("kind", "hosts"))
 RUN_ROOT = Rule("P002", "run_root of a cluster of several machines is an absolute path", uses=("kind", "run_root"))
 FOREIGN_KEY = Rule("P003", "a key belongs to the cluster's kind", "warning", uses=("kind",))
+SBATCH = Rule("P004", "sbatch repeats no option that gptctl sets itself", uses=("sbatch",))
 
 _ONLY_SLURM = ("partition", "account", "gpu_request", "cpus_per_task", "sbatch")
 _ONLY_SSH = ("hosts", "identity_file", "known_hosts", "shared_fs")
@@ -154,6 +155,8 @@ def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
     if cluster.kind != "local" and not cluster.run_root.startswith("/"):
         message = f"{cluster.run_root} depends on where gptctl is started"
         yield RUN_ROOT.found("run_root", cluster.run_root, message, "write an absolute path that every node sees")
+    for option in sorted(filter(is_set_by_gptctl, cluster.sbatch)):
+        yield SBATCH.found(f"sbatch.{option}", None, f"gptctl sets --{option} itself, or cannot use it", OWN_KEY)
     foreign = [(_ONLY_SLURM, "slurm"), (_ONLY_SSH, "ssh")]
     for keys, kind in foreign:
         for name in keys:

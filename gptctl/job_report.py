@@ -77,25 +77,27 @@ def status(record: JobRecord) -> dict[str, Any]:
     """How a job stands, in full."""
     folder = RunFolder(record.run_dir)
     attempt = folder.attempts() - 1
+    facts = row(record)
     result = folder.result()
     return {
-        **row(record),
+        **facts,
         "gpus_per_node": record.per_node,
         "attempts": folder.attempts(),
         "hosts": read_text(folder.attempt(attempt) / "hosts").split(),
         "endpoint": folder.endpoint(),
         "ended": result.ended if result else None,
         "exit_codes": folder.exit_codes(attempt, record.nodes) if attempt >= 0 else {},
-        "ranks": rank_rows(record, attempt) if attempt >= 0 else [],
+        "ranks": rank_rows(record, attempt, facts["state"] in FINAL) if attempt >= 0 else [],
         "trainer": read_json(Path(record.output_dir) / "status.json") if record.output_dir else None,
         "log_dir": record.log_dir,
         "config": record.config,
     }
 
 
-def rank_rows(record: JobRecord, attempt: int) -> list[dict[str, Any]]:
-    """How every rank of an attempt stands: its latest process."""
+def rank_rows(record: JobRecord, attempt: int, is_over: bool) -> list[dict[str, Any]]:
+    """How every rank of an attempt stands: its latest process. None outlives its job, though its end may be unknown."""
     runs = rank_runs(LocalLogFiles(Path(record.log_dir), record.run_folder).records(attempt))
+    runs = [run._replace(was_killed=run.was_killed or (is_over and not run.is_over)) for run in runs]
     latest = {run.rank: {**run._asdict(), "how": run.how} for run in runs}
     return list(latest.values())
 

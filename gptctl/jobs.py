@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gptctl.processes import this_process
+from gptctl.run_folder import is_scheduler_id
 from trainer.durable import replacing
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError, closest
 
@@ -153,6 +154,8 @@ class Store:
 
     def find(self, name: str | None) -> JobRecord:
         """By id, unique prefix or the scheduler's id; without a name the latest."""
+        if name is not None and not name.strip():
+            raise UserError("the id of the job is empty", "`gptctl list` shows all", WRONG_USAGE)
         ids = self.ids()
         if not ids:
             raise UserError("there are no jobs yet", "gptctl submit", WRONG_USAGE)
@@ -166,6 +169,7 @@ class Store:
             return found[0]
         if found:
             raise UserError(f"{name} is not the id of one job", f"one of {_some(matching)}", WRONG_USAGE)
+        ids = self.ids()  # without what was set aside
         near = closest(name, ids)
         hint = f"did you mean {near[0]}?" if near else f"known: {_some(ids)}; `gptctl list` shows all"
         raise UserError(f"there is no job {name}", hint, WRONG_USAGE)
@@ -230,6 +234,7 @@ def _read(file: Path) -> JobRecord:
     ]
     wrong += [name for name in ("created", "nodes", "per_node", "world") if not _is_number(getattr(record, name))]
     wrong += [name for name in ("submitter", "handle") if not isinstance(getattr(record, name), dict)]
+    wrong += [] if is_scheduler_id(record.handle.get("scheduler_id", "0")) else ["scheduler_id"]
     if wrong or not file.name.startswith(f"{record.id}."):
         raise ValueError(f"its {wrong[0] if wrong else 'id'} makes no sense")
     return record

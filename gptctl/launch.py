@@ -35,6 +35,18 @@ MAX_PER_NODE = 1 << 10
 JOB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 SLURM_WORD = r"[A-Za-z0-9._,+@:/-]{1,256}"
 
+_SET_BY_GPTCTL = (
+    "account array chdir cpus-per-task error help hold input job-name no-requeue nodes ntasks ntasks-per-node "
+    "open-mode output parsable partition quiet requeue signal test-only time usage version wait wrap"
+).split()
+OWN_KEY = "use the key or flag for it (--name, --time, --partition, …): `gptctl keys Launch.slurm`"
+
+
+def is_set_by_gptctl(option: str) -> bool:
+    """Whether an option of sbatch is not the user's to set; sbatch takes any beginning of a name for the whole."""
+    return any(name.startswith(option) for name in _SET_BY_GPTCTL)
+
+
 _ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?")
 _TIME = re.compile(r"(?:(?P<days>[0-9]{1,5})-)?(?P<clock>[0-9]{1,6}(?::[0-9]{1,2}){0,2})")
 

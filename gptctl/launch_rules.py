@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gptctl.cluster import Cluster
-from gptctl.launch import MAX_PER_NODE, Launch, seconds_of, split_endpoint
+from gptctl.launch import MAX_PER_NODE, OWN_KEY, Launch, is_set_by_gptctl, seconds_of, split_endpoint
 from trainer.config import Resolved, resolve
 from trainer.config.read import Reading
 from trainer.errors import Finding, Rule, errors_in
@@ -27,20 +27,15 @@ PORT = Rule("A008", "the rendezvous port is free for users and outside the ephem
 LOOPBACK = Rule("A009", "the rendezvous endpoint of several machines is not their own loopback", uses=_RDZV)
 AGREE = Rule("A010", "what is said twice of the rendezvous agrees", uses=("Launch.style", *_RDZV))
 EXTRA = Rule("A011", "slurm.extra repeats no option that gptctl sets itself", uses=("Launch.slurm.extra",))
-
 ARGUMENTS = Rule(
     "A012", "args are for a script; the bundled trainer is told by keys", uses=("Launch.args", "Launch.entrypoint")
 )
+NO_SLURM = Rule("A013", "options of Slurm are for a Slurm cluster", "notice", uses=("Launch.slurm", "Launch.cluster"))
 SAVE_BEFORE = Rule(
     "A014", "a job has time to train before it saves", uses=("Launch.slurm.save_before", "Launch.slurm.time")
 )
-NO_SLURM = Rule("A013", "options of Slurm are for a Slurm cluster", "notice", uses=("Launch.slurm", "Launch.cluster"))
 
 OWN_HOST = ("localhost", "::1", "0.0.0.0", "::")
-SET_BY_GPTCTL = frozenset(
-    "account array chdir cpus-per-task error hold input job-name no-requeue nodes ntasks ntasks-per-node open-mode "
-    "output parsable partition quiet requeue signal test-only time wait wrap".split()
-)
 MAX_TRIED = 200  # numbers of nodes of an elastic job; each takes some milliseconds
 SLURM_STYLES = ("sbatch", "srun-script", "loop")
 FIXED_STYLES = ("standalone", "static", "launch")  # with a number of nodes that is known beforehand
@@ -87,11 +82,9 @@ def _check_names(launch: Launch, cluster: Cluster) -> Iterator[Finding]:
     if limit and warning and warning >= seconds_of(limit):
         message = f"{warning} s before the time limit of {limit} it has not begun"
         yield SAVE_BEFORE.found("Launch.slurm.save_before", warning, message, "leave it empty, or ask for more time")
-    for key, options in (("Launch.slurm.extra", launch.slurm.extra), ("Launch.cluster", cluster.sbatch)):
-        for option in sorted(set(options) & SET_BY_GPTCTL):
-            where = f"{key}.{option}" if options is launch.slurm.extra else key
-            hint = "use the key for it, or none: `gptctl keys Launch.slurm`"
-            yield EXTRA.found(where, None, f"gptctl sets --{option} itself, or cannot use it", hint)
+    for option in sorted(filter(is_set_by_gptctl, launch.slurm.extra)):
+        message = f"gptctl sets --{option} itself, or cannot use it"
+        yield EXTRA.found(f"Launch.slurm.extra.{option}", None, message, OWN_KEY)
     for name in sorted(set(launch.env) & set(launch.secrets)):
         yield SECRET.found(f"Launch.secrets.{name}", None, f"{name} is in Launch.env too", "delete it there")
 

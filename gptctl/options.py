@@ -118,7 +118,7 @@ def launch_options(verb: F) -> F:
         click.option("--reservation", metavar="R", help="Slurm: reservation."),
         click.option("--comment", metavar="TEXT", help="Slurm: comment."),
         click.option("--sbatch", "sbatch_options", metavar="NAME=VALUE", multiple=True, help="Any option of sbatch."),
-        click.option("--after", metavar="JOB", multiple=True, help="Slurm: start when this job has completed."),
+        click.option("--after", metavar="JOB", multiple=True, help="Slurm: start when it has completed; repeatable."),
         click.option(
             "--requeue/--no-requeue",
             default=None,
@@ -160,42 +160,76 @@ def typed_overrides(
     script: Sequence[str] = (),
     sbatch_options: tuple[str, ...] = (),
 ) -> list[Override]:
-    """What was typed, as layers over the config: `-o` first, since flags win."""
+    """What was typed, as layers over the config: `-o` first, since flags win. All that is malformed is said at once."""
     from trainer.config import Override
 
-    typed = [Override.parse(text) for text in overrides]
+    wrong: list[UserError] = []
+    typed: list[Override] = []
+
+    def add(read: Callable[[str], Override], texts: Sequence[str]) -> None:
+        for text in texts:
+            try:
+                typed.append(read(text))
+            except UserError as error:
+                wrong.append(error)
+
+    add(Override.parse, overrides)
     if flags.get("devices") and not flags.get("gpus_per_node"):  # what was typed wins over a number in the config
         typed.append(Override("Launch.gpus_per_node", "", f"--devices {flags['devices']}"))
     for name, value in flags.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            typed.append(Override(f"Launch.{FLAGS[name]}", str(value), flag if value else f"--no-{name}"))
-            continue
-        if not value.strip():  # an unset shell variable must not choose another world
-            raise UserError(f"{flag} is empty", "write a value, or leave the flag out", WRONG_USAGE)
-        typed.append(Override(f"Launch.{FLAGS[name]}", value, f"{flag} {value}"))
-    for text in variables:
-        name, equals, value = text.partition("=")
-        if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UserError(f"--env {text[:200]}: not a variable", "write it as NAME=value", WRONG_USAGE)
-        typed.append(Override(f"Launch.env.{name}", value, f"--env {name}", verbatim=True))
-    for text in sbatch_options:
-        name, _, value = text.partition("=")
-        if not re.fullmatch("[a-z][a-z0-9-]*", name):
-            raise UserError(
-                f"--sbatch {text[:200]}: not an option", "write it as NAME=VALUE, such as qos=high", WRONG_USAGE
-            )
-        typed.append(Override(f"Launch.slurm.extra.{name}", value, f"--sbatch {name}", verbatim=True))
+        if value is not None:
+            add(lambda name: _flag_override(name, flags[name]), [name])
+    add(_variable_override, variables)
+    add(_sbatch_override, sbatch_options)
     if script:
         typed.append(Override("Launch.entrypoint", script[0], f"-- {script[0]}", verbatim=True))
         typed.append(Override("Launch.args", tuple(script[1:]), f"-- {script[0]}"))
+    if wrong:
+        hints = dict.fromkeys(error.hint for error in wrong if error.hint)
+        raise UserError("; ".join(error.message for error in wrong), "; ".join(hints), WRONG_USAGE)
     return typed
 
 
-def dependency_on(jobs: Sequence[str]) -> tuple[str, ...]:
-    """Options of sbatch: start after these jobs, by gptctl's id or the scheduler's; never, if one of them fails."""
+def _flag_override(name: str, value: str | bool | None) -> Override:
+    from trainer.config import Override
+
+    key, flag = f"Launch.{FLAGS[name]}", f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return Override(key, str(value), flag if value else f"--no-{name}")
+    if not value or not value.strip():  # an unset shell variable must not choose another world
+        raise UserError(f"{flag} is empty", "write a value, or leave the flag out", WRONG_USAGE)
+    return Override(key, value, f"{flag} {value}", verbatim=key.startswith("Launch.slurm.extra."))
+
+
+def _variable_override(text: str) -> Override:
+    from trainer.config import Override
+
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        raise UserError(f"--env {text[:200]}: not a variable", "write it as NAME=value", WRONG_USAGE)
+    return Override(f"Launch.env.{name}", value, f"--env {name}", verbatim=True)
+
+
+def _sbatch_override(text: str) -> Override:
+    from trainer.config import Override
+
+    name, _, value = text.partition("=")
+    if not re.fullmatch("[a-z][a-z0-9-]*", name):
+        hint = "write the long name of the option without dashes, such as qos=high"
+        raise UserError(f"--sbatch {text[:200]}: not an option", hint, WRONG_USAGE)
+    return Override(f"Launch.slurm.extra.{name}", value, f"--sbatch {name}", verbatim=True)
+
+
+def with_dependencies(sbatch_options: tuple[str, ...], jobs: Sequence[str]) -> tuple[str, ...]:
+    """Options of sbatch, with which a job starts after these jobs, or never if one of them fails."""
+    asked = [option.partition("=")[2] for option in sbatch_options if option.startswith("dependency=")]
+    others = tuple(option for option in sbatch_options if not option.startswith("dependency="))
+    wanted = [text for text in (*asked, dependency_on(jobs)) if text]
+    return (*others, f"dependency={','.join(wanted)}", "kill-on-invalid-dep=yes") if wanted else others
+
+
+def dependency_on(jobs: Sequence[str]) -> str:
+    """By gptctl's id or the scheduler's; jobs that have completed need not be waited for."""
     from gptctl import job_report
     from gptctl.jobs import Store
     from gptctl.run_folder import COMPLETED
@@ -205,12 +239,14 @@ def dependency_on(jobs: Sequence[str]) -> tuple[str, ...]:
         record = Store().find(job)
         state = job_report.state_of(record)
         if record.kind != "slurm":
-            raise UserError(f"--after {job}: it runs on {record.cluster}, which is no Slurm cluster", "", WRONG_USAGE)
+            hint = f"wait for it first: gptctl wait {record.id}"
+            raise UserError(f"--after {job}: it runs on {record.cluster}, which is no Slurm cluster", hint, WRONG_USAGE)
         if job_report.is_final(state) and state.state != COMPLETED:
-            raise UserError(f"--after {job}: that job is {state}", "leave out --after", ANSWER_IS_NO)
+            hint = f"run it again (gptctl rerun {record.id}), or leave out --after"
+            raise UserError(f"--after {job}: that job is {state}", hint, ANSWER_IS_NO)
         if not job_report.is_final(state):
             ids.append(str(record.handle.get("scheduler_id")))
-    return (f"dependency=afterok:{':'.join(ids)}", "kill-on-invalid-dep=yes") if ids else ()
+    return f"afterok:{':'.join(ids)}" if ids else ""
 
 
 def check_arguments(
@@ -239,7 +275,11 @@ def check_job(
         raise UserError(f"two configs: {config} and {config_option}", "name one", WRONG_USAGE)
     named = config or config_option
     if after:
-        sbatch_options += dependency_on(after)
+        sbatch_options = with_dependencies(sbatch_options, after)
     typed = typed_overrides(flags, overrides, variables, script, sbatch_options)
     path = None if script and not named else find_config(named)
-    return check_config(path, typed), typed_overrides({}, overrides)
+    checked = check_config(path, typed)
+    if after and checked.cluster.kind != "slurm":
+        hint = f"wait for it first: gptctl wait {after[0]}"
+        raise UserError(f"--after {after[0]}: {checked.cluster.name} has no queue", hint, WRONG_USAGE)
+    return checked, typed_overrides({}, overrides)

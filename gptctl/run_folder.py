@@ -76,7 +76,9 @@ class RunFolder:
 
     def claimed_by(self) -> dict[str, Any] | None:
         claim = read_json(self.claim)
-        is_sound = claim and (claim.get("abandoned") or isinstance(claim.get("host"), str))
+        if not claim or claim.get("abandoned"):
+            return claim
+        is_sound = isinstance(claim.get("host"), str) and is_scheduler_id(claim.get("scheduler_id", "0"))
         return claim if is_sound else None
 
     def finish(self, state: str, reason: str) -> None:
@@ -136,6 +138,10 @@ class RunFolder:
         """Where the ranks of the latest attempt meet."""
         found = read_json(self.attempt(self.attempts() - 1) / "endpoint.json")
         return f"{found.get('host')}:{found.get('port')}" if found else ""
+
+
+def is_scheduler_id(value: object) -> bool:
+    return isinstance(value, str) and value.isdecimal()
 
 
 def has_stopped_on_purpose(output_dir: str, since: float) -> bool:

@@ -21,19 +21,27 @@ FIELDS = ("jobid", "state", "reason", "starttime", "nodelist", "restartcnt", "ex
 SEPARATOR = "\x1f"  # in no value: control characters are refused
 RECORDED = ("JobIDRaw", "State", "ExitCode", "NodeList", "WorkDir")
 HELD = "JobHeld"
-# What a client says when it cannot tell what became of its request.
+# What a client says when it cannot tell what became of its request. Whole phrases: it also repeats what the user typed.
 _OUT_OF_REACH = re.compile(
-    r"timed out|unable to contact|connection (refused|reset|timed)|transport|zero bytes|communication|"
-    r"socket|not responding|temporarily unable|broken pipe|protocol authentication|munge|unexpected message",
+    r"socket timed out|operation timed out|unable to contact|connection (refused|reset|timed out)|zero bytes were|"
+    r"communication (connection )?(failure|shutdown)|transport endpoint|not responding|temporarily unable|broken pipe|"
+    r"protocol authentication|munge encode failed|munge decode failed|unexpected message",
     re.IGNORECASE,
 )
+# States that pass by themselves; any other one is the end of a job.
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+GOING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 
 
 class SlurmError(UserError):
     """A client failed. `is_doubtful`: what it asked for may have happened; `is_missing`: there is no such client."""
 
     def __init__(self, said: str, is_doubtful: bool, is_missing: bool = False) -> None:
-        hint = "ask again in a while; scontrol ping" if is_doubtful else ""
+        hint = "sinfo shows partitions and their limits; gptctl doctor --cluster looks at more"
+        if is_missing:
+            hint = "ask on a login node of the cluster"
+        elif is_doubtful:
+            hint = "ask again in a while; scontrol ping"
         super().__init__(f"Slurm: {said}", hint, OUT_OF_REACH)
         self.said, self.is_doubtful, self.is_missing = said, is_doubtful, is_missing
 
@@ -112,11 +120,9 @@ def would_start(script: str) -> str:
 
 def queue() -> dict[str, Seen]:
     """All jobs of this user that the controller remembers, ended ones too."""
-    import pwd
-
     form = ",".join(f"{field}:{SEPARATOR}" for field in FIELDS)
-    user = pwd.getpwuid(os.getuid()).pw_name
-    lines = run("squeue", "--noheader", "--states=all", f"--user={user}", f"--Format={form}").splitlines()
+    mine = f"--user={os.getuid()}"
+    lines = run("squeue", "--noheader", "--states=all", mine, f"--Format={form}").splitlines()
     seen = [_seen(line.split(SEPARATOR)) for line in lines]
     return {job.id: job for job in seen if job}
 
@@ -134,13 +140,13 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def recorded(ids: Sequence[str]) -> dict[str, Recorded]:
-    """What the accounting knows of jobs, their last run only; nothing where there is no accounting."""
+def recorded(ids: Sequence[str]) -> dict[str, Recorded] | None:
+    """What the accounting knows of jobs, their last run only; None where there is no accounting."""
     try:
         text = run("sacct", "-X", "-P", "-n", "-j", ",".join(ids), "-o", ",".join(RECORDED))
     except SlurmError as error:
         if error.is_missing or "is disabled" in error.said:
-            return {}
+            return None
         raise
     found = {}
     for line in text.splitlines():
@@ -157,9 +163,10 @@ class Queue:
         self.jobs: Mapping[str, Seen] = {}
         self.silent_since: float | None = None
         self.fault = ""
+        self.has_accounting = False
         self._asked = float("-inf")
         self._records: dict[str, Recorded] = {}
-        self._looked_up: set[str] = set()
+        self._looked_up: dict[str, float] = {}  # when
 
     def look(self, now: bool = False) -> None:
         if not now and time.monotonic() - self._asked < EVERY:
@@ -173,10 +180,19 @@ class Queue:
         self._asked = time.monotonic()
 
     def look_up(self, jobs: Sequence[str]) -> None:
-        """Asks the accounting about jobs that the controller has forgotten, all at once and each once."""
-        if unknown := [job for job in jobs if job not in self.jobs and job not in self._looked_up]:
-            self._records |= recorded(unknown)
-            self._looked_up |= {*unknown}
+        """Asks the accounting about jobs that the controller has forgotten, all at once; it may know them late."""
+        now = time.monotonic()
+        unknown = [job for job in jobs if job not in self.jobs and not self._is_settled(job, now)]
+        if unknown:
+            found = recorded(unknown)
+            self.has_accounting = found is not None
+            self._records |= found or {}
+            self._looked_up |= dict.fromkeys(unknown, now)
+
+    def _is_settled(self, job: str, now: float) -> bool:
+        known = self._records.get(job)
+        has_ended = known is not None and known.state not in (*WAITING, *GOING)
+        return has_ended or now - self._looked_up.get(job, float("-inf")) < EVERY
 
     def record(self, job: str) -> Recorded | None:
         self.look_up([job])

@@ -151,8 +151,8 @@ def submit(prepared: Prepared, store: Store) -> JobRecord:
     except BaseException as error:
         if not _undo_or_say(record, store, error):
             with suppress(OSError):  # a later gptctl completes the record
-                adopt(record, store)
-            raise Interrupted(record, _reason(error) if isinstance(error, OSError) else "") from error
+                record = adopt(record, store)
+            raise Interrupted(record, _words(error)) from error
         if isinstance(error, OSError):
             hint = "check run_root in the cluster profile, and the space there"
             raise UserError(f"cannot write {record.run_dir}: {_reason(error)}", hint, OUT_OF_REACH) from None
@@ -178,8 +178,13 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def _words(error: BaseException) -> str:
+    """What went wrong, or nothing when the user interrupted it."""
+    return _reason(error) if isinstance(error, OSError) else getattr(error, "message", "")
+
+
 class Interrupted(Exception):
-    """gptctl was interrupted, or could not complete its record, but the job exists."""
+    """gptctl was interrupted by the user, or something went wrong at the end (`reason`), but the job exists."""
 
     def __init__(self, record: JobRecord, reason: str) -> None:
         super().__init__(record.id)
@@ -261,10 +266,12 @@ def sweep(store: Store) -> list[str]:
     return notes
 
 
-def adopt(record: JobRecord, store: Store) -> None:
+def adopt(record: JobRecord, store: Store) -> JobRecord:
     """Completes the record of a job that runs, though its gptctl did not come to it."""
     if claim := RunFolder(record.run_dir).claimed_by():
-        store.accept(record._replace(handle=claim))
+        record = record._replace(handle=claim)
+        store.accept(record)
+    return record
 
 
 def _point_latest_at(run_dir: str) -> None:

@@ -42,6 +42,7 @@ from trainer.errors import OUT_OF_REACH, UserError
 SEND_PATIENCE = 60.0  # seconds for which a controller that is out of reach is tried again
 SETTLE = 3.0  # seconds after which a request that was on its way has been worked off
 STOP_PATIENCE = 60.0
+LATE = 3600.0  # seconds after which the accounting knows a job, if it ever will
 
 # Such as `slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2024-05-01T10:00:00 DUE TO PREEMPTION ***`
 LAST_WORDS = re.compile(
@@ -59,9 +60,14 @@ STATES = {
     "PREEMPTED": PREEMPTED,
     "NODE_FAIL": NODE_FAIL,
     "BOOT_FAIL": NODE_FAIL,
-    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"), PENDING),
-    **dict.fromkeys(("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"), RUNNING),
+    **dict.fromkeys(slurm.WAITING, PENDING),
+    **dict.fromkeys(slurm.GOING, RUNNING),
 }
+# Reasons for which a job waits until somebody changes it or the cluster.
+HOPELESS = re.compile(
+    "BadConstraints|Partition(Node|Time)Limit|(Account|QOS)NotAllowed|Invalid(Account|QOS)|DependencyNeverSatisfied"
+)
+CANNOT_START = 53  # the signal by which Slurm says that it could not begin with a batch script
 
 
 def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
 
 def _send_once(plan: LaunchPlan, record: JobRecord, deadline: float) -> tuple[str, bool]:
     """The job's id, and whether it was in doubt how often it was sent."""
-    was_doubtful = False
+    was_doubtful = has_said = False
     while True:
         try:
             return _sbatch(plan, record), was_doubtful
@@ -93,7 +99,9 @@ def _send_once(plan: LaunchPlan, record: JobRecord, deadline: float) -> tuple[st
                 return found[0].id, True
             if not error.is_doubtful:
                 raise
-            ui.say(f"{error.said}; trying again …")
+            if not has_said:
+                ui.say(f"{error.said}; trying again …")
+            has_said = True
             time.sleep(SETTLE)
             if found := _found(record, deadline):
                 return found[0].id, True
@@ -158,16 +166,20 @@ def _found(record: JobRecord, deadline: float) -> list[Seen]:
 
 
 def _release(job: str, record: JobRecord, deadline: float) -> None:
+    has_said = False
     while True:
         try:
             slurm.run("scontrol", "release", job)
             return
         except SlurmError as error:
-            if any(not seen.is_held for seen in _found(record, deadline) if seen.id == job):
+            found = [seen for seen in _found(record, deadline) if seen.id == job]
+            if found and not found[0].is_held:
                 return
             if not error.is_doubtful or time.monotonic() > deadline:
                 raise
-            ui.say(f"{error.said}; trying again …")
+            if not has_said:
+                ui.say(f"{error.said}; trying again …")
+            has_said = True
             time.sleep(1)
 
 
@@ -187,12 +199,11 @@ def abandon(record: JobRecord) -> bool:
         if error.is_missing and not owner:  # from a machine without Slurm nothing was sent
             return True
         raise
-    if any(job.id == owner and not job.is_held for job in jobs):
-        return False
-    if owner and not jobs:  # released, and long forgotten
-        return False
-    _cancel(job.id for job in jobs)
-    return True
+    has_begun = any(job.id == owner and not job.is_held for job in jobs)
+    if owner and owner not in {job.id for job in jobs}:  # forgotten after it ran, or lost before it was released
+        has_begun = folder.attempts() > 0 or folder.result() is not None
+    _cancel(job.id for job in jobs if job.id != owner or not has_begun)
+    return not has_begun
 
 
 def expect(records: Sequence[JobRecord]) -> None:
@@ -205,6 +216,8 @@ def state(record: JobRecord) -> State:
     folder = RunFolder(record.run_dir)
     claim = folder.claimed_by() or dict(record.handle)
     job = claim.get("scheduler_id")
+    if claim.get("abandoned"):
+        return State(CANCELLED, "given up before it was submitted")
     if not job and not is_here(record.submitter):
         return State(UNKNOWN, f"it is being submitted on {record.submitter.get('host')}, or was: ask there")
     if not job:
@@ -224,6 +237,8 @@ def state(record: JobRecord) -> State:
         return State(UNKNOWN, f"the controller has forgotten it, and the accounting does not answer: {error.said}")
     if known and known.work_dir == record.run_dir:
         return _ended(known, folder, record)
+    if QUEUE.has_accounting and time.time() - record.created < LATE:
+        return State(UNKNOWN, f"the controller does not know job {job} any more, and the accounting not yet")
     where = "" if folder.path.is_dir() else f", and its folder {record.run_dir} is gone"
     return State(LOST, f"Slurm does not know job {job} any more, and it has left no result{where}")
 
@@ -251,12 +266,16 @@ def _as_seen(seen: Seen, folder: RunFolder, record: JobRecord) -> State:
         return State(UNKNOWN, f"Slurm calls it {seen.state}")
     if result := folder.result():
         return State(result.state, result.reason)
+    if kind == CANCELLED and "Dependency" in seen.reason and not folder.cancelled.exists():
+        return _kept(State(CANCELLED, "a job that it waited for did not complete"), folder)
     return _ended(seen.recorded, folder, record)
 
 
 def _why(seen: Seen) -> str:
     expected = "" if seen.start in ("", "N/A", "Unknown") else f", expected to start {seen.start.replace('T', ' ')}"
     reason = "" if seen.reason in ("", "None") else seen.reason
+    if HOPELESS.search(reason):
+        return f"{reason}: that does not pass by itself; cancel it, and ask for what the cluster has"
     return f"{reason}{expected}" if reason else expected.removeprefix(", ")
 
 
@@ -269,10 +288,12 @@ def _requeued(seen: Seen, folder: RunFolder, record: JobRecord) -> str:
 
 def _ending_words(record: JobRecord, folder: RunFolder) -> str:
     """What Slurm said of the end of the last attempt that it ended, in that attempt's output."""
-    for attempt in reversed(range(folder.attempts())):
+    newest = folder.attempts() - 1
+    for attempt in range(newest, -1, -1):
         log = read_text(Path(record.log_dir) / f"attempt-{attempt}" / "batch.log")
         if words := dict.fromkeys(match[1] for match in LAST_WORDS.finditer(log)):
-            return f" ({'; '.join(words)})"
+            which = "" if attempt == newest else f"attempt {attempt}: "
+            return f" ({which}{'; '.join(words)})"
     return ""
 
 
@@ -282,10 +303,21 @@ def _ended(end: Recorded, folder: RunFolder, record: JobRecord) -> State:
     if kind == COMPLETED:
         return State(COMPLETED, "Slurm says so; the job could not write its own result")
     if kind == CANCELLED:
-        return State(CANCELLED, "cancelled" if folder.cancelled.exists() else "cancelled with scancel")
+        return _kept(State(CANCELLED, "cancelled" if folder.cancelled.exists() else "cancelled with scancel"), folder)
+    if end.signal == CANNOT_START and not folder.attempts():
+        words = f"Slurm could not start its script on {end.nodes or 'a node'}: do the nodes see {record.run_dir}?"
+        return _kept(State(kind, f"{words} gptctl doctor --cluster {record.cluster}"), folder)
     facts = {"exit code": end.code, "signal": end.signal, "on": end.nodes}
-    words = [f"Slurm calls it {end.state}", *(f"{name} {value}" for name, value in facts.items() if value)]
-    return State(kind, f"{', '.join(words)}{_ending_words(record, folder)}")
+    words = ", ".join([f"Slurm calls it {end.state}", *(f"{name} {value}" for name, value in facts.items() if value)])
+    return _kept(State(kind, f"{words}{_ending_words(record, folder)}"), folder)
+
+
+def _kept(state: State, folder: RunFolder) -> State:
+    """Slurm forgets a job after some minutes: what it said of its end is written down, unless it may be requeued."""
+    if state.state in (CANCELLED, FAILED, TIMEOUT, OUT_OF_MEMORY) and folder.path.is_dir():
+        with suppress(OSError):  # full, or another user's: then it is asked again
+            folder.finish(*state)
+    return state
 
 
 def cancel(record: JobRecord, now: bool) -> None:
@@ -294,7 +326,7 @@ def cancel(record: JobRecord, now: bool) -> None:
         folder.take({"abandoned": True})  # only if nobody has the claim: then it never starts
         folder.cancel(now)
     jobs = {job.id: job for job in _found(record, time.monotonic() + STOP_PATIENCE)}
-    if any(job.state == "RUNNING" for job in jobs.values()) and not now:
+    if any(job.state == "RUNNING" for job in jobs.values()) and folder.path.is_dir() and not now:
         _ask(jobs, record)
     QUEUE.look(now=True)
     left = [job.id for job in QUEUE.jobs.values() if job.id in jobs and STATES.get(job.state) in (PENDING, RUNNING)]
@@ -312,7 +344,14 @@ def _ask(jobs: dict[str, Seen], record: JobRecord) -> None:
     _try("scancel", "--signal=USR1", "--batch", *jobs)
     deadline = time.monotonic() + STOP_PATIENCE
     while time.monotonic() < deadline and not RunFolder(record.run_dir).result():
+        QUEUE.look()  # one that was killed leaves no result
+        if QUEUE.silent_since is None and not any(_runs(job) for job in jobs):
+            return
         time.sleep(0.2)
+
+
+def _runs(job: str) -> bool:
+    return job in QUEUE.jobs and STATES.get(QUEUE.jobs[job].state) == RUNNING
 
 
 def _try(*command: str) -> None:

@@ -13,12 +13,10 @@ from gptctl.doctor.probe import BATCH_SCRIPT, MINUTES, Sightings
 from gptctl.doctor.rows import Row, ok, wrong
 from gptctl.doctor.signals import undisturbed
 from gptctl.run_folder import read_text
-from gptctl.slurm import Seen, SlurmError
+from gptctl.slurm import GOING, WAITING, Seen, SlurmError
 
 Say = Callable[[str], None]
 
-WAITS = ("PENDING", "CONFIGURING", "REQUEUED")
-RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 EVERY = 2.0  # seconds between two questions to Slurm
 SETTLE = 5.0  # seconds after which a request on its way, or a file of a node, has arrived
 SILENCE, PATIENCE = 15.0, 60.0
@@ -91,7 +89,7 @@ class ShortJob:
             self._say(f"Slurm does not answer: {error.said}")
             return None
         self._answered = time.monotonic()
-        if job and job.state in WAITS:
+        if job and job.state in WAITING:
             self.sightings.earliest, self._since = now, time.monotonic()
         return self._judge(job)
 
@@ -113,7 +111,7 @@ class ShortJob:
             if waited < SETTLE:
                 return None
             raise self.doubt or SlurmError(f"it does not know job {self.name} any more", is_doubtful=True)
-        if job.state in WAITS:
+        if job.state in WAITING:
             reason = "" if job.reason in ("", "None") else f": {job.reason}"
             if waited > 1:
                 self._say(f"job {job.id} waits{reason}")
@@ -121,7 +119,7 @@ class ShortJob:
                 return None
             fix = f"squeue and sinfo -R say more; to wait longer: --timeout {max(600, 2 * int(self.timeout))}"
             return wrong("job", f"job {job.id} waited for more than {self.timeout:g} s{reason}", fix)
-        if job.state in RUNS and time.monotonic() - self._since < 60 * MINUTES + PATIENCE:
+        if job.state in GOING and time.monotonic() - self._since < 60 * MINUTES + PATIENCE:
             return None
         return self._settled(job)
 
@@ -155,11 +153,11 @@ class ShortJob:
         while True:
             try:
                 job = self.seen()
-                if job is None or job.state not in (*WAITS, *RUNS):
+                if job is None or job.state not in (*WAITING, *GOING):
                     return
                 if job.state != "COMPLETING" and not (self.folder / "ended").exists():
                     self._say(f"cancelling job {job.id} …")
-                    if job.state in RUNS:
+                    if job.state in GOING:
                         slurm.run("scancel", "--full", "--signal=KILL", job.id)
                     slurm.run("scancel", f"--name={self.name}", job.id)
             except SlurmError as error:

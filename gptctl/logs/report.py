@@ -13,9 +13,11 @@ from gptctl.logs.lines import readable
 from gptctl.logs.match import Grep
 from gptctl.logs.stream import Lines, Source, merged
 from gptctl.report import count
+from gptctl.run_folder import FAILED
 from trainer.logline import TrainLine, parse_train_line
 
 LAST_LINES = 20
+MOST_BLAMED = 4  # files of which the last lines are shown when nobody in particular is to blame
 _FORMATS = {"step": "{}", "loss": "{:.9f}", "ips": "{:.0f}", "ips_total": "{:.0f}", "speed": "{:.2f}", "lr": "{:.5e}"}
 
 
@@ -35,23 +37,26 @@ def print_failure(files: LogFiles, attempt: int | None = None, as_json: bool = F
     """`gptctl logs --failed`; says whether anything has failed."""
     attempt, failure = failure_of(files, attempt)
     kind, number = ("rank", failure.first.rank) if failure.first else ("node", failure.first_node)
-    listed = files.scan(attempt) if failure.is_failure else []
-    blamed = [file for file in listed if (file.attempt, file.kind, file.number) == (attempt, kind, number)]
-    last = last_lines(files, blamed[0]) if blamed else []
+    listed = [file for file in files.scan(attempt) if file.attempt == attempt and file.size]
+    blamed = [file for file in listed if (file.kind, file.number) == (kind, number)]
+    if not failure.is_failure and of_job.get("state") == FAILED:  # before a node could say how it ended
+        blamed = [file for file in listed if file.kind in ("node", "batch")][:MOST_BLAMED]
+    last = {file.name: last_lines(files, file) for file in blamed}
     if as_json:
-        ui.print_json({**of_job, "attempt": attempt, **failure.as_json(), "last_lines": last})
+        lines = [line for several in last.values() for line in several]
+        ui.print_json({**of_job, "attempt": attempt, **failure.as_json(), "last_lines": lines})
         return failure.is_failure
-    ui.print_text("\n".join(_failure_text(attempt, failure)))
-    if blamed:
-        ui.print_text(f"\nthe last lines of {blamed[0].name}:")
-        ui.print_text("\n".join(f"  {line}" for line in last))
+    ui.print_text("\n".join(_failure_text(attempt, failure, bool(last))))
+    for name, lines in last.items():
+        ui.print_text(f"\nthe last lines of {name}:")
+        ui.print_text("\n".join(f"  {line}" for line in lines))
     if failure.cascade:
         ui.print_text("\nthen:")
         ui.print_text("\n".join(f"  {_cascade_text(failure, run)}" for run in failure.cascade))
     return failure.is_failure
 
 
-def _failure_text(attempt: int, failure: Failure) -> Iterator[str]:
+def _failure_text(attempt: int, failure: Failure, is_of_job: bool) -> Iterator[str]:
     first = failure.first
     if first:
         yield f"attempt {attempt}: rank {first.rank} failed first: {first.how}"
@@ -61,7 +66,7 @@ def _failure_text(attempt: int, failure: Failure) -> Iterator[str]:
             yield f"  max RSS {first.max_rss_mb:.0f} MB"
     elif failure.ranks_started:
         yield f"attempt {attempt}: no rank has failed ({failure.ranks_started} started)"
-    elif failure.is_failure:
+    elif failure.is_failure or is_of_job:
         yield f"attempt {attempt}: no rank ever started"
     else:
         yield f"attempt {attempt}: nothing has failed"

@@ -18,14 +18,14 @@ say() { echo "[$(date '+%F %T')] $*"; }
 # Says how the job ended. What only Slurm knows, such as that a node failed, it says itself.
 finish() {
   say "$1${2:+: $2}"
-  printf '{"state": "%s", "reason": "%s", "ended": %s}\n' "$1" "$2" "$(date +%s)" > result.json.part && mv result.json.part result.json
+  printf '{"state": "%s", "reason": "%s", "ended": %s}\n' "$1" "${2//[\"\\]/}" "$(date +%s)" > result.json.part && mv result.json.part result.json
   exit "$3"
 }
 fail() {
   [ -z "$gptctl_asked" ] || stop_if_slurm_ends_it "$*"
   finish FAILED "$*" 1
 }
-stop_if_cancelled() { [ ! -e cancelled ] || finish CANCELLED cancelled 0; }
+stop_if_cancelled() { [ ! -e cancelled ] || finish CANCELLED cancelled 1; } # with 0, jobs that wait for this one would start
 
 # Slurm's controller may be out of reach for a while; when it answers, it means what it says.
 patiently() {
@@ -79,7 +79,7 @@ run_attempt() {
   echo "${gptctl_nodes[*]}"
   echo "${gptctl_nodes[0]}"
   echo "${#gptctl_nodes[@]}"
-  srun --nodes="${#gptctl_nodes[@]}" --ntasks-per-node=1 --unbuffered \
+  srun --nodes="${#gptctl_nodes[@]}" --ntasks-per-node=1 --unbuffered --immediate=60 \
     --output="${gptctl_logs//%/%%}/node.%n.log" --open-mode=append bash launch.sh &
   gptctl_step=$!
   [ -z "$gptctl_asked" ] || kill -USR1 "$gptctl_step"
@@ -88,6 +88,8 @@ run_attempt() {
     gptctl_code=$?
     kill -0 "$gptctl_step" 2> /dev/null # a signal ends `wait` early
   do :; done
+  wait "$gptctl_step" # again: it may have ended while a signal was dealt with
+  gptctl_code=$?
   gptctl_step=''
 }
 
@@ -100,7 +102,7 @@ ask_ranks() {
 trap ask_ranks USR1 TERM
 
 # The node that failed first, and how; nothing when none did. One that was asked to stop was asked by the scheduler:
-# without B:USR1 at preemption, only the ranks hear of it.
+# without B:USR1 at preemption, only the ranks hear of it. A node that says nothing has failed, and others fell with it.
 first_failure() {
   local file first='' node
   shopt -s nullglob
@@ -127,7 +129,7 @@ first_failure() {
 # Cancelled, preempted, out of time, a node failed: then Slurm says how the job ended.
 stop_if_slurm_ends_it() {
   local state
-  state=$(patiently scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
+  state=$(patiently squeue --noheader --states=all --jobs="$SLURM_JOB_ID" --format=%T)
   [ "$state" != RUNNING ] || return
   say "$*; Slurm ends this job: ${state:-it does not answer}"
   exit 1
@@ -136,7 +138,10 @@ stop_if_slurm_ends_it() {
 requeue() {
   stop_if_cancelled
   say "requeued: $2"
-  patiently scontrol requeue "$SLURM_JOB_ID" || finish "$1" "$2, and it could not be requeued" 1
+  if ! patiently scontrol requeue "$SLURM_JOB_ID"; then
+    stop_if_slurm_ends_it "$2" # a request whose answer was lost may have been heard
+    finish "$1" "$2, and it could not be requeued" 1
+  fi
   sleep 300 & # Slurm ends this script
   wait "$!"
   exit 1
@@ -147,8 +152,10 @@ grep -qs "\"scheduler_id\": \"$SLURM_JOB_ID\"" claim.json || {
   say "job $SLURM_JOB_ID was given up, and does nothing"
   exit 1
 }
+rm -f result.json # of a run before this one, after which somebody has requeued the job
 export GPTCTL_ATTEMPT=0
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not take it over by itself
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" # srun does not take it over by itself
+unset SLURM_EXPORT_ENV # ranks get what this script has, whatever it got itself
 while :; do
   stop_if_cancelled
   begin_attempt

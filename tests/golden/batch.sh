@@ -20,14 +20,14 @@ say() { echo "[$(date '+%F %T')] $*"; }
 # Says how the job ended. What only Slurm knows, such as that a node failed, it says itself.
 finish() {
   say "$1${2:+: $2}"
-  printf '{"state": "%s", "reason": "%s", "ended": %s}\n' "$1" "$2" "$(date +%s)" > result.json.part && mv result.json.part result.json
+  printf '{"state": "%s", "reason": "%s", "ended": %s}\n' "$1" "${2//[\"\\]/}" "$(date +%s)" > result.json.part && mv result.json.part result.json
   exit "$3"
 }
 fail() {
   [ -z "$gptctl_asked" ] || stop_if_slurm_ends_it "$*"
   finish FAILED "$*" 1
 }
-stop_if_cancelled() { [ ! -e cancelled ] || finish CANCELLED cancelled 0; }
+stop_if_cancelled() { [ ! -e cancelled ] || finish CANCELLED cancelled 1; } # with 0, jobs that wait for this one would start
 
 # Slurm's controller may be out of reach for a while; when it answers, it means what it says.
 patiently() {
@@ -52,9 +52,11 @@ begin_attempt() {
   mkdir -p "attempt-$GPTCTL_ATTEMPT" "$gptctl_logs" || exit 73
   mv /home/me/work/runs/gpt-3f9a2c/logs/batch.log "$gptctl_logs/batch.log" 2> /dev/null # Slurm has it open, and goes on writing to it
   exec >> "$gptctl_logs/batch.log" 2>&1
-  newest_checkpoint > "attempt-$GPTCTL_ATTEMPT/began-with"
   say "attempt $GPTCTL_ATTEMPT, job $SLURM_JOB_ID of Slurm"
   [ ! -e "attempt-$((GPTCTL_ATTEMPT - 1))/hosts" ] || say_which_nodes_are_down < "attempt-$((GPTCTL_ATTEMPT - 1))/hosts"
+  newest_checkpoint > "attempt-$GPTCTL_ATTEMPT/began-with"
+  # Whatever ended those before it: Slurm itself may start a job again and again, too.
+  [ "$(attempts_without_progress)" -le 3 ] || fail "three attempts without progress"
 }
 # Of the nodes of the attempt before: that one failed is why this attempt is made.
 say_which_nodes_are_down() {
@@ -100,7 +102,7 @@ run_attempt() {
   echo "${gptctl_nodes[*]}"
   echo "${gptctl_nodes[0]}"
   echo "${#gptctl_nodes[@]}"
-  srun --nodes="${#gptctl_nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1 --unbuffered \
+  srun --nodes="${#gptctl_nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1 --unbuffered --immediate=60 \
     --output="${gptctl_logs//%/%%}/node.%n.log" --open-mode=append bash launch.sh &
   gptctl_step=$!
   [ -z "$gptctl_asked" ] || kill -USR1 "$gptctl_step"
@@ -109,6 +111,8 @@ run_attempt() {
     gptctl_code=$?
     kill -0 "$gptctl_step" 2> /dev/null # a signal ends `wait` early
   do :; done
+  wait "$gptctl_step" # again: it may have ended while a signal was dealt with
+  gptctl_code=$?
   gptctl_step=''
 }
 
@@ -121,7 +125,7 @@ ask_ranks() {
 trap ask_ranks USR1 TERM
 
 # The node that failed first, and how; nothing when none did. One that was asked to stop was asked by the scheduler:
-# without B:USR1 at preemption, only the ranks hear of it.
+# without B:USR1 at preemption, only the ranks hear of it. A node that says nothing has failed, and others fell with it.
 first_failure() {
   local file first='' node
   shopt -s nullglob
@@ -129,6 +133,12 @@ first_failure() {
   for file in "attempt-$GPTCTL_ATTEMPT"/node.*.exit; do
     if [ "$(cat "$file")" != 0 ] && { [ -z "$first" ] || [ "$file" -ot "$first" ]; }; then
       first=$file
+    fi
+  done
+  for node in "${!gptctl_nodes[@]}"; do
+    if [ ! -s "attempt-$GPTCTL_ATTEMPT/node.$node.exit" ]; then
+      gptctl_reason="node $node (${gptctl_nodes[$node]}) ended without a word; srun ended with exit code $gptctl_code"
+      return
     fi
   done
   if [ -z "$first" ]; then
@@ -143,7 +153,7 @@ first_failure() {
 # Cancelled, preempted, out of time, a node failed: then Slurm says how the job ended.
 stop_if_slurm_ends_it() {
   local state
-  state=$(patiently scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
+  state=$(patiently squeue --noheader --states=all --jobs="$SLURM_JOB_ID" --format=%T)
   [ "$state" != RUNNING ] || return
   say "$*; Slurm ends this job: ${state:-it does not answer}"
   exit 1
@@ -152,7 +162,10 @@ stop_if_slurm_ends_it() {
 requeue() {
   stop_if_cancelled
   say "requeued: $2"
-  patiently scontrol requeue "$SLURM_JOB_ID" || finish "$1" "$2, and it could not be requeued" 1
+  if ! patiently scontrol requeue "$SLURM_JOB_ID"; then
+    stop_if_slurm_ends_it "$2" # a request whose answer was lost may have been heard
+    finish "$1" "$2, and it could not be requeued" 1
+  fi
   sleep 300 & # Slurm ends this script
   wait "$!"
   exit 1
@@ -163,8 +176,10 @@ grep -qs "\"scheduler_id\": \"$SLURM_JOB_ID\"" claim.json || {
   say "job $SLURM_JOB_ID was given up, and does nothing"
   exit 1
 }
+rm -f result.json # of a run before this one, after which somebody has requeued the job
 export GPTCTL_ATTEMPT=0
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not take it over by itself
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" # srun does not take it over by itself
+unset SLURM_EXPORT_ENV # ranks get what this script has, whatever it got itself
 gptctl_failures_here=0
 while :; do
   stop_if_cancelled
@@ -176,6 +191,8 @@ while :; do
   stop_if_cancelled
   stop_if_slurm_ends_it "$gptctl_reason"
   [ "$(attempts_without_progress)" -lt 3 ] || fail "$gptctl_reason; three attempts without progress"
+  # Such as a node that was away for a moment: Slurm believes that it still runs the attempt before.
+  compgen -G "$gptctl_logs/node.*.log" > /dev/null || requeue FAILED "Slurm starts nothing on these nodes"
   if [ -n "$gptctl_asked" ]; then
     requeue STOPPED "the scheduler asked the job to stop"
   fi

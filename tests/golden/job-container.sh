@@ -14,7 +14,7 @@ mkdir -p "$GPTCTL_ATTEMPT_DIR" "$GPTCTL_LOG_DIR" || exit 73
 
 # Says how this node ended.
 finish() {
-  echo "$1" > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.exit"
+  echo "$1" > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.exit" || exit "$1"
   exit "$1"
 }
 fail() {
@@ -49,9 +49,9 @@ torchrun=$!
 echo "$torchrun" > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.pid"
 trap : TERM INT HUP USR1 USR2
 wait "$torchrun"
-code=$?
 while kill -0 "$torchrun" 2> /dev/null; do # a signal ends `wait` early
   wait "$torchrun"
-  code=$?
 done
+wait "$torchrun" # again: it may have ended while a signal was dealt with
+code=$?
 finish "$code"

@@ -25,7 +25,13 @@ class Lab:
     """A real Slurm cluster and real ssh hosts, from `with` to its end. See the package for what there is."""
 
     def __init__(
-        self, nodes: int = 2, accounting: bool = False, ssh: int = 0, grace: int = 20, user_signal: bool = True
+        self,
+        nodes: int = 2,
+        accounting: bool = False,
+        ssh: int = 0,
+        grace: int = 20,
+        user_signal: bool = True,
+        kill_wait: int = 5,
     ) -> None:
         if not 0 <= nodes <= MAX_NODES:
             raise ValueError(f"nodes is {nodes}, and must be 0 (no Slurm) to {MAX_NODES}")
@@ -34,7 +40,7 @@ class Lab:
         if ssh:
             self.hosts.append(Machine("bastion", "ssh", ("10.77.0.100", "10.78.0.254")))
             self.hosts.append(Machine("private1", "ssh", ("10.78.0.1",)))
-        self._settings = Settings(accounting, grace, user_signal)
+        self._settings = Settings(accounting, grace, user_signal, kill_wait)
 
     def __enter__(self) -> Lab:
         self.folder = Path(tempfile.mkdtemp(prefix="gptctl-lab-"))

@@ -50,7 +50,7 @@ SlurmdTimeout=10
 MessageTimeout=5
 TCPTimeout=2
 BatchStartTimeout=10
-KillWait=5
+KillWait={kill_wait}
 UnkillableStepTimeout=20
 CompleteWait=0
 InactiveLimit=0
@@ -81,6 +81,7 @@ class Settings(NamedTuple):
     accounting: bool
     grace: int  # seconds that a preempted job is left
     user_signal: bool  # a preempted job gets the signal that it asked for; otherwise only SIGTERM
+    kill_wait: int  # seconds between SIGTERM and SIGKILL
 
 
 class Slurm:
@@ -117,6 +118,7 @@ class Slurm:
             head=HEAD_ADDRESS,
             port=port,
             grace=self.settings.grace,
+            kill_wait=self.settings.kill_wait,
             accounting=ACCOUNTING if self.settings.accounting else NO_ACCOUNTING,
             user_signal="SlurmctldParameters=preempt_send_user_signal" if self.settings.user_signal else "",
             nodes="".join(NODE.format(name=node.name, address=node.addresses[0]) for node in self.nodes),

@@ -32,6 +32,10 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRecord:
         ({"start": "2026-01-01T10:00:00"}, "PENDING: Priority, expected to start 2026-01-01 10:00:00"),
         ({"reason": "None", "start": "2026-01-01T10:00:00"}, "PENDING: expected to start 2026-01-01 10:00:00"),
         ({"restarts": 2, "reason": "BeginTime"}, "PENDING: requeued 2 times; BeginTime"),
+        (
+            {"reason": "BadConstraints", "start": "2026-01-01T10:00:00"},
+            "PENDING: BadConstraints: that does not pass by itself; cancel it, and ask for what the cluster has",
+        ),
         ({"state": "REQUEUE_HOLD", "reason": "job_requeued_in_held_state"}, "PENDING: job_requeued_in_held_state"),
         ({"state": "RUNNING"}, "RUNNING: starting"),
         ({"state": "SUSPENDED"}, "RUNNING: suspended"),
@@ -42,6 +46,10 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRecord:
         ({"state": "FAILED", "exit_code": 3 << 8}, "FAILED: Slurm calls it FAILED, exit code 3"),
         ({"state": "FAILED", "exit_code": 9}, "FAILED: Slurm calls it FAILED, signal 9"),
         ({"state": "CANCELLED"}, "CANCELLED: cancelled with scancel"),
+        (
+            {"state": "CANCELLED", "reason": "DependencyNeverSatisfied"},
+            "CANCELLED: a job that it waited for did not complete",
+        ),
         ({"state": "COMPLETED"}, "COMPLETED: Slurm says so; the job could not write its own result"),
         ({"state": "NEW_IN_25"}, "UNKNOWN: Slurm calls it NEW_IN_25"),
     ],
@@ -57,6 +65,76 @@ def test_the_number_of_another_job_is_not_ours(record: JobRecord, monkeypatch: p
     assert backend.state(record).state == "LOST"
 
 
+def test_an_end_that_slurm_told_is_known_when_it_has_forgotten_the_job(record: JobRecord) -> None:
+    """But what may still be requeued is asked for again."""
+    for state in ("NODE_FAIL", "PREEMPTED", "TIMEOUT"):
+        backend.QUEUE.jobs = {"7": SEEN._replace(state=state, work_dir=record.run_dir)}
+        backend.state(record)
+        result = RunFolder(record.run_dir).result()
+        assert (result and result.state) == ("TIMEOUT" if state == "TIMEOUT" else None)
+
+
+def test_a_script_that_could_not_be_started(record: JobRecord) -> None:
+    backend.QUEUE.jobs = {"7": SEEN._replace(state="FAILED", exit_code=53, nodes="n1", work_dir=record.run_dir)}
+    said = f"Slurm could not start its script on n1: do the nodes see {record.run_dir}? gptctl doctor --cluster lab"
+    assert backend.state(record).reason == said
+
+
+def test_a_job_of_another_folder_in_the_accounting_is_not_ours(
+    record: JobRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = slurm.Recorded("COMPLETED", 0, 0, "n1", "/another")
+    monkeypatch.setattr(slurm, "recorded", lambda jobs: {"7": known})
+    assert backend.state(record).state == "LOST"
+    assert backend.state(record._replace(run_dir="/another")).state == "COMPLETED"
+
+
+def test_the_accounting_may_be_late(record: JobRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that it does not know yet is not lost, and one that it calls running is asked for again."""
+    answers = [{}, {"7": "RUNNING"}, {"7": "COMPLETED"}]
+    records = [
+        {job: slurm.Recorded(state, 0, 0, "", record.run_dir) for job, state in said.items()} for said in answers
+    ]
+    monkeypatch.setattr(slurm, "recorded", lambda jobs: records.pop(0))
+    fresh, states = record._replace(created=time.time()), []
+    for _ in answers:
+        backend.QUEUE._looked_up = dict.fromkeys(backend.QUEUE._looked_up, float("-inf"))  # some seconds later
+        states.append(backend.state(fresh).state)
+    assert states == ["UNKNOWN", "RUNNING", "COMPLETED"]
+    assert backend.state(fresh).state == "COMPLETED"  # and is not asked for again
+
+
+@pytest.mark.parametrize(
+    ("queue", "has_run", "is_undone", "cancelled"),
+    [
+        ([("7", "JobHeldUser")], False, True, ["7"]),
+        ([("7", "Priority"), ("8", "JobHeldUser")], False, False, ["8"]),
+        ([("8", "JobHeldUser")], True, False, ["8"]),  # ours ran, and Slurm has forgotten it
+        ([("8", "JobHeldUser")], False, True, ["8"]),  # ours was lost before it was released
+        ([], True, False, []),
+        ([], False, True, []),
+    ],
+)
+def test_what_is_taken_back(
+    record: JobRecord,
+    monkeypatch: pytest.MonkeyPatch,
+    queue: list[tuple[str, str]],
+    has_run: bool,
+    is_undone: bool,
+    cancelled: list[str],
+) -> None:
+    folder = RunFolder(record.run_dir)
+    folder.take(dict(record.handle))
+    if has_run:
+        folder.attempt(0).mkdir()
+    jobs = [SEEN._replace(id=job, reason=reason, work_dir=record.run_dir) for job, reason in queue]
+    monkeypatch.setattr(slurm, "with_token", lambda token, run_dir: jobs)
+    ended: list[str] = []
+    monkeypatch.setattr(slurm, "run", lambda *command: ended.extend(command[1:]) or "")
+    assert backend.abandon(record) is is_undone
+    assert ended == cancelled
+
+
 def test_slurms_last_words_are_the_reason(record: JobRecord) -> None:
     log = Path(record.log_dir) / "attempt-0" / "batch.log"
     log.parent.mkdir(parents=True)
@@ -65,6 +143,8 @@ def test_slurms_last_words_are_the_reason(record: JobRecord) -> None:
     backend.QUEUE.jobs = {"7": SEEN._replace(state="NODE_FAIL", work_dir=record.run_dir)}
     words = "(Node failure on n2; *** JOB 7 ON n1 CANCELLED AT x DUE TO y ***)"
     assert backend.state(record).reason == f"Slurm calls it NODE_FAIL {words}"
+    RunFolder(record.run_dir).attempt(1).mkdir()
+    assert "(attempt 0: Node failure on n2;" in backend.state(record).reason
 
 
 @pytest.mark.parametrize(
@@ -79,6 +159,8 @@ def test_slurms_last_words_are_the_reason(record: JobRecord) -> None:
             False,
         ),
         ("sbatch: error: invalid partition specified: nowhere", False),
+        ("sbatch: error: Invalid argument: sockets-per-node=x", False),
+        ("sbatch: error: invalid partition specified: munge", False),
         ("sbatch: error: QOSMaxSubmitJobPerUserLimit", False),
         ("sbatch: error: DNS SRV lookup failed\nsbatch: fatal: Could not establish a configuration source", False),
     ],

@@ -20,8 +20,10 @@ _NUMBERS = itertools.count()
 STAND_IN = """#!/bin/bash
 echo "$GPTCTL_ATTEMPT $(hostname) $*" >> "$GPTCTL_RUN_DIR/ran"
 sleep "${JOB_SECONDS:-0}" &
-trap 'kill $!; exit 1' TERM USR1
+trap 'echo "$GPTCTL_NODE" >> "$GPTCTL_RUN_DIR/asked"; kill $!; exit 1' TERM USR1
 wait $!
+[ -z "$JOB_HOPELESS" ] || : > "$GPTCTL_ATTEMPT_DIR/cannot-be-helped"
+[ "$JOB_KILLED" != "$GPTCTL_NODE" ] || kill -9 $PPID
 exit "${JOB_EXIT:-0}"
 """
 # A model small enough for two cores, in few steps; losses in full.

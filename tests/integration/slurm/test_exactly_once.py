@@ -100,6 +100,19 @@ def test_the_reply_of_sbatch_is_lost(login: Login) -> None:
     assert_once(login, 1)
 
 
+def test_slurm_loses_a_job_before_it_is_released(login: Login) -> None:
+    """As a controller does that is killed and begins again without its last seconds."""
+    lost = login.folder / "lost"
+    loses = f'"${{LAB_REAL%/*}}/scancel" "$2"; touch {lost}; echo "Invalid job id specified" >&2; exit 1'
+    login.lab.break_client("scontrol", f'[ "$1" != release ] || {{ {loses}; }}; exec "$LAB_REAL" "$@"')
+    login.lab.break_client("squeue", f'[ ! -e {lost} ] || exit 0; exec "$LAB_REAL" "$@"')
+    done = login.run(*login.quick())
+    assert done.returncode == 3
+    assert "Invalid job id" in done.stderr
+    assert login.json("list") == []
+    assert not any((login.folder / "runs").glob("*"))
+
+
 @pytest.mark.long
 def test_a_controller_that_stops_for_a_while(login: Login) -> None:
     """Requests wait in its socket and are worked off later, when sbatch has given up long since."""

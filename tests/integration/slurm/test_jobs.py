@@ -98,7 +98,8 @@ def test_ten_nodes_are_numbered_as_slurm_counts_them() -> None:
 
 def test_options_reach_slurm(login: Login) -> None:
     (login.folder / "quick/clusters/lab.yaml").open("a").write("sbatch: {nice: 5, mail-user: me@lab, mail-type: END}\n")
-    options = [
+    options = ["--sbatch", "export=NONE"]
+    options += [
         "--time",
         "7",
         "--comment",
@@ -116,6 +117,8 @@ def test_options_reach_slurm(login: Login) -> None:
         assert word in said, said
     assert "Requeue=0" in said  # a script's author knows whether it can go on
     assert "MailUser=me@lab" in said
+    await_true(lambda: bool(ran(job)), 20, lambda: login.batch_log(job))  # though nothing was exported
+    assert "CPUs=4 " in login.slurm("scontrol", "show", "step", job["scheduler_id"])  # all of an exclusive node
 
 
 def test_a_job_waits_for_another(login: Login) -> None:
@@ -126,10 +129,26 @@ def test_a_job_waits_for_another(login: Login) -> None:
     login.wait(third["job"], "COMPLETED")
     ends = [json.loads((Path(job["run_dir"]) / "result.json").read_text())["ended"] for job in (first, second, third)]
     assert ends == sorted(ends)
-    failing = login.submit_quick(JOB_EXIT="5", JOB_SECONDS="1")
-    orphan = login.submit_quick("--after", failing["job"])
+    refused = login.run("submit", "--cluster", "local", "--after", third["job"], "--", "job.py")
+    assert refused.returncode == 2
+    assert f"--after {third['job']}: local has no queue" in refused.stderr
+
+
+def test_a_job_waits_for_one_that_does_not_complete(login: Login) -> None:
+    """Whether it fails or is cancelled, and whatever else the user wants it to wait for."""
+    failing = login.submit_quick(JOB_EXIT="5", JOB_SECONDS="2")
+    cancelled = login.submit_quick(JOB_SECONDS="60")
+    orphans = [login.submit_quick("--after", job["job"]) for job in (failing, cancelled)]
+    login.wait(cancelled["job"], "RUNNING")
+    await_true(lambda: bool(ran(cancelled)), 20)
+    both = login.run(*login.quick("--after", cancelled["job"], "--sbatch", "dependency=singleton", "--dry-run"))
+    assert f"--dependency=singleton,afterok:{cancelled['scheduler_id']}" in both.stdout
+    assert login.run("cancel", cancelled["job"]).returncode == 0
+    assert (Path(cancelled["run_dir"]) / "asked").read_text() == "0\n"  # it had time to save
     assert login.wait(failing["job"], "FAILED")["reason"].endswith("ended with exit code 5")
-    login.wait(orphan["job"], "CANCELLED")
+    for orphan in orphans:
+        assert login.wait(orphan["job"], "CANCELLED")["reason"] == "a job that it waited for did not complete"
+        assert not ran(orphan)
     refused = login.run(*login.quick("--after", failing["job"]))
     assert refused.returncode == 1
     assert "FAILED" in refused.stderr
@@ -141,11 +160,13 @@ def test_what_slurm_refuses_is_said_and_leaves_nothing(login: Login) -> None:
         (["--nodes", "9"], "node count"),
         (["--partition", "small", "--nodes", "2"], "node"),
         (["--sbatch", "colour=red"], "unrecognized option"),
+        (["--sbatch", "sockets-per-node=x"], "sockets-per-node"),
     ):
         refused = login.run(*login.quick(*options))
         assert refused.returncode == 3, refused.stdout + refused.stderr
         assert words in refused.stderr.lower()
         assert "Traceback" not in refused.stderr
+        assert "hint: sinfo" in refused.stderr
     assert login.json("list") == []
     assert not any((login.folder / "runs").glob("*"))
     assert not any((login.folder / "runs").glob(".*"))

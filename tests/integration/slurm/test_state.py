@@ -200,9 +200,11 @@ def test_with_accounting_the_end_is_known_after_slurm_forgot(lab_with_accounting
     job = login.submit_quick(JOB_SECONDS="100")
     login.wait(job["job"], "RUNNING")
     login.slurm("scancel", job["scheduler_id"])
-    login.wait(job["job"], "CANCELLED")
+    assert login.wait(job["job"], "CANCELLED")["ended"]
+    (Path(job["run_dir"]) / "result.json").unlink()  # in which its end is kept once it was asked for
     login.lab.break_client("squeue", "exit 0")  # as if the controller had forgotten it
     await_true(lambda: login.state(job["job"]) == "CANCELLED", 30)
+    (Path(job["run_dir"]) / "result.json").unlink()
     login.lab.break_client("sacct", "echo 'sacct: error: Problem talking to the database' >&2; exit 1")
     facts = login.json("status", job["job"])
     assert facts["state"] == "UNKNOWN"

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.integration.slurm.login import TINY, Login, await_true, losses
+from tests.integration.slurm.login import TINY, Login, await_true, losses, ran
 from tests.lab import Lab
 from tests.ranks import run as run_ranks
 
 STEPS, SAVES = 200, 20
 KEYS = [f"Engine.max_steps={STEPS}", f"Engine.save_load.save_steps={SAVES}", "Engine.save_load.keep_last=2"]
 KEYS += ["Distributed.dp_degree=2", "Launch.max_restarts=1"]
+KEYS += ["Launch.env.OMP_NUM_THREADS=1"]  # bit for bit, sums are the same only over as many threads
 
 
 @pytest.fixture
@@ -176,6 +177,42 @@ def test_requeued_by_hand(login: Login, undisturbed: dict[int, float]) -> None:
 
 
 @pytest.mark.long
+def test_requeued_by_hand_after_its_end(login: Login) -> None:
+    job = login.submit_quick("--requeue", JOB_SECONDS="8")
+    login.wait(job["job"], "COMPLETED")
+    login.slurm("scontrol", "requeue", job["scheduler_id"])
+    await_true(lambda: len(ran(job)) == 2, 60, lambda: login.batch_log(job))
+    assert login.state(job["job"]) == "RUNNING"
+
+
+@pytest.mark.long
+def test_requeued_again_and_again(login: Login) -> None:
+    """By whomever: without a new checkpoint three attempts are enough."""
+    done = login.run(*login.quick_trainer(JOB_SECONDS="60"))
+    job = json.loads(done.stdout)
+    for attempt in range(3):
+        await_true(lambda: len(ran(job)) == attempt + 1, 90, lambda: login.batch_log(job))  # noqa: B023
+        login.slurm("scontrol", "requeue", job["scheduler_id"])
+    facts = login.wait(job["job"], "FAILED")
+    assert facts["reason"] == "three attempts without progress"
+    assert len(ran(job)) == 3
+
+
+@pytest.mark.long
+def test_the_answer_to_a_requeue_is_lost() -> None:
+    """Slurm has heard it all the same, and gives the script its usual half minute to end."""
+    with Lab(nodes=1, kill_wait=30) as lab:
+        login = Login(lab)
+        spoilt = 'case "$(hostname) $1" in node*requeue) "$LAB_REAL" "$@"; echo "Zero Bytes" >&2; exit 1 ;; esac'
+        lab.break_client("scontrol", f'{spoilt}; exec "$LAB_REAL" "$@"')
+        job = login.submit_quick("--requeue", JOB_SECONDS="60")
+        await_true(lambda: bool(ran(job)), 20)
+        login.slurm("scancel", "--signal=USR1", "--batch", job["scheduler_id"])
+        await_true(lambda: len(ran(job)) == 2, 90, lambda: login.batch_log(job))
+        assert login.state(job["job"]) == "RUNNING"
+
+
+@pytest.mark.long
 def test_the_time_limit(login: Login) -> None:
     """Some seconds before it the job saves and goes on in another allocation. Slurm looks about every 30 s."""
     keys = [*KEYS, "Engine.max_steps=100000", "Engine.save_load.save_steps=0", "Launch.slurm.save_before=45"]
@@ -197,6 +234,18 @@ def test_preempted_where_only_ranks_are_told(undisturbed: dict[int, float]) -> N
         facts = training.end()
         assert facts["attempts"] == 2
         training.assert_as(undisturbed)
+
+
+def test_how_often_a_job_is_started_again(login: Login) -> None:
+    """Two failures are as many as it may have; one that says that nothing helps is enough; a node that is killed without
+    a word is the one to blame, not those that are ended for it."""
+    asked: list[dict[str, str]] = [{"JOB_EXIT": "7"}, {"JOB_EXIT": "93", "JOB_HOPELESS": "1"}]
+    jobs = [login.submit_quick("--comment", "x JobState=CANCELLED", "--max-restarts", "1", **env) for env in asked]
+    jobs.append(login.submit_quick("--nodes", "2", JOB_SECONDS="1", JOB_KILLED="1"))
+    facts = [login.wait(job["job"], "FAILED") for job in jobs]
+    assert [job["attempts"] for job in facts] == [2, 1, 1]
+    assert facts[1]["reason"].endswith("ended with exit code 93; starting again cannot help")
+    assert re.match(r"node 1 \(node\d\) ended without a word", facts[2]["reason"])
 
 
 def test_without_progress_three_attempts_are_enough(login: Login) -> None:
@@ -223,6 +272,7 @@ def test_cancelled_while_it_runs(long_job: tuple[Login, dict[str, Any]]) -> None
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - begin < 20
     assert login.state(job["job"]) == "CANCELLED"
+    assert len((Path(job["run_dir"]) / "asked").read_text().split()) == 2  # each node had time to save
     assert not login.slurm("squeue", "-h")
 
 
