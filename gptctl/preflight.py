@@ -20,8 +20,9 @@ PYTHON = Rule("S003", "the interpreter of the ranks exists and has torch")
 PORT_FREE = Rule("S004", "the rendezvous port is free when the job starts on this machine")
 OUTPUT = Rule("S005", "a run does not write into the checkpoints of another one")
 WRITABLE = Rule("S006", "the folder of runs can be written to")
-ACCEPTED = Rule("S008", "the scheduler would accept the job")
 SECRET_SOURCE = Rule("S007", "a secret can be read where the job runs")
+ACCEPTED = Rule("S008", "the scheduler would accept the job")
+BACKSLASH = Rule("S009", "paths of a Slurm job have no backslash, which Slurm takes for its own")
 
 
 def check_surroundings(checked: Checked, plan: LaunchPlan, site: Site) -> list[Finding]:
@@ -32,6 +33,7 @@ def check_surroundings(checked: Checked, plan: LaunchPlan, site: Site) -> list[F
         *(_check_run_root(checked.cluster, site) if plan.kind != "ssh" else ()),
         *(_check_this_machine(checked, plan) if plan.kind == "local" else ()),
         *(_check_secrets(plan) if plan.kind != "ssh" else ()),
+        *(_check_backslash(plan) if plan.kind == "slurm" else ()),
     ]
     return [finding._replace(message=_at(finding, places.get(finding.key, ""))) for finding in found]
 
@@ -139,6 +141,13 @@ def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
         if missing:
             what = f"{source['file']} cannot be read" if "file" in source else f"{source['env']} is not set"
             yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, what, "name another source")
+
+
+def _check_backslash(plan: LaunchPlan) -> Iterator[Finding]:
+    for key, path in {"run_root": plan.run_dir, "Launch.log_dir": plan.log_dir}.items():
+        if "\\" in path:
+            yield BACKSLASH.found(key, path, f"{path} has a backslash", "choose another folder")
+            return
 
 
 def _check_python(python: str, comes_later: bool, cluster: str) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.slurm.login import Login, await_true, ran
@@ -171,9 +171,13 @@ def test_hostile_values_through_the_real_sbatch(login: Login, examples: int) -> 
     number = iter(range(10**6))
 
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck), derandomize=True)
+    @example("'", "", "\\\\J%%n{'>")  # what Slurm and YAML once took for their own
     @given(HOSTILE, HOSTILE, HOSTILE)
     def check(comment: str, value: str, argument: str) -> None:
-        place = login.folder / f"{next(number)} '{argument.replace('/', '_')[:20]}\"%j$(touch canary)"
+        name = argument.replace("/", "_").replace("\\", "_")[
+            :20
+        ]  # of these two, Slurm would take the second for its own
+        place = login.folder / f"{next(number)} '{name}\"%j$(touch canary)"
         place.mkdir()
         login.lab.profile(place, python=str(login.stand_in), run_root=str(place / "ru ns"))
         (place / "job.py").write_text("")
@@ -191,6 +195,9 @@ def test_hostile_values_through_the_real_sbatch(login: Login, examples: int) -> 
         assert f"export V={shlex.quote(words[1])}" in (Path(job["run_dir"]) / "launch.sh").read_text()
 
     check()
+    refused = login.run(*login.quick("--log-dir", "with\\backslash"))
+    assert refused.returncode == 1
+    assert "S009 Launch.log_dir" in refused.stderr
     assert not list(login.folder.rglob("canary"))
 
 
