@@ -1,6 +1,7 @@
 # Two commands do everything from an empty machine with Python >= 3.10:
 #   make demo    runs the main job            make test    runs what CI runs: lint, types, tests
-# For the hand: make quick (at most 60 s), make lab (a cluster to try). Big counts and slow faults: make test-long. Timings: make bench, make bench-peers.
+# For the hand: make quick (at most 60 s), make lab (a cluster to try).
+# Big counts and slow faults: make test-long. Timings: make bench, make bench-peers.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -10,7 +11,7 @@ READY  := $(VENV)/.ready-test
 .PHONY: help demo test quick test-long bench bench-peers lint types format clean
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '1,4s/^# *//p' Makefile
 
 $(VENV)/bin/python:
 	@echo "== making a virtual environment in $(VENV)"
@@ -72,9 +73,13 @@ tools:
 lab: $(READY) tools
 	@$(BIN)/python -m tests.lab $(LAB)
 
+# Most tests wait for processes more than they compute: two at a time, but for those that measure.
+JOBS ?= 2
 test: $(READY) tools lint types
-	@echo "== all tests"
-	@$(BIN)/python -m pytest -m 'not long and not gpu'
+	@echo "== all tests, $(JOBS) at a time"
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not long and not gpu' --ignore=tests/bench
+	@echo "== budgets"
+	@$(BIN)/python -m pytest -m 'not long and not gpu' tests/bench
 
 quick: $(READY) lint types
 	@echo "== unit tests"
