@@ -261,7 +261,7 @@ def _as_seen(seen: Seen, folder: RunFolder, record: JobRecord) -> State:
         stage = "" if begun else "starting"
         if seen.state != "RUNNING":
             stage = seen.state.lower()
-        return State(RUNNING, ", ".join(filter(None, [again, stage])))
+        return State(RUNNING, ", ".join(filter(None, [again, stage, _requeued(seen, folder, record)])))
     if kind == UNKNOWN:
         return State(UNKNOWN, f"Slurm calls it {seen.state}")
     if result := folder.result():

@@ -38,6 +38,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRecord:
         ),
         ({"state": "REQUEUE_HOLD", "reason": "job_requeued_in_held_state"}, "PENDING: job_requeued_in_held_state"),
         ({"state": "RUNNING"}, "RUNNING: starting"),
+        ({"state": "RUNNING", "restarts": 1}, "RUNNING: starting, requeued once"),
         ({"state": "SUSPENDED"}, "RUNNING: suspended"),
         ({"state": "OUT_OF_MEMORY", "nodes": "n1"}, "OUT_OF_MEMORY: Slurm calls it OUT_OF_MEMORY, on n1"),
         ({"state": "TIMEOUT", "nodes": "n1"}, "TIMEOUT: Slurm calls it TIMEOUT, on n1"),
