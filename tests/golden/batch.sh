@@ -24,7 +24,7 @@ finish() {
   exit "$3"
 }
 fail() {
-  [ -z "$gptctl_asked" ] || stop_if_slurm_ends_it "$*"
+  stop_if_slurm_ends_it "$*" # whose signal may have come to what failed before it comes here
   finish FAILED "$*" 1
 }
 stop_if_cancelled() { [ ! -e cancelled ] || finish CANCELLED cancelled 1; } # with 0, jobs that wait for this one would start
@@ -153,6 +153,7 @@ first_failure() {
 # Cancelled, preempted, out of time, a node failed: then Slurm says how the job ended.
 stop_if_slurm_ends_it() {
   local state
+  command -v squeue > /dev/null || return
   state=$(patiently squeue --noheader --states=all --jobs="$SLURM_JOB_ID" --format=%T)
   [ "$state" != RUNNING ] || return
   say "$*; Slurm ends this job: ${state:-it does not answer}"
