@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from trainer.config import Override
 # An example that takes long on a busy machine is no failure.
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
+
+# Whoever starts the tests in the background has it ignored, and so would everything that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Nothing of the user's own is looked at, whoever starts a process.
 for _elsewhere in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "GPTCTL_HOME"):
