@@ -176,9 +176,7 @@ def typed_overrides(
     add(Override.parse, overrides)
     if flags.get("devices") and not flags.get("gpus_per_node"):  # what was typed wins over a number in the config
         typed.append(Override("Launch.gpus_per_node", "", f"--devices {flags['devices']}"))
-    for name, value in flags.items():
-        if value is not None:
-            add(lambda name: _flag_override(name, flags[name]), [name])
+    add(lambda name: _flag_override(name, flags[name]), [name for name, value in flags.items() if value is not None])
     add(_variable_override, variables)
     add(_sbatch_override, sbatch_options)
     if script:

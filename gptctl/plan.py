@@ -275,8 +275,8 @@ def _sbatch_options(checked: Checked, run_dir: str, log_dir: str) -> dict[str, s
             "requeue" if is_requeued(checked.launch) else "no-requeue": "",
         }
     written = {name: str(value) for name, value in options.items() if value is not None}
-    is_flag = {name for name, value in written.items() if value == "True" or value == "true"}  # `exclusive: true`
-    return {name: "" if name in is_flag - {"comment"} else value for name, value in written.items()}
+    flags = {name for name, value in written.items() if value in ("True", "true") and name != "comment"}
+    return {name: "" if name in flags else value for name, value in written.items()}  # `exclusive: true`
 
 
 def is_requeued(launch: Launch) -> bool:

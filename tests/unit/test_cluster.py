@@ -28,6 +28,7 @@ WRONG = [
     ("kind: ssh\nrun_root: /x\nhosts: [a, a]\n", "P001", 3),
     ("kind: slurm\nrun_root: runs\n", "P002", 2),
     ("kind: local\npartition: a800\n", "P003", 2),
+    ("kind: slurm\nrun_root: /r\nsbatch:\n  arr: 0-3\n", "P004", 4),
     ("kind: cloud\n", "C013", 1),
     ("kind: slurm\nrun_rot: /x\nrun_root: /x\n", "C010", 2),
     ("kind: ssh\nrun_root: /x\nhosts:\n  - {host: a}\n  - {user: me}\n", "C011", 5),
