@@ -120,6 +120,10 @@ class Layout(NamedTuple):
         first = rank - self.coordinates(rank)[position] * stride
         return range(first, first + self[position] * stride, stride)
 
+    def has_whole_replicas(self, per_node: int) -> bool:
+        """Whether every node holds whole replicas of the model, and could do without the others."""
+        return per_node % (self.pp * self.sharding * self.mp) == 0
+
     def data_rank(self, rank: int) -> int:
         at = self.coordinates(rank)
         return at.dp * self.sharding + at.sharding

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PREPARATION = timedelta(hours=1)
+PRIVATE_DISKS = "GPTCTL_PRIVATE_DISKS"
+TORN_OVER_NODES = (
+    "a checkpoint would be torn over several nodes, which do not share a folder",
+    "use a folder that all nodes see, or a layout in which mp × sharding × pp divides the ranks of a node",
+)
 PATIENCE = 15.0  # seconds after which a rank says what it waits for
 _START = "start it with torchrun, or unset RANK, WORLD_SIZE and the like"
 
@@ -49,6 +54,16 @@ class Mesh:
     cpu_group: dist.ProcessGroup | None = None  # beside that of the training loop: for checkpoints, and for objects
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # of the axes with more than one rank
     pulse: Pulse = field(default_factory=Pulse)
+    disks: int = 1  # more: every node has its own, and a whole copy of everything that is kept
+    disk_group: dist.ProcessGroup | None = None  # the ranks that see the same disk
+
+    @property
+    def per_disk(self) -> int:
+        return self.world // self.disks
+
+    @property
+    def rank_on_disk(self) -> int:
+        return self.rank % self.per_disk
 
     @property
     def world(self) -> int:
@@ -99,15 +114,15 @@ class Mesh:
         dist.all_gather_object(values, value, group=self.cpu_group)
         return values
 
-    def on_first(self, action: Callable[[], None]) -> None:
-        """Done by the first rank alone. Its mistake is everybody's: no rank waits for one that is gone."""
+    def once_per_disk(self, action: Callable[[], None]) -> None:
+        """Done by one rank alone. Its mistake is everybody's: no rank waits for one that is gone."""
         mistake = None
         try:
-            if self.is_first:
+            if self.rank_on_disk == 0:
                 action()
         except UserError as error:
             mistake = (error.message, error.hint)
-        mistake = self.gather(mistake)[0]
+        mistake = next(filter(None, self.gather(mistake)), None)
         if mistake:
             raise UserError(*mistake)
 
@@ -156,8 +171,26 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
     # Others wait here while one rank prepares data or writes its part of a checkpoint.
     cpu_group = dist.new_group(backend="gloo", timeout=max(timeout, PREPARATION), group_desc="cpu")
     _check_same(layout, cpu_group)
-    yield Mesh(layout, rank, local_rank, device, cpu_group, _groups(layout, timeout))
+    disks = _disks(layout, environ)
+    disk_group = _disk_group(layout.world // disks) if disks > 1 else cpu_group
+    groups = _groups(layout, timeout)
+    yield Mesh(layout, rank, local_rank, device, cpu_group, groups, disks=disks, disk_group=disk_group)
     dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+
+
+def _disks(layout: Layout, environ: Mapping[str, str]) -> int:
+    """How many disks the ranks write to: one that all see, unless the launcher says that every node has its own."""
+    if environ.get(PRIVATE_DISKS, "0") == "0":
+        return 1
+    per_node = machines(environ).per_node
+    if not layout.has_whole_replicas(per_node):
+        raise UserError(*TORN_OVER_NODES)
+    return layout.world // per_node
+
+
+def _disk_group(per_disk: int) -> dist.ProcessGroup:
+    own, _ = dist.new_subgroups(per_disk, timeout=PREPARATION, backend="gloo", group_desc="disk")
+    return own
 
 
 def _check_same(layout: Layout, group: dist.ProcessGroup) -> None:

@@ -36,7 +36,7 @@ def output_dir(run: RunConfig) -> Path:
 def output_folder(run: RunConfig, mesh: Mesh, log: Log) -> Iterator[Checkpoints]:
     """The run's own folder, which no other run writes to meanwhile."""
     checkpoints = Checkpoints(output_dir(run), run.Engine.save_load.keep_last, mesh, log.info, log.warn)
-    mesh.on_first(checkpoints.store.open_for_writing)
+    mesh.once_per_disk(checkpoints.store.open_for_writing)
     try:
         yield checkpoints
     except BaseException:
@@ -56,7 +56,7 @@ def choose_checkpoint(run: RunConfig, mesh: Mesh, checkpoints: Checkpoints) -> P
     folder = checkpoints.find("auto") if _is_restart(mesh) else None
     if folder is None and keeping.ckpt_dir:
         folder = checkpoints.find(keeping.ckpt_dir)
-    if own.checkpoints() and not own.holds(folder):
+    if any(mesh.gather(bool(own.checkpoints()) and not own.holds(folder))):
         hint = "set Engine.save_load.ckpt_dir: auto to go on with it, or another output_dir, or delete the folder"
         raise UserError(f"{own.folder} holds the checkpoints of an earlier run", hint)
     return folder

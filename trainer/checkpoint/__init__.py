@@ -42,13 +42,18 @@ class Checkpoints:
         """The newest whole checkpoint at a path, or of this run (`auto`); None when `auto` finds nothing at all."""
         where = self.store.folder if ckpt_dir == "auto" else Path(ckpt_dir)
         named = os.path.exists(where / NAME)  # and False where the folder may not be looked into
-        candidates = self.mesh.gather([where] if named else Store(where).checkpoints())[0]
+        everywhere = self.mesh.gather([where] if named else Store(where).checkpoints())[:: self.mesh.per_disk]
+        candidates = [folder for folder in everywhere[0] if all(folder in others for others in everywhere)]
         for folder in candidates:
-            damage = next(filter(None, self.mesh.gather(damage_of(folder, self.mesh.rank, self.mesh.world))), "")
+            damage = damage_of(folder, self.mesh.rank_on_disk, self.mesh.per_disk)
+            damage = next(filter(None, self.mesh.gather(damage)), "")
             if not damage:
                 return folder
             if self.mesh.is_first:
                 self.warn(f"{folder} cannot be used: {damage}")
+        if any(everywhere) and not candidates and ckpt_dir == "auto":
+            self._set_aside(-1, "is not on all nodes, each of which has a disk of its own")
+            return None
         if candidates or ckpt_dir != "auto":
             hint = "name another one as Engine.save_load.ckpt_dir, or leave it empty to start anew"
             raise UserError(f"{where} holds no checkpoint that can be used", hint)
@@ -86,9 +91,13 @@ class Checkpoints:
     def go_on_from(self, step: int) -> None:
         """This run goes on from an own checkpoint; newer ones, damaged or not wanted, step aside."""
         self.saved_step = step
-        if self.mesh.is_first:
+        self._set_aside(step, "is newer than what this run goes on from")
+
+    def _set_aside(self, step: int, why: str) -> None:
+        """Every own checkpoint after this step."""
+        if self.mesh.rank_on_disk == 0:
             for folder, aside in self.store.set_aside(step):
-                self.warn(f"{folder} is newer than what this run goes on from: renamed to {aside.name}")
+                self.warn(f"{folder} {why}: renamed to {aside.name}")
         self.mesh.barrier()
 
     def save(self, step: int, pieces: dict[str, Piece], facts: Facts) -> None:
@@ -113,7 +122,7 @@ class Checkpoints:
 
     def _staged(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
         """Copies of this rank's share: what several ranks hold alike is written by one of them."""
-        mine = {name: pieces[name] for name in own_share(pieces)}
+        mine = {name: pieces[name] for name in own_share(pieces, self.mesh.disks)}
         for name, piece in mine.items():
             if name not in self._buffers:
                 self._buffers[name] = host_copy(piece.tensor)
@@ -126,23 +135,29 @@ class Checkpoints:
         part = self.store.part(step)
         files: dict[str, Facts] = {}
         try:
-            wanted = sum(self.mesh.gather(sum(piece.tensor.nbytes for piece in pieces.values())))
+            wanted = sum(self._on_disk(sum(piece.tensor.nbytes for piece in pieces.values())))
             failure = self._agree(lambda: self._prepare(part, int(OVERHEAD * wanted)))
             failure = failure or self._agree(lambda: files.update(self._write_shards(part, pieces)))
-            everything = {name: known for share in self.mesh.gather(files) for name, known in share.items()}
+            everything = {name: known for share in self._on_disk(files) for name, known in share.items()}
             failure = failure or self._agree(lambda: self._commit(part, facts, everything))
         except RuntimeError as error:  # a rank is gone; the training loop will notice as well
             failure = _reason(error)
         self.failure = failure
         with contextlib.suppress(BrokenPipeError):  # the training loop notices by itself
-            if failure and self.mesh.is_first:
+            if failure and self.mesh.rank_on_disk == 0:
                 self.store.discard(part)
+            if failure and self.mesh.is_first:
                 self.warn(f"checkpoint of step {step} is not saved: {failure}; those before are kept")
             if not failure:
                 self.saved_step = step
                 self.say(f"Save model to {part.with_suffix('')}")
-        if not failure and self.keep_last and self.mesh.is_first:
+        if not failure and self.keep_last and self.mesh.rank_on_disk == 0:
             self.store.prune(self.keep_last)  # last: it reads whole checkpoints, and no rank waits for it
+
+    def _on_disk(self, value: Any) -> list[Any]:
+        """The values of the ranks that write to the same disk."""
+        first = self.mesh.rank - self.mesh.rank_on_disk
+        return self.mesh.gather(value)[first : first + self.mesh.per_disk]
 
     def _agree(self, part: Callable[[], None]) -> str:
         """Does a part; the first failure of any rank, or nothing."""
@@ -156,7 +171,7 @@ class Checkpoints:
     def _prepare(self, part: Path, wanted: int) -> None:
         from trainer.checkpoint import shards  # noqa: F401 - imported by the thread, not by the first step
 
-        if self.mesh.is_first:
+        if self.mesh.rank_on_disk == 0:
             self.store.discard(part)
             self.store.require_space(wanted)
             part.mkdir()
@@ -164,24 +179,26 @@ class Checkpoints:
     def _write_shards(self, part: Path, pieces: dict[str, Piece]) -> dict[str, Facts]:
         from trainer.checkpoint.shards import save_shards
 
-        save_shards(part, pieces, self.mesh.cpu_group)
-        return {file.name: file_facts(file, sync=True) for file in part.glob(f"__{self.mesh.rank}_*")}
+        save_shards(part, pieces, self.mesh.disk_group)
+        return {file.name: file_facts(file, sync=True) for file in part.glob(f"__{self.mesh.rank_on_disk}_*")}
 
     def _commit(self, part: Path, facts: Facts, files: dict[str, Facts]) -> None:
-        if not self.mesh.is_first:
+        if self.mesh.rank_on_disk:
             return
         metadata = part / METADATA
         write_manifest(part, facts, {**files, metadata.name: file_facts(metadata, sync=True)})
         self.store.commit(part)
 
 
-def own_share(pieces: dict[str, Piece]) -> list[str]:
-    """The names that this rank writes: the ranks that hold the same pieces take turns, from the largest piece on."""
+def own_share(pieces: dict[str, Piece], disks: int = 1) -> list[str]:
+    """The names that this rank writes: the ranks that hold the same pieces, and see the same disk, take turns, from the
+    largest piece on. Of ranks that follow each other as replicas do, those of a disk do, too."""
     names = []
     for holders in {piece.holders for piece in pieces.values()}:
         alike = [name for name, piece in pieces.items() if piece.holders == holders and piece.tensor.numel()]
         by_size = sorted(alike, key=lambda name: (-pieces[name].tensor.numel(), name))
-        names += by_size[holders.number :: holders.total]
+        here = holders.total // disks
+        names += by_size[holders.number % here :: here]
     return [name for name in names if not pieces[name].is_copy]
 
 
