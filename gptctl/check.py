@@ -16,7 +16,7 @@ from typing import NamedTuple
 from gptctl.cluster import Cluster, Profile, load_profile, visible_gpus
 from gptctl.environ import Job, lint
 from gptctl.launch import Launch
-from gptctl.launch_rules import check_elastic, check_launch, check_spread
+from gptctl.launch_rules import check_disks, check_elastic, check_launch, check_spread
 from trainer.config import Override, Resolved, load_tree, read_run, resolve
 from trainer.config.read import Reading, build, paths_of
 from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, errors_in, in_order
@@ -97,6 +97,7 @@ def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
     if not errors_in(resolved.findings):
         estimated = estimate(resolved.run, resolved.layout)
         judged += _check_memory(resolved, estimated, cluster)
+        judged += check_disks(launch, cluster, machines, resolved)
     linted = _lint(launch, profile, machines, resolved, reading)
     findings = [*resolved.findings, *(profile.findings if profile else ()), *reading.judge(judged), *linted]
     written = reading.values

@@ -10,6 +10,7 @@ import click
 
 from gptctl.cli_clusters import clusters
 from gptctl.cli_doctor import doctor
+from gptctl.cli_hosts import fetch, hosts
 from gptctl.cli_logs import logs
 from gptctl.options import (
     INTERRUPTED,
@@ -204,15 +205,17 @@ def show_dry_run(prepared: Prepared, as_json: bool) -> None:
 
 def resumable_output(job: str, store: Store) -> str:
     from gptctl import job_report
+    from gptctl.backends import backend_of
 
     record = find_job(job, store)
     if not record.output_dir:
         raise UserError(f"{record.id} ran a script of its own", "only the bundled trainer resumes", WRONG_USAGE)
     if not job_report.is_final(job_report.state_of(record)):
         raise UserError(f"{record.id} has not ended", f"gptctl cancel {record.id}", ANSWER_IS_NO)
-    if not any(Path(record.output_dir).glob("step_*")):
-        raise UserError(f"{record.id} has left no checkpoint in {record.output_dir}", "submit without --resume")
-    return record.output_dir
+    folder, names = backend_of(record.kind).output(record)
+    if not any(name.startswith("step_") for name in names):
+        raise UserError(f"{record.id} has left no checkpoint in {folder}", "submit without --resume")
+    return folder
 
 
 @click.command(
@@ -325,25 +328,30 @@ def show(job: str, prefix: str | None, show_script: bool, as_json: bool) -> None
 @click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
 @click.option("--now", is_flag=True, help="Give it no time to save.")
 @as_json_option
-def cancel(jobs: tuple[str, ...], now: bool, as_json: bool) -> None:
+def cancel(jobs: tuple[str, ...], now: bool, as_json: bool) -> int:
     """End jobs and all of their processes. The trainer saves a checkpoint first, for which it has 30 seconds."""
     from gptctl import job_report, ui
     from gptctl.backends import backend_of
-    from gptctl.run_folder import LOST
 
     store = open_store()
     records = [find_job(job, store) for job in jobs]
     answers = []
+    problems: list[UserError] = []
     for record in records:
-        state = job_report.state_of(record)
-        if not job_report.is_final(state) or state.state == LOST:  # processes of a lost job may still be there
+        if job_report.may_run(record):
             ui.say(f"ending {record.id} …")
-            backend_of(record.kind).cancel(record, now)
+            try:
+                backend_of(record.kind).cancel(record, now)
+            except UserError as error:  # the others are ended all the same
+                problems.append(error)
         answers.append({"job": record.id, "state": job_report.state_of(record).state})
     if as_json:
         ui.print_json(answers)
     else:
         ui.print_text("\n".join(f"{answer['job']}: {answer['state']}" for answer in answers))
+    for problem in problems:
+        ui.print_error(problem)
+    return max((problem.exit_code for problem in problems), default=0)
 
 
 @click.command(epilog=examples("gptctl wait", "gptctl wait gpt-3f9a2c --timeout 600 && echo done"))
@@ -401,4 +409,4 @@ def rerun(job: str, overrides: tuple[str, ...], follow: bool, wait_for_it: bool,
     return send_and_stay(prepared, store, as_json, follow, wait_for_it)
 
 
-VERBS = [submit, render, logs, list_jobs, status, show, cancel, wait, rerun, clusters, doctor]
+VERBS = [submit, render, logs, list_jobs, status, show, cancel, wait, rerun, fetch, clusters, hosts, doctor]

@@ -46,6 +46,7 @@ def logs(job: str | None, **asked: Any) -> int:
     check_options(asked)
     if job is not None and os.path.isfile(job):
         return show_file(job, asked)
+    from gptctl import job_report
     from gptctl.cli_jobs import find_job, require_folder
 
     record = find_job(job)
@@ -53,6 +54,7 @@ def logs(job: str | None, **asked: Any) -> int:
     if asked["follow"]:
         return follow_job(record, wanted_of(asked, record.per_node), lines_of(asked), style_of(asked))
     require_folder(record)
+    job_report.state_of(record)  # of a job on other machines, brings its logs here
     if asked["failed"]:
         return show_failure(record, files, asked)
     return answer(files, wanted_of(asked, record.per_node), asked, is_over=lambda: is_over(record))
@@ -166,6 +168,7 @@ class Watched:
 def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "text") -> int:
     """Until the job ends; its verdict. On a terminal the training's progress stands below the lines."""
     from gptctl import job_report, ui
+    from gptctl.backends import backend_of
     from gptctl.logs.progress import ProgressLine
     from gptctl.logs.show import Printer
     from gptctl.logs.stream import follow
@@ -178,7 +181,8 @@ def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "te
         printer = ProgressLine(printer, out, job_report.max_steps(record))
     watched = Watched(record, printer.say)
     try:
-        follow(files_of(record), wanted, lines, printer, watched.is_over)
+        with backend_of(record.kind).following(record):
+            follow(files_of(record), wanted, lines, printer, watched.is_over)
     except KeyboardInterrupt:
         ui.say(job_report.goes_on(record))
         return INTERRUPTED

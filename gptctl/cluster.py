@@ -35,7 +35,7 @@ FOREIGN_KEY = Rule("P003", "a key belongs to the cluster's kind", "warning", use
 SBATCH = Rule("P004", "sbatch repeats no option that gptctl sets itself", uses=("sbatch",))
 
 _ONLY_SLURM = ("partition", "account", "gpu_request", "cpus_per_task", "sbatch")
-_ONLY_SSH = ("hosts", "identity_file", "known_hosts", "shared_fs")
+_ONLY_SSH = ("hosts", "identity_file", "known_hosts", "shared_fs", "patience", "allow_proxy_command")
 
 
 @record(frozen=True)
@@ -43,7 +43,11 @@ class Host:
     host: str = text(None, "name or address to connect to", r"[A-Za-z0-9._:-]{1,255}", "a host name or address")
     user: str | None = text(None, "empty: the ssh config's", r"[A-Za-z0-9._@-]{1,64}", "a user name")
     port: int | None = integer(None, "empty: the ssh config's, or 22", low=1, high=65535)
-    proxy_jump: str | None = text(None, "a bastion on the way", r"[A-Za-z0-9._@:-]{1,255}", "a host name")
+    identity_file: str | None = file_path(None, "private key; empty: the profile's")
+    gpus: int | None = integer(None, "its GPUs; empty: gpus_per_node", low=1, high=MAX_PER_NODE)
+    proxy_jump: str | None = text(
+        None, "bastions on the way, separated by commas", r"[A-Za-z0-9._@:,-]{1,255}", "a host name"
+    )
     address: str | None = text(None, "its address on the training network", r"[A-Za-z0-9._:-]{1,255}", "an address")
     interface: str | None = text(
         None, "its interface on the training network", r"[A-Za-z0-9._@-]{1,32}", "an interface name"
@@ -105,6 +109,8 @@ class Cluster:
     identity_file: str | None = file_path(None, "ssh: private key")
     known_hosts: str | None = file_path(None, "ssh: pinned host keys")
     shared_fs: bool = boolean(False, "ssh: run_root is one shared folder")
+    patience: float = number(30.0, "ssh: seconds for which a host may be silent while a job is started", above=0)
+    allow_proxy_command: bool = boolean(False, "ssh: a ProxyCommand of the ssh config may run on this machine")
     python: str | None = file_path(None, "interpreter on the nodes")
     env: Mapping[str, str] = key(Names(), {}, "environment of every rank; a run config's Launch.env wins")
 

@@ -11,17 +11,21 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
 from gptctl.check import Checked
-from gptctl.plan import LaunchPlan, Site, cluster_as_json
+from gptctl.launch_plan import LaunchPlan
+from gptctl.plan import Site, cluster_as_json
 from gptctl.report import frozen_config
 from trainer.errors import UserError
 
 MAX_CODE = 200 << 20
 MAX_DIFF = 1 << 20
 PLAIN_DIFF = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
+_MODULES = "__init__ agent begin launch_plan node on_host ports processes run_folder supervisor wire".split()
+OF_AGENT = (*(f"gptctl/{name}.py" for name in _MODULES), "trainer/__init__.py", "trainer/durable.py")
 _NOT_CODE = shutil.ignore_patterns("__pycache__", ".git", ".venv*", "*.pyc")
 
 
@@ -43,9 +47,24 @@ def freeze(
         _write(folder / name, text)
         (folder / name).chmod(0o700)
     _copy_code(folder / "code", checked, site)
+    if plan.kind == "ssh":
+        _copy_agent(folder / "lib")
     _copy_templates(folder / "templates", templates)
     _make_private(folder)
     _write(folder / "git.json", json.dumps(git, indent=1) + "\n")
+
+
+def _copy_agent(lib: Path) -> None:
+    """What runs on hosts, where gptctl need not be installed; few files, since each host gets them for each job.
+
+    Compiled, too, where they are here: a host with the same Python starts its agent in half the time.
+    """
+    root = Path(__file__).parent.parent
+    compiled = (os.path.relpath(cache_from_source(str(root / file)), root) for file in OF_AGENT)
+    for file in (*OF_AGENT, *compiled):
+        if (root / file).exists():
+            (lib / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / file, lib / file)  # with its times, by which Python knows what is up to date
 
 
 def _write(file: Path, text: str) -> None:

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gptctl.backends import BUILT, State, backend_of
+from gptctl.backends import KINDS, State, backend_of
 from gptctl.jobs import JobRecord
 from gptctl.logs.failed import rank_runs
 from gptctl.logs.local import LocalLogFiles
 from gptctl.report import count
-from gptctl.run_folder import COMPLETED, FINAL, UNKNOWN, RunFolder, read_json, read_text
+from gptctl.run_folder import COMPLETED, FINAL, LOST, UNKNOWN, RunFolder, read_json, read_text
 
 
 def state_of(record: JobRecord) -> State:
     """The job's own last word counts first; absence of it never counts as success."""
     if result := RunFolder(record.run_dir).result():
         return State(result.state, result.reason)
-    if record.kind not in BUILT:
+    if record.kind not in KINDS:
         return State(UNKNOWN, f"this gptctl knows no clusters of kind {record.kind}")
     return backend_of(record.kind).state(record)
 
@@ -29,13 +29,19 @@ def is_final(state: State) -> bool:
     return state.state in FINAL
 
 
+def may_run(record: JobRecord) -> bool:
+    """Whether processes of the job may be left: also those of a lost one, and those that `cancel` did not reach."""
+    state = state_of(record)
+    return not is_final(state) or state.state == LOST or RunFolder(record.run_dir).not_ended.exists()
+
+
 def verdict(state: State) -> int:
     return 0 if state.state == COMPLETED else 1
 
 
 def rows(records: Sequence[JobRecord]) -> list[dict[str, Any]]:
     """Lines of `gptctl list`; each backend is asked once for all of its jobs."""
-    open_ones = [record for record in records if record.kind in BUILT and not RunFolder(record.run_dir).result()]
+    open_ones = [record for record in records if record.kind in KINDS and not RunFolder(record.run_dir).result()]
     for kind in {record.kind for record in open_ones}:
         backend_of(kind).expect([record for record in open_ones if record.kind == kind])
     return [row(record) for record in records]

@@ -122,12 +122,6 @@ def _seconds(days: str | None, clock: list[int]) -> int:
     return minutes * 60 + seconds
 
 
-def seconds_of(time: str) -> int:
-    """The seconds of a time as `Duration` writes it."""
-    days, _, clock = time.rpartition("-")
-    return _seconds(days or "0", [int(part) for part in clock.split(":")])
-
-
 class Endpoint:
     """`HOST` or `HOST:PORT`; an IPv6 address in brackets."""
 

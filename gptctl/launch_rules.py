@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gptctl.cluster import Cluster
-from gptctl.launch import MAX_PER_NODE, OWN_KEY, Launch, is_set_by_gptctl, seconds_of, split_endpoint
+from gptctl.launch import MAX_PER_NODE, OWN_KEY, Launch, is_set_by_gptctl, split_endpoint
+from gptctl.launch_plan import seconds_of
 from trainer.config import Resolved, resolve
 from trainer.config.read import Reading
 from trainer.errors import Finding, Rule, errors_in
@@ -33,6 +34,11 @@ ARGUMENTS = Rule(
 NO_SLURM = Rule("A013", "options of Slurm are for a Slurm cluster", "notice", uses=("Launch.slurm", "Launch.cluster"))
 SAVE_BEFORE = Rule(
     "A014", "a job has time to train before it saves", uses=("Launch.slurm.save_before", "Launch.slurm.time")
+)
+DISKS = Rule(
+    "A015",
+    "on hosts without a shared folder every one holds whole replicas, and so whole checkpoints",
+    uses=(*MACHINE_KEYS, *DEGREE_KEYS.values()),
 )
 
 OWN_HOST = ("localhost", "::1", "0.0.0.0", "::")
@@ -62,6 +68,10 @@ def _check_nodes(launch: Launch, cluster: Cluster, machines: Machines) -> Iterat
     if cluster.gpus_per_node and max(numbers, default=0) >= cluster.gpus_per_node >= machines.per_node:
         message = f"there is no device {max(numbers)}: nodes of {cluster.name} have {cluster.gpus_per_node} GPUs"
         yield PER_NODE.found("Launch.devices", list(launch.devices or ()), message, "count from 0")
+    for host in cluster.hosts[: machines.nodes]:
+        if host.gpus and machines.per_node > host.gpus:
+            message = f"{machines.per_node} ranks per node, but {host.host} has {host.gpus} GPUs"
+            yield PER_NODE.found("Launch.gpus_per_node", machines.per_node, message, f"use {host.gpus}, and more nodes")
     if cluster.kind == "ssh" and machines.nodes > len(cluster.hosts):
         message = f"{machines.nodes} nodes, but {cluster.name} lists {len(cluster.hosts)} hosts"
         yield HOST_COUNT.found("Launch.nodes", machines.nodes, message, "use fewer nodes, or add hosts to the profile")
@@ -136,6 +146,24 @@ def check_elastic(launch: Launch, resolved: Resolved, machines: Machines, readin
                 message, hint = f"on {nodes} nodes: {finding.message}", "change the range of nodes"
                 yield finding._replace(key="Launch.nodes", value=launch.nodes, message=message, hint=hint, place=None)
                 return
+
+
+def has_private_disks(launch: Launch, cluster: Cluster) -> bool:
+    """Whether every node of the job keeps what it writes to itself."""
+    return cluster.kind == "ssh" and not cluster.shared_fs and launch.node_range[1] > 1
+
+
+def check_disks(launch: Launch, cluster: Cluster, machines: Machines, resolved: Resolved) -> Iterator[Finding]:
+    layout, per_node = resolved.layout, machines.per_node
+    if (
+        launch.entrypoint == "trainer"
+        and has_private_disks(launch, cluster)
+        and not layout.has_whole_replicas(per_node)
+    ):
+        ranks = layout.pp * layout.sharding * layout.mp
+        message = f"mp × sharding × pp is {ranks}, but a host has {per_node} ranks: checkpoints would be torn"
+        hint = "set shared_fs: true if all hosts see run_root; else let mp × sharding × pp divide gpus_per_node"
+        yield DISKS.found("Launch.cluster", cluster.name, message, hint)
 
 
 def check_spread(machines: Machines, asked: int, reading: Reading) -> Iterator[Finding]:

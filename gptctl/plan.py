@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from gptctl.check import Checked
 from gptctl.cluster import Cluster
-from gptctl.launch import Launch, Slurm, seconds_of, split_endpoint
+from gptctl.launch import Launch, Slurm, split_endpoint
+from gptctl.launch_plan import LaunchPlan, seconds_of
+from gptctl.launch_rules import has_private_disks
 from trainer.config import Override
 
 LOOPBACK = "127.0.0.1"
@@ -43,62 +45,6 @@ class Ground(NamedTuple):
 IN_PLACE = Ground()
 
 
-class LaunchPlan(NamedTuple):
-    job_id: str
-    job_name: str
-    cluster: str
-    kind: str  # local | slurm | ssh
-    style: str
-    form: str  # how ranks meet: static | c10d | standalone | launch
-    nodes: int  # the most, if the job is elastic
-    nnodes: str  # what torchrun is told: 2, or 1:2
-    per_node: int
-    world: int
-    device: str
-    hosts: tuple[str, ...]  # addresses in node order, where they are known beforehand
-    rdzv_id: str  # empty: Slurm's job id
-    master_addr: str  # empty: the first host of the allocation
-    master_port: int | None  # None: probed on the head node
-    master_interface: str
-    max_restarts: int
-    time_limit: str  # as Slurm writes it; empty: none
-    python: str
-    container: tuple[str, ...]  # words before the command
-    program: tuple[str, ...]  # what every rank runs, without the interpreter
-    work_dir: str
-    run_dir: str
-    log_dir: str
-    output_dir: str  # of the bundled trainer, in whose status.json it says how it ended
-    setup: tuple[str, ...]
-    env: Mapping[str, str]
-    env_origins: Mapping[str, str]
-    secrets: Mapping[str, Mapping[str, str]]
-    sbatch: Mapping[str, str]  # options of sbatch that come from config, flags and profile
-
-    @property
-    def is_elastic(self) -> bool:
-        return ":" in self.nnodes
-
-    @property
-    def torchrun_restarts(self) -> int:
-        """How often torchrun itself starts failed ranks again: with static rendezvous it cannot, so gptctl does."""
-        return 0 if self.form in ("static", "launch") else self.max_restarts
-
-    @property
-    def attempts(self) -> int:
-        """How often gptctl starts the job at most."""
-        return 1 + self.max_restarts - self.torchrun_restarts
-
-    def as_json(self) -> dict[str, Any]:
-        return self._asdict()
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> LaunchPlan:
-        """Ignores what a newer gptctl added."""
-        known = [values[name] for name in LaunchPlan._fields]
-        return LaunchPlan._make(tuple(value) if isinstance(value, list) else value for value in known)
-
-
 def build_plan(
     checked: Checked, site: Site, ground: Ground = IN_PLACE, overrides: Sequence[Override] = ()
 ) -> LaunchPlan:
@@ -121,6 +67,7 @@ def build_plan(
         world=machines.world,
         device=checked.device,
         hosts=hosts,
+        interfaces=tuple(host.interface or "" for host in cluster.hosts[: machines.nodes]),
         rdzv_id=launch.rdzv.id or ground.job_id or ("" if cluster.kind == "slurm" else launch.job_name),
         master_addr=address,
         master_port=port,
@@ -130,7 +77,7 @@ def build_plan(
         python=python_of(cluster, site),
         container=_container(cluster, ground),
         program=_program(checked, site, ground, overrides),
-        work_dir=site.folder,
+        work_dir=_work_dir(cluster, site, ground),
         run_dir=ground.run_dir,
         log_dir=_log_dir(launch, site, ground),
         output_dir=_output_dir(checked, site, ground),
@@ -207,6 +154,11 @@ def _output_dir(checked: Checked, site: Site, ground: Ground) -> str:
     return site.absolute(checked.output_dir or os.path.join(ground.run_dir, "output"))
 
 
+def _work_dir(cluster: Cluster, site: Site, ground: Ground) -> str:
+    """The current folder; ssh hosts do not have it, but the files that are sent with the job."""
+    return os.path.join(ground.run_dir, "code") if cluster.kind == "ssh" and ground.run_dir else site.folder
+
+
 def _log_dir(launch: Launch, site: Site, ground: Ground) -> str:
     if launch.log_dir:
         return site.absolute(os.path.join(launch.log_dir, ground.job_id))
@@ -227,6 +179,8 @@ def _environment(checked: Checked, form: str) -> dict[str, tuple[str, str]]:
         chosen["NCCL_DEBUG"] = ("WARN", ours)
     if cluster.kind == "local":
         chosen["GLOO_SOCKET_IFNAME"] = ("lo", ours)
+    if launch.entrypoint == "trainer" and has_private_disks(launch, cluster):
+        chosen["GPTCTL_PRIVATE_DISKS"] = ("1", ours)  # the trainer keeps a whole checkpoint on each
     if launch.devices:
         chosen["CUDA_VISIBLE_DEVICES"] = (",".join(launch.devices), ours)
     chosen |= {name: (value, f"profile {cluster.name}") for name, value in cluster.env.items()}

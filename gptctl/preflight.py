@@ -10,7 +10,8 @@ from pathlib import Path
 
 from gptctl.check import Checked
 from gptctl.cluster import Cluster
-from gptctl.plan import LOOPBACK, Ground, LaunchPlan, Site, build_plan, python_of
+from gptctl.launch_plan import LaunchPlan
+from gptctl.plan import LOOPBACK, Ground, Site, build_plan, python_of
 from gptctl.report import NO_PATH
 from trainer.errors import Finding, Rule
 
@@ -23,6 +24,7 @@ WRITABLE = Rule("S006", "the folder of runs can be written to")
 SECRET_SOURCE = Rule("S007", "a secret can be read where the job runs")
 ACCEPTED = Rule("S008", "the scheduler would accept the job")
 BACKSLASH = Rule("S009", "paths of a Slurm job have no backslash, which Slurm takes for its own")
+USABLE = Rule("S010", "every host of a job can be reached and used when it starts")
 
 
 def check_surroundings(checked: Checked, plan: LaunchPlan, site: Site) -> list[Finding]:
@@ -32,7 +34,7 @@ def check_surroundings(checked: Checked, plan: LaunchPlan, site: Site) -> list[F
         *_check_data(checked, site),
         *(_check_run_root(checked.cluster, site) if plan.kind != "ssh" else ()),
         *(_check_this_machine(checked, plan) if plan.kind == "local" else ()),
-        *(_check_secrets(plan) if plan.kind != "ssh" else ()),
+        *_check_secrets(plan),
         *(_check_backslash(plan) if plan.kind == "slurm" else ()),
     ]
     return [finding._replace(message=_at(finding, places.get(finding.key, ""))) for finding in found]
@@ -123,16 +125,18 @@ def _check_run_root(cluster: Cluster, site: Site) -> Iterator[Finding]:
 
 
 def _check_this_machine(checked: Checked, plan: LaunchPlan) -> Iterator[Finding]:
+    from gptctl.ports import fault_of_port
+
     yield from _check_python(plan.python, bool(plan.container or plan.setup), plan.cluster)
     port = plan.master_port
     asked = port or plan.master_addr != LOOPBACK
-    if asked and plan.form != "standalone" and (fault := _fault_of(plan.master_addr, port or 0)):
+    if asked and plan.form != "standalone" and (fault := fault_of_port(plan.master_addr, port or 0)):
         message = f"ranks cannot meet at {plan.master_addr}:{port or '(any port)'}: {fault}"
         yield PORT_FREE.found("Launch.rdzv.port", port, message, "leave it empty: a free one is chosen")
 
 
 def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
-    """A job inherits this environment; which files its nodes see is known for this machine only."""
+    """A job inherits from this environment; which files its nodes see is known for this machine only."""
     for name, source in plan.secrets.items():
         if "file" in source:
             missing = plan.kind == "local" and not os.access(source["file"], os.R_OK)
@@ -163,15 +167,3 @@ def _is_program(name: str) -> bool:
     from shutil import which
 
     return which(name) is not None
-
-
-def _fault_of(host: str, port: int) -> str:
-    import socket
-
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: a closed one is free at once
-            probe.bind((host, port))
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptctl.jobs import home, private_files
-from gptctl.plan import LaunchPlan
+from gptctl.launch_plan import LaunchPlan
 from gptctl.resources import folder
 from trainer.errors import WRONG_USAGE, UserError, closest
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # without USR1 torchrun would die of it and leave its ranks alone
 LAUNCH = "launch.sh"
 BATCH = "job.sbatch"
+AGENT = "agent.sh"
 SCRIPTS = {"srun-script": "srun-script.sh", "sbatch": "sbatch.sh", "loop": "loop.sh"}
 COMMAND = "command.sh"
 # Set by a template for the one that it includes.

@@ -7,6 +7,7 @@ attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.json
 logs/attempt-<k>/     workerlog.<rank>  node.<n>.log  batch.log
 output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
 cancelled             nothing of this job may start any more
+not-ended             ssh: hosts where it could not be ended, since they were out of reach
 result.json           how it ended
 """
 
@@ -51,6 +52,10 @@ class RunFolder:
         """From now on nothing of this job starts; `now`: what runs gets no time to save."""
         with replacing(self.cancelled) as stream:
             stream.write(b"now" if now else b"gently")
+
+    @property
+    def not_ended(self) -> Path:
+        return self.path / "not-ended"
 
     def is_hurried(self) -> bool:
         return read_text(self.cancelled) == "now"
@@ -112,10 +117,12 @@ class RunFolder:
 
     def rank_events(self, attempt: int) -> list[dict[str, Any]]:
         """What the ranks' watchers wrote, per node in the order they wrote it; torn lines are left out."""
-        from gptctl.logs.files import json_lines
-
         files = sorted(self.attempt(attempt).glob("ranks.*.jsonl"))
         return [event for file in files for event in json_lines(read_text(file).encode())]
+
+    def give_up(self, attempt: int) -> None:
+        """What a rank of another machine has said counts here, too."""
+        (self.attempt(attempt) / "cannot-be-helped").touch()
 
     def cannot_be_helped(self, attempt: int) -> bool:
         """Whether a rank has said that starting again would end the same way."""
@@ -163,3 +170,16 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def json_lines(data: bytes) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; torn lines and garbage are passed over."""
+    found = []
+    for line in data.splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found

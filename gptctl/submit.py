@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import trainer
-from gptctl.backends import BUILT, backend_of
+from gptctl.backends import KINDS, backend_of
 from gptctl.check import Checked, check_config
-from gptctl.jobs import JobRecord, Store, new_record, private_files
-from gptctl.plan import Ground, LaunchPlan, Site, build_plan
+from gptctl.jobs import JobRecord, Store, home, new_record, private_files
+from gptctl.launch_plan import LaunchPlan
+from gptctl.plan import Ground, Site, build_plan
 from gptctl.preflight import check_surroundings
 from gptctl.processes import is_alive, is_here
-from gptctl.render import BATCH, LAUNCH, check_syntax, render
+from gptctl.render import AGENT, BATCH, LAUNCH, check_syntax, render
 from gptctl.report import frozen_config
 from gptctl.run_folder import RunFolder, read_json, read_text
 from trainer.config import Override
@@ -73,7 +74,7 @@ def prepare(
 
 def _scripts(plan: LaunchPlan, templates: Sequence[Path]) -> dict[str, str]:
     """What is submitted, by file name; where a template is the user's own, bash reads it first."""
-    names = [BATCH, LAUNCH] if plan.kind == "slurm" else [LAUNCH]
+    names = {"slurm": [BATCH, LAUNCH], "ssh": [AGENT, LAUNCH]}.get(plan.kind, [LAUNCH])
     scripts = {name: render(plan, name, templates) for name in names}
     for name, text in scripts.items() if templates else ():
         check_syntax(name, text)
@@ -133,10 +134,23 @@ def _planned(checked: Checked, site: Site, store: Store, base: str) -> LaunchPla
     number = 1
     while True:
         job_id = base if number == 1 else f"{base}-{number}"
-        run_dir = os.path.join(root, job_id)
-        if not store.holds(job_id) and not os.path.lexists(run_dir):
-            return build_plan(checked, site, Ground(job_id, run_dir))
+        plan = build_plan(checked, site, Ground(job_id, os.path.join(root, job_id)))
+        if not store.holds(job_id) and not os.path.lexists(folder_here(plan)):
+            return plan
         number += 1
+
+
+def folder_here(plan: LaunchPlan) -> str:
+    """The job's folder on this machine: for ssh hosts, a copy of what they have."""
+    return str(home() / "runs" / plan.job_id) if plan.kind == "ssh" else plan.run_dir
+
+
+def _here(path: str, plan: LaunchPlan) -> str:
+    """Where a folder of the job is found on this machine."""
+    if plan.kind != "ssh" or not path:
+        return path
+    name = "logs" if path == plan.log_dir else "output"
+    return os.path.join(folder_here(plan), name)
 
 
 def submit(prepared: Prepared, store: Store) -> JobRecord:
@@ -147,7 +161,7 @@ def submit(prepared: Prepared, store: Store) -> JobRecord:
         _freeze(prepared, record)
         record = record._replace(handle=backend.start(prepared.plan, record))
         store.accept(record)
-        _point_latest_at(prepared.plan.run_dir)
+        _point_latest_at(record.run_dir)
     except BaseException as error:
         if not _undo_or_say(record, store, error):
             with suppress(OSError):  # a later gptctl completes the record
@@ -199,13 +213,13 @@ def _journal(prepared: Prepared, store: Store) -> tuple[Prepared, JobRecord]:
             name=plan.job_name,
             cluster=plan.cluster,
             kind=plan.kind,
-            run_dir=plan.run_dir,
-            log_dir=plan.log_dir,
+            run_dir=folder_here(plan),
+            log_dir=_here(plan.log_dir, plan),
             nodes=plan.nodes,
             per_node=plan.per_node,
             world=plan.world,
             config=prepared.site.absolute(str(checked.path)) if checked.path else "",
-            output_dir=plan.output_dir,
+            output_dir=_here(plan.output_dir, plan),
             token=os.urandom(8).hex(),
         )
         if store.add(record):
@@ -253,7 +267,7 @@ def sweep(store: Store) -> list[str]:
     notes = []
     store.tidy()
     for record in store.pending():
-        if record.kind not in BUILT or is_alive(record.submitter) or not is_here(record.submitter):
+        if record.kind not in KINDS or is_alive(record.submitter) or not is_here(record.submitter):
             continue
         try:
             if undo(record, store):

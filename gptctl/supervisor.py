@@ -1,26 +1,24 @@
-"""Runs a job on this machine, detached from everything: python -m gptctl.supervisor RUN_DIR
+"""Runs a job, detached from everything. With all nodes on this machine: python -m gptctl.supervisor RUN_DIR
 
-Starts `launch.sh` once for every node, waits, starts failed attempts again, keeps the time limit, and says in
-`result.json` how the job ended. Knows the run folder only; whoever wants to stop the job sends SIGTERM.
+Starts all nodes, waits, starts failed attempts again, keeps the time limit, and says in `result.json` how the job
+ended. Knows the run folder only; whoever wants to stop the job sends SIGTERM.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
+from typing import Protocol
 
-from gptctl.launch import seconds_of
-from gptctl.plan import LaunchPlan
-from gptctl.processes import adopt_orphans, kill_all, processes_of, send, this_process
+from gptctl.launch_plan import LaunchPlan, seconds_of
+from gptctl.node import Ended, Node
+from gptctl.ports import free_port
+from gptctl.processes import adopt_orphans, this_process
 from gptctl.run_folder import (
     CANCELLED,
     FAILED,
@@ -28,14 +26,12 @@ from gptctl.run_folder import (
     TIMEOUT,
     RunFolder,
     read_json,
-    read_text,
 )
 from trainer.durable import replacing
 
 TICK = 0.05
 LAST_WORDS = 5.0  # seconds that the other nodes get to end by themselves when one has failed
 GRACE = 30.0  # seconds between asking a job to stop and ending it; torchrun gives its ranks as many
-PORTS = range(20000, 32000)  # below those that outgoing connections take
 PORT_TRIES = 3
 
 
@@ -47,39 +43,60 @@ class Stopped(Exception):
         self.state, self.reason = state, reason
 
 
+class Supervised(Protocol):
+    """A node, here or on another machine; see `node.py` for what each of these does."""
+
+    number: int
+
+    def start(self, attempt: int, host: str, port: int) -> None: ...
+
+    def ended(self) -> Ended | None: ...
+
+    def has_ranks(self) -> bool: ...
+
+    def ask(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 class Supervisor:
-    def __init__(self, plan: LaunchPlan) -> None:
+    """Keeps the nodes of a job in step: all begin an attempt together, and when one has failed the others end."""
+
+    def __init__(self, plan: LaunchPlan, nodes: Sequence[Supervised], head: Node, host: str = "") -> None:
         self.folder, self.plan = RunFolder(plan.run_dir), plan
-        self.wanted: Stopped | None = None
+        self.nodes, self.head = nodes, head
+        self.host = host or plan.master_addr
         self.port: int | None = None  # chosen, not used yet
+        self.wanted: Stopped | None = None
         limit = seconds_of(plan.time_limit) if plan.time_limit else None
         self.deadline = time.monotonic() + limit if limit else None
-        self.environment = {name: value for name, value in os.environ.items() if name != "GPTCTL_READY"}
 
     def choose_port(self, attempt: int) -> int:
         """Where the ranks of an attempt will meet, for all to read."""
-        host = self.plan.master_addr
-        self.port = self.plan.master_port or free_port(host)
+        here = "" if self.plan.kind == "ssh" else self.host  # by which name others know this host is not asked
+        self.port = self.plan.master_port or free_port(here)
         self.folder.attempt(attempt).mkdir(exist_ok=True)
         with replacing(self.folder.attempt(attempt) / "endpoint.json") as stream:
-            stream.write(json.dumps({"host": host, "port": self.port}).encode())
+            stream.write(json.dumps({"host": self.host, "port": self.port}).encode())
         return self.port
 
-    def run(self) -> None:
+    def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
+        """To the job's end, of which it leaves word; `on_ready` is called once the job exists."""
         signal.signal(signal.SIGTERM, self._on_signal)
-        state, reason = FAILED, "the supervisor failed; see supervisor.log"
+        log = f"{self.plan.run_dir}/agent.0.log on its first host" if self.plan.kind == "ssh" else "supervisor.log"
+        state, reason = FAILED, f"gptctl failed to look after it: see {log}"
         try:
             self.choose_port(0)  # before gptctl is told that the job exists, and says where it meets
-            tell_gptctl(b"1")
+            on_ready()
             state, reason = self._attempts()
         except Stopped as stop:
             state, reason = stop.state, stop.reason
         except OSError as error:
             reason = f"{error.filename}: {error.strerror}"
         finally:
-            kill_all(self.plan.run_dir, os.getpid())
+            self._kill()
             self.folder.finish(state, reason)
-            tell_gptctl(b"1")  # a job that failed at once exists, too
+            on_ready()  # a job that failed at once exists, too
 
     def _on_signal(self, number: int, frame: object) -> None:
         is_cancelled = self.folder.cancelled.exists()
@@ -90,65 +107,54 @@ class Supervisor:
         """Starts the job until it is done, or no further start would help or is allowed."""
         for number in range(self.plan.attempts):
             began = time.time()
-            codes = self._attempt(number)
+            ends = self._attempt(number)
+            codes = {node: end.code for node, end in ends.items()}
             ended = self.folder.judge(number, codes, self.plan.nnodes, self.plan.output_dir, began)
-            reason = f"{ended.reason}{self._last_words(number, next(iter(codes)))}"
+            last_words = next(iter(ends.values())).last_words
+            reason = f"{ended.reason}: {last_words}" if last_words else ended.reason
             if ended.state != FAILED or self.folder.cannot_be_helped(number):
                 break
             print(f"attempt {number}: {reason}", flush=True)
         return ended.state, reason
 
-    def _attempt(self, number: int) -> dict[int, int]:
-        """The exit codes of one start of all nodes, the first that failed first."""
+    def _attempt(self, number: int) -> dict[int, Ended]:
+        """How one start of all nodes ended, the first that failed first."""
         for _ in range(PORT_TRIES):
-            already_said = len(self._said(number, 0))
-            codes = self._start_and_wait(number)
-            if not any(codes.values()) or not self._port_was_taken(number, already_said):
+            ends = self._start_and_wait(number)
+            if not any(end.code for end in ends.values()) or not self._port_was_taken():
                 break
-        return codes
+        if any(end.is_hopeless for end in ends.values()):
+            self.folder.give_up(number)
+        return ends
 
-    def _start_and_wait(self, number: int) -> dict[int, int]:
+    def _start_and_wait(self, number: int) -> dict[int, Ended]:
         if self.folder.cancelled.exists():
             raise Stopped(CANCELLED, "cancelled")
         port = self.port or self.choose_port(number)
         self.port = None
-        logs = self._logs(number)
-        logs.mkdir(parents=True, exist_ok=True)
-        for stale in self.folder.attempt(number).glob("node.*"):  # of a try whose port was taken
-            stale.unlink()
-        meeting = {"MASTER_ADDR": self.plan.master_addr, "MASTER_PORT": str(port)}
-        nodes = [self._start_node(node, number, logs, meeting) for node in range(self.plan.nodes)]
+        if self.plan.hosts:
+            (self.folder.attempt(number) / "hosts").write_text("\n".join(self.plan.hosts) + "\n", encoding="utf-8")
+        for node in self.nodes:
+            node.start(number, self.host, port)
         try:
-            return self._wait(nodes)
+            return self._wait()
         except Stopped:
-            self._stop(nodes, number)
+            self._stop()
             raise
 
-    def _start_node(self, node: int, attempt: int, logs: Path, meeting: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        number = {"GPTCTL_NODE": str(node), "GPTCTL_ATTEMPT": str(attempt), "GPTCTL_RUN_DIR": self.plan.run_dir}
-        with open(logs / f"node.{node}.log", "ab") as log:
-            return subprocess.Popen(
-                ["bash", os.path.join(self.plan.run_dir, "launch.sh")],
-                env={**self.environment, **meeting, **number},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def _wait(self, nodes: list[subprocess.Popen[bytes]]) -> dict[int, int]:
+    def _wait(self) -> dict[int, Ended]:
         """Until all nodes have ended; once one has failed, the others have little time left."""
-        codes: dict[int, int] = {}
+        ends: dict[int, Ended] = {}
         for _ in self._ticks():
-            for node, process in enumerate(nodes):
-                code = process.poll()
-                if code is not None and node not in codes:
-                    codes[node] = code if code >= 0 else 128 - code
-            if len(codes) == len(nodes):
+            for node in self.nodes:
+                if node.number not in ends and (end := node.ended()):
+                    ends[node.number] = end
+            if len(ends) == len(self.nodes):
                 break
-            if any(codes.values()) and not self.plan.is_elastic:
-                self._end(nodes, LAST_WORDS)
-        return dict(sorted(codes.items(), key=lambda item: item[1] == 0))
+            if any(end.code for end in ends.values()) and not self.plan.is_elastic:
+                self._await_end(LAST_WORDS)
+                self._kill()
+        return dict(sorted(ends.items(), key=lambda item: item[1].code == 0))
 
     def _ticks(self) -> Iterator[None]:
         while True:
@@ -159,61 +165,35 @@ class Supervisor:
                 raise Stopped(TIMEOUT, f"the time limit of {self.plan.time_limit} is over")
             time.sleep(TICK)
 
-    def _stop(self, nodes: list[subprocess.Popen[bytes]], attempt: int) -> None:
-        """Asks torchrun to end; ranks get the signal from it, and time to save. Before ranks run, none is needed."""
-        asked: set[int] = set()
+    def _stop(self) -> None:
+        """Ranks get time to save. Before ranks run, none is needed."""
         deadline = time.monotonic() + GRACE
-        while any(process.poll() is None for process in nodes) and time.monotonic() < deadline:
-            if self.folder.is_hurried() or not self.folder.rank_events(attempt):
+        while self._runs() and time.monotonic() < deadline:
+            if self.folder.is_hurried() or not any(node.has_ranks() for node in self.nodes):
                 break
-            for node, pid in self.folder.torchruns(attempt).items():
-                if node not in asked and nodes[node].poll() is None:
-                    asked.add(node)
-                    self._wake_and_ask(pid)
+            for node in self.nodes:
+                node.ask()
             time.sleep(TICK)
-        self._end(nodes, 0.0)
+        self._kill()
 
-    def _wake_and_ask(self, torchrun: int) -> None:
-        for pid in processes_of(self.plan.run_dir):  # one that is stopped could not answer
-            send(pid, signal.SIGCONT)
-        send(torchrun, signal.SIGTERM)
+    def _runs(self) -> bool:
+        return any(not node.ended() for node in self.nodes)
 
-    def _end(self, nodes: list[subprocess.Popen[bytes]], patience: float) -> None:
+    def _await_end(self, patience: float) -> None:
         deadline = time.monotonic() + patience
-        while any(process.poll() is None for process in nodes) and time.monotonic() < deadline:
+        while self._runs() and time.monotonic() < deadline:
             time.sleep(TICK)
-        kill_all(self.plan.run_dir, os.getpid())
-        for process in nodes:
-            process.wait()
 
-    def _last_words(self, attempt: int, node: int) -> str:
-        """What a node said that failed before it had a rank."""
-        if self.folder.rank_events(attempt) or self.folder.exit_codes(attempt, self.plan.nodes).get(node) == 0:
-            return ""
-        lines = self._said(attempt, node).split("\n")
-        return next((f": {line.strip()[:200]}" for line in reversed(lines) if line.strip()), "")
+    def _kill(self) -> None:
+        for node in self.nodes:
+            node.kill()
 
-    def _said(self, attempt: int, node: int) -> str:
-        return read_text(self._logs(attempt) / f"node.{node}.log")
-
-    def _logs(self, attempt: int) -> Path:
-        return Path(self.plan.log_dir) / f"attempt-{attempt}"
-
-    def _port_was_taken(self, attempt: int, already_said: int) -> bool:
+    def _port_was_taken(self) -> bool:
         """Between choosing a port and using it somebody else may take it; no rank has started then."""
-        if self.plan.master_port or self.folder.rank_events(attempt):
+        if self.plan.master_port or any(node.has_ranks() for node in self.nodes):
             return False
-        log = self._said(attempt, 0)[already_said:]
+        log = self.head.said()
         return "EADDRINUSE" in log or "address already in use" in log.lower()
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
-    for port in random.sample(PORTS, 200):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((host, port))
-            return port
-    raise OSError(98, "no free port", f"{host}:{PORTS.start}-{PORTS.stop}")
 
 
 def tell_gptctl(answer: bytes) -> None:
@@ -233,9 +213,10 @@ def main() -> None:
         signal.signal(number, lambda number, frame: None)
     adopt_orphans()
     plan = LaunchPlan.from_json(read_json(folder.path / "plan.json") or {})
-    supervisor = Supervisor(plan)
+    environment = {name: value for name, value in os.environ.items() if name != "GPTCTL_READY"}
+    nodes = [Node(plan, number, environment) for number in range(plan.nodes)]
     if folder.take(this_process()):
-        supervisor.run()
+        Supervisor(plan, nodes, head=nodes[0]).run(on_ready=lambda: tell_gptctl(b"1"))
     else:
         tell_gptctl(b"0")
 

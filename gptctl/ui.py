@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from trainer.errors import Finding, UserError
@@ -16,6 +17,7 @@ _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufeff]"
 )
+SAY_EVERY = 5.0  # seconds between two words about progress
 _COLOURS = {"error": "bold red", "warning": "yellow", "notice": "cyan", "hint": "green"}
 
 
@@ -30,6 +32,34 @@ def print_json(value: Any) -> None:
 
 def print_text(text: str) -> None:
     print(clean(text))
+
+
+Progress = Callable[[int], None]  # told how many bytes have come
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Progress]:
+    """Of something long: a bar on a terminal, a line now and then elsewhere."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn(clean(title)), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Bar(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda size: bar.advance(task, size)
+        return
+    came, said = 0, time.monotonic()
+
+    def note(size: int) -> None:
+        nonlocal came, said
+        came += size
+        if time.monotonic() - said > SAY_EVERY:
+            said = time.monotonic()
+            say(f"{title}: {came:,} of {total:,} bytes")
+
+    yield note
 
 
 def print_exactly(text: str) -> None:

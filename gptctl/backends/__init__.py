@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
 
 from gptctl.jobs import JobRecord
-from gptctl.plan import LaunchPlan
+from gptctl.launch_plan import LaunchPlan
 from trainer.errors import OUT_OF_REACH, UserError
 
-BUILT = ("local", "slurm")
+KINDS = ("local", "slurm", "ssh")
 
 
 class State(NamedTuple):
@@ -32,6 +34,10 @@ class Backend(Protocol):
         """The states of these jobs, without results, are asked for next: a scheduler is asked once for all."""
         ...
 
+    def following(self, record: JobRecord) -> AbstractContextManager[None]:
+        """While the logs of the job are followed: keeps the job's folder on this machine up to date."""
+        ...
+
     def state(self, record: JobRecord) -> State:
         """Of a job that has left no result."""
         ...
@@ -40,13 +46,21 @@ class Backend(Protocol):
         """Ends every process of the job; returns when none is left."""
         ...
 
+    def output(self, record: JobRecord) -> tuple[str, list[str]]:
+        """Where the trainer's checkpoints are when the next job runs there, and what is in that folder."""
+        ...
+
     def abandon(self, record: JobRecord) -> bool:
         """Makes sure that a half-submitted job never starts; False when it has started."""
         ...
 
 
+def output_seen_here(record: JobRecord) -> tuple[str, list[str]]:
+    return record.output_dir, os.listdir(record.output_dir) if os.path.isdir(record.output_dir) else []
+
+
 def backend_of(kind: str) -> Backend:
-    if kind not in BUILT:
-        hint = "`gptctl render` prints the script for it"
-        raise UserError(f"submitting to a cluster of kind {kind} is not built yet", hint, OUT_OF_REACH)
+    if kind not in KINDS:
+        hint = f"a newer one may have made this job; this one knows {', '.join(KINDS)}"
+        raise UserError(f"this gptctl knows no clusters of kind {kind}", hint, OUT_OF_REACH)
     return cast("Backend", import_module(f"gptctl.backends.{kind}"))

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from gptctl.backends import State
+from gptctl.backends import State, output_seen_here
 from gptctl.jobs import JobRecord, private_files
-from gptctl.plan import LaunchPlan
+from gptctl.launch_plan import LaunchPlan
 from gptctl.processes import clean_environment, is_alive, is_here, is_same_boot, kill_all, processes_of, send
 from gptctl.run_folder import (
     CANCELLED,
@@ -59,6 +60,10 @@ def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
 
 def expect(records: Sequence[JobRecord]) -> None:
     """Each is looked at by itself."""
+
+
+def following(record: JobRecord) -> AbstractContextManager[None]:
+    return nullcontext()  # its folder is here
 
 
 def state(record: JobRecord) -> State:
@@ -138,3 +143,6 @@ def abandon(record: JobRecord) -> bool:
     folder = RunFolder(record.run_dir)
     # Or another gptctl has abandoned it, and was killed before it could take the folder away.
     return folder.take({"abandoned": True}) or bool((folder.claimed_by() or {}).get("abandoned"))
+
+
+output = output_seen_here

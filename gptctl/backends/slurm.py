@@ -11,14 +11,14 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
 from gptctl import slurm, ui
-from gptctl.backends import State
+from gptctl.backends import State, output_seen_here
 from gptctl.jobs import JobRecord, private_files
-from gptctl.plan import LaunchPlan
+from gptctl.launch_plan import LaunchPlan
 from gptctl.processes import clean_environment, is_alive, is_here
 from gptctl.render import BATCH
 from gptctl.run_folder import (
@@ -212,6 +212,10 @@ def expect(records: Sequence[JobRecord]) -> None:
         QUEUE.look_up([record.handle["scheduler_id"] for record in records if "scheduler_id" in record.handle])
 
 
+def following(record: JobRecord) -> AbstractContextManager[None]:
+    return nullcontext()  # its folder is here
+
+
 def state(record: JobRecord) -> State:
     folder = RunFolder(record.run_dir)
     claim = folder.claimed_by() or dict(record.handle)
@@ -371,3 +375,6 @@ def _wait_until_ended(jobs: set[str], record: JobRecord) -> None:
             return
         time.sleep(1)
     raise UserError(f"{record.id} has not ended in {STOP_PATIENCE:.0f} s", "ask again: gptctl status", OUT_OF_REACH)
+
+
+output = output_seen_here

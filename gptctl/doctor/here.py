@@ -9,9 +9,9 @@ from pathlib import Path
 from gptctl.doctor.probe import NODE_SCRIPT
 from gptctl.doctor.signals import undisturbed
 from gptctl.plan import LOOPBACK
+from gptctl.ports import free_port
 from gptctl.processes import clean_environment, kill_all
 from gptctl.run_folder import read_text
-from gptctl.supervisor import free_port
 
 PATIENCE = 120.0
 

@@ -16,7 +16,8 @@ from gptctl.doctor.judge import Node, Sighting, Wanted, judge_no_reduce, judge_n
 from gptctl.doctor.rows import Row
 from gptctl.doctor.signals import undisturbed
 from gptctl.jobs import private_files
-from gptctl.plan import Ground, LaunchPlan, Site, build_plan
+from gptctl.launch_plan import LaunchPlan
+from gptctl.plan import Ground, Site, build_plan
 from gptctl.render import render
 from gptctl.run_folder import read_json, read_text
 from trainer.config import Override
@@ -115,7 +116,7 @@ def node_names(folder: Path, nodes: int) -> list[str]:
     return [hosts[number] if number < len(hosts) else f"node {number}" for number in range(nodes)]
 
 
-def read_nodes(folder: Path, names: Sequence[str], sightings: Sightings) -> list[Node]:
+def read_nodes(folder: Path, names: Sequence[str], sightings: Sightings | None) -> list[Node]:
     unseen = {}
     for line in read_text(folder / "unseen").splitlines():
         number, _, words = line.partition(" ")
@@ -127,7 +128,7 @@ def read_nodes(folder: Path, names: Sequence[str], sightings: Sightings) -> list
             unseen=unseen.get(str(number), ""),
             failed=read_text(folder / f"node.{number}.failed").strip(),
             said=last_line(folder / f"node.{number}.log"),
-            sighting=sightings.found.get(number),
+            sighting=sightings.found.get(number) if sightings else None,
         )
         for number, name in enumerate(names)
     ]
@@ -147,7 +148,7 @@ def last_line(file: Path) -> str:
     return lines[-1][:300] if lines else ""
 
 
-def rows_of(folder: Path, names: Sequence[str], sightings: Sightings, wanted: Wanted) -> list[Row]:
+def rows_of(folder: Path, names: Sequence[str], sightings: Sightings | None, wanted: Wanted) -> list[Row]:
     """Everything that the nodes told."""
     nodes = read_nodes(folder, names, sightings)
     rows = judge_nodes(nodes, wanted)

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
+from gptctl.run_folder import json_lines
 from trainer.errors import WRONG_USAGE, UserError
 
 Kind = Literal["rank", "node", "batch", "file"]
@@ -131,19 +131,6 @@ class Wanted:
             guess = file.number // self.per_node if self.per_node else None
             return nodes.get(file.number, guess) == self.node
         return file.kind == "node" and file.number == self.node
-
-
-def json_lines(data: bytes) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; torn lines and garbage are passed over."""
-    found = []
-    for line in data.splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
 
 
 def node_of_ranks(records: Mapping[str, bytes]) -> dict[int, int]:

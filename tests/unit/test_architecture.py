@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gptctl.freeze import OF_AGENT
 from tests.conftest import ROOT
 
 TORCH_FREE = tuple(f"trainer.{name}" for name in "errors layout config estimate logline durable rank_log".split())
@@ -39,6 +40,14 @@ def is_torch_free(module: str) -> bool:
         or module == "trainer"
         or any((module + ".").startswith(name + ".") for name in TORCH_FREE)
     )
+
+
+def test_hosts_get_all_that_their_agents_import() -> None:
+    """However deep inside a function: gptctl is not installed there."""
+    sent = {file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in OF_AGENT}
+    for file in OF_AGENT:
+        ours = {module for module in imports(ROOT / file) if module.split(".")[0] in ("gptctl", "trainer")}
+        assert ours <= sent, file
 
 
 def test_r1_trainer_never_imports_gptctl() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gptctl import supervisor
+from gptctl import ports
 from gptctl.backends.local import clean_environment
 from gptctl.check import check_config
 from gptctl.freeze import git_state, imported_beside
@@ -176,10 +177,10 @@ def test_a_port_in_use_is_not_chosen(monkeypatch) -> None:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         port = busy.getsockname()[1]
-        monkeypatch.setattr(supervisor, "PORTS", range(port, port + 1))
-        monkeypatch.setattr(supervisor.random, "sample", lambda ports, count: list(ports))
+        monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
+        monkeypatch.setattr(random, "sample", lambda ports, count: list(ports))
         with pytest.raises(OSError, match="no free port"):
-            supervisor.free_port("127.0.0.1")
+            ports.free_port("127.0.0.1")
 
 
 def test_paths_of_a_frozen_config_hold_in_any_folder(tmp_path) -> None:

@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gptctl.check import check_config
-from gptctl.plan import IN_PLACE, Ground, LaunchPlan, Site, build_plan
-from gptctl.render import BATCH, LAUNCH, render, script_of
+from gptctl.launch_plan import LaunchPlan
+from gptctl.plan import IN_PLACE, Ground, Site, build_plan
+from gptctl.render import AGENT, BATCH, LAUNCH, render, script_of
 from tests.conftest import ROOT
 from trainer.config import Override
 from trainer.errors import UserError
@@ -39,6 +40,10 @@ SLURM = (
     "kind: slurm\npartition: a800\ngpus_per_node: 4\ncpus_per_task: 16\nrun_root: /data/runs\nmaster_interface: bond0\n"
     "setup: [module load anaconda/3-2023.03, conda activate gpt]\nenv: {NCCL_IB_DISABLE: 1, NCCL_SOCKET_IFNAME: bond0}\n"
 )
+HOSTS = (
+    "kind: ssh\ngpus_per_node: 2\nrun_root: /srv/runs\npython: /srv/venv/bin/python\nsetup: [module load cuda/12]\n"
+    "hosts: [{host: a, interface: bond0}, {host: b, interface: eth1, proxy_jump: bastion}]\n"
+)
 CONTAINER = LOCAL + "container: {runtime: singularity, image: /images/gpt.sif, binds: ['/a b:/b:rw'], pwd: /b}\n"
 
 # name, profile, what is asked for, and whether it is the script of a job or one for pasting
@@ -52,6 +57,7 @@ CASES = {
     "c10d": (LOCAL, ["style=c10d", "gpus_per_node=8", "rdzv={id: '100', endpoint: '127.0.0.1:29400'}"], IN_PLACE),
     "c10d-nodes": (SSH, ["style=c10d", "nodes=2"], IN_PLACE),
     "static": (SSH, ["style=static", "nodes=2"], IN_PLACE),
+    "static-interfaces": (HOSTS, ["style=static", "nodes=2"], IN_PLACE),
     "devices": (LOCAL, ["devices='0,1,2,3,4,5,6,7'", "log_dir=dp8"], IN_PLACE),
     "launch": (LOCAL, ["style=launch", "gpus_per_node=8"], IN_PLACE),
     "container": (CONTAINER, ["gpus_per_node=2"], IN_PLACE),
@@ -61,6 +67,8 @@ CASES = {
     "loop": (SLURM, ["style=loop", "nodes=2"], IN_PLACE),
     "batch": (SLURM, ["nodes=2", "max_restarts=2", "slurm={time: '1:00:00', extra: {exclusive: True}}"], JOB),
     "batch-script": (SLURM, ["nodes='2:4'", "max_restarts=2"], JOB),
+    "agent": (HOSTS, ["nodes=2"], JOB),
+    "job-ssh": (HOSTS, ["nodes=2", "secrets={KEY: {env: MY_KEY}}"], JOB),
 }
 WITH_SCRIPT = ("c10d", "c10d-nodes", "static", "launch", "job-launch", "batch-script")
 
@@ -76,8 +84,8 @@ def plan_of(folder: Path, profile: str, asked: list[str], ground: Ground, *more:
 def script_text(folder: Path, name: str) -> str:
     profile, asked, ground = CASES[name]
     plan = plan_of(folder, profile, asked, ground, *([SCRIPT, ARGUMENTS] if name in WITH_SCRIPT else []))
-    script = (BATCH if plan.kind == "slurm" else LAUNCH) if ground.run_dir else script_of(plan.style)
-    return render(plan, script)
+    of_job = AGENT if name == "agent" else BATCH if plan.kind == "slurm" else LAUNCH
+    return render(plan, of_job if ground.run_dir else script_of(plan.style))
 
 
 @pytest.mark.parametrize("name", CASES)

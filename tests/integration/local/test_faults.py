@@ -135,7 +135,7 @@ def test_many_gptctl_at_once(jobs) -> None:
         (["--max-restarts", "-1", "--", "x.py"], ["C012"]),
         (["--template", "no.j2", "--", "x.py"], ["there is no template no.j2"]),
         (["--resume", "gpt-1", "--", "x.py"], ["there are no jobs yet"]),
-        (["--cluster", "ssh-example", "--", "x.py"], ["not built yet"]),
+        (["--cluster", "./far.yaml", "--", "x.py"], ["S010 no-such-host.invalid: ", "nothing was started"]),
         (["--"], ["nothing follows --"]),
         (["config.yaml", "-c", "config.yaml"], ["two configs"]),
         (["--nodes", "x", "--name", "a b", "--time", "never"], ["--nodes x", "--name a b", "--time never"]),
@@ -147,6 +147,9 @@ def test_a_mistake_is_named_and_leaves_nothing(jobs, arguments: list[str], expec
     (jobs.folder / "a").mkdir()
     (jobs.folder / "a" / "x.py").write_text("")
     os.mkfifo(jobs.folder / "fifo")
+    (jobs.folder / "far.yaml").write_text(
+        "kind: ssh\ngpus_per_node: 1\nhosts: [no-such-host.invalid]\nrun_root: /srv\n"
+    )
     answer = jobs.gptctl("submit", *arguments)
     assert answer.returncode in (1, 2, 3), answer.stdout
     assert all(text in answer.stderr for text in expected), answer.stderr

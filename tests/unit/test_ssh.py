@@ -1,0 +1,79 @@
+"""How a host is reached: the profile, and the user's ssh config field by field. Oracle: what OpenSSH's manual says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptctl.cluster import Cluster, Host
+from gptctl.ssh import HostError, ways
+from trainer.errors import UserError
+
+CONFIG = """
+Host gpu*
+  User trainee
+  IdentityFile ~/.ssh/id_gpu
+  UserKnownHostsFile ~/.ssh/gpus ~/.ssh/more
+Host gpu1
+  HostName 10.0.0.1
+  Port 2201
+  ProxyJump me@bastion:2200,second
+Host bastion
+  HostName 192.0.2.7
+Host odd
+  ProxyCommand nc %h %p
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text(CONFIG)
+    return lambda *hosts, **keys: Cluster(kind="ssh", hosts=tuple(hosts), **keys)
+
+
+def test_the_ssh_config_is_honoured(cluster: Any, tmp_path: Path) -> None:
+    (way,) = ways(cluster(Host(host="gpu1")))
+    assert (way.name, way.host, way.port, way.user) == ("gpu1", "10.0.0.1", 2201, "trainee")
+    assert way.keys == (f"{tmp_path}/.ssh/id_gpu",)
+    assert way.known_hosts == (f"{tmp_path}/.ssh/gpus", f"{tmp_path}/.ssh/more")
+    assert way.jumps[0][1:4] == ("192.0.2.7", 2200, "me")
+    assert [hop.host for hop in way.jumps] == ["192.0.2.7", "second"]
+
+
+def test_the_profile_wins(cluster: Any, tmp_path: Path) -> None:
+    key = str(tmp_path / ".ssh" / "config")  # any file will do
+    host = Host(host="gpu1", user="root", port=22, proxy_jump="other", identity_file=key)
+    (way,) = ways(cluster(host, known_hosts="/pinned", identity_file=key))
+    assert (way.port, way.user, way.keys, way.known_hosts) == (22, "root", (key,), ("/pinned",))
+    assert [hop.host for hop in way.jumps] == ["other"]
+
+
+def test_a_proxy_command_runs_only_when_it_is_allowed(cluster: Any) -> None:
+    with pytest.raises(HostError, match="ProxyCommand"):
+        ways(cluster(Host(host="odd")))
+    (way,) = ways(cluster(Host(host="odd"), allow_proxy_command=True))
+    assert way.command == "nc odd 22"
+    (way,) = ways(cluster(Host(host="odd", proxy_jump="bastion")))
+    assert way.command == ""
+
+
+def test_what_cannot_be_used_is_said_of_its_host(cluster: Any, tmp_path: Path) -> None:
+    with pytest.raises(HostError, match="there is no /no/key"):
+        ways(cluster(Host(host="10.0.0.9"), identity_file="/no/key"))
+    (tmp_path / ".ssh" / "config").write_text("Host a\n  Port ssh\n")
+    with pytest.raises(HostError, match="a: ssh is no port"):
+        ways(cluster(Host(host="a")))
+    (tmp_path / ".ssh" / "config").write_text("nonsense\n")
+    with pytest.raises(UserError, match="cannot be read"):
+        ways(cluster(Host(host="a")))
+
+
+def test_without_a_config_there_are_defaults(cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / ".ssh" / "config").unlink()
+    (way,) = ways(cluster(Host(host="10.0.0.9")))
+    assert (way.host, way.port, way.jumps, way.keys) == ("10.0.0.9", 22, (), ())
+    assert way.known_hosts == (f"{tmp_path}/.ssh/known_hosts",)

@@ -1,0 +1,87 @@
+"""The language of agents, over real sockets and pipes. Oracle: what was said on the other side."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from gptctl.wire import Closed, Wire, admit, challenge, is_proof, join, over_socket, prove
+
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Wire, Wire]]:
+    ours, theirs = socket.socketpair()
+    yield Wire(ours.fileno(), ours.fileno(), ours), Wire(theirs.fileno(), theirs.fileno(), theirs)
+    ours.close()
+    theirs.close()
+
+
+def test_messages_come_one_by_one(pair: tuple[Wire, Wire]) -> None:
+    """However they were cut on the way."""
+    here, there = pair
+    here.send(a=1)
+    here.send(b="ü\n", c=[1, None])
+    assert there.receive(1) == {"a": 1}
+    assert there.receive(1) == {"b": "ü\n", "c": [1, None]}
+    assert there.receive() is None
+
+
+@pytest.mark.parametrize("nonsense", [b"hello\n", b"[1]\n", b"\xff\xfe\n"])
+def test_nonsense_ends_the_conversation(nonsense: bytes) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, nonsense)
+    with pytest.raises(Closed):
+        Wire(reading, writing).receive(1)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_the_other_side_is_gone(pair: tuple[Wire, Wire]) -> None:
+    here, there = pair
+    there._keeps.close()  # type: ignore[attr-defined]
+    with pytest.raises(Closed):
+        here.receive(1)
+
+
+def meet(peer_key: bytes, head_key: bytes) -> list[object]:
+    """A peer that joins and a head that admits, each with its own key: what became of each."""
+    answers: list[object] = [None, None]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def as_peer() -> None:
+            try:
+                answers[0] = join("127.0.0.1", listener.getsockname()[1], 3, peer_key, 5.0)
+            except Closed as closed:
+                answers[0] = str(closed)
+
+        thread = threading.Thread(target=as_peer)
+        thread.start()
+        connection, _ = listener.accept()
+        wire, asked = over_socket(connection, 5.0), challenge()
+        wire.send(challenge=asked)
+        answers[1] = admit(wire, asked, wire.receive(5.0) or {}, head_key)
+        if answers[1] is None:
+            connection.close()
+        thread.join()
+    return answers
+
+
+def test_both_sides_need_the_key() -> None:
+    peer, head = meet(KEY, KEY)
+    assert isinstance(peer, Wire)
+    assert head == 3
+    peer, head = meet(KEY, b"other")
+    assert isinstance(peer, str)
+    assert head is None
+
+
+def test_a_proof_is_of_these_words_only() -> None:
+    assert is_proof(prove(KEY, "peer", "x", "1"), KEY, "peer", "x", "1")
+    for said in (prove(KEY, "peer", "x", "2"), prove(KEY, "head", "x", "1"), "", None, 5, "ü"):
+        assert not is_proof(said, KEY, "peer", "x", "1")
