@@ -16,7 +16,7 @@ from gptctl.options import as_json_option, complete_cluster, examples
     help="Cluster profile, a name or a path.",
     shell_complete=complete_cluster,
 )
-@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Slurm: nodes to look at; usually 2.")
+@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes to look at. Slurm: usually 2; ssh: all.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0),
@@ -29,8 +29,9 @@ from gptctl.options import as_json_option, complete_cluster, examples
 def doctor(cluster: str, nodes: int | None, timeout: float, as_json: bool) -> int:
     """Look whether jobs would start right on a cluster, and say what to do where they would not.
 
-    On Slurm a short job looks at the nodes: python, torch, GPUs, network, clocks, the folder of runs, and how fast the
-    nodes talk. It leaves nothing behind. Exit code 0: nothing is wrong; 1: something is; 3: Slurm is out of reach.
+    On Slurm a short job looks at the nodes, on ssh hosts a script: python, torch, GPUs, network, clocks, the folder of
+    runs, and how fast the nodes talk. It leaves nothing behind. Exit code 0: nothing is wrong; 1: something is; 3: out
+    of reach.
     """
     from gptctl import ui
     from gptctl.doctor.examine import Visit, examine

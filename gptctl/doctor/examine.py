@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
+import secrets
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gptctl.check import check_config
 from gptctl.cluster import Cluster, Profile, find_profile, load_profile, visible_gpus
 from gptctl.doctor import here, slurm_side
-from gptctl.doctor.judge import Wanted
+from gptctl.doctor.judge import Wanted, judge_port
 from gptctl.doctor.probe import Sightings, fill, folder_in, node_names, plan_probe, rows_of
 from gptctl.doctor.rows import Row, is_wrong, of_finding, ok, wrong
-from gptctl.doctor.signals import interrupted_by_signals
+from gptctl.doctor.signals import interrupted_by_signals, undisturbed
 from gptctl.doctor.slurm_job import run_on_nodes
+from gptctl.launch_plan import LaunchPlan
 from gptctl.plan import Site
+from gptctl.report import count
+from gptctl.run_folder import read_json, read_text
 from gptctl.slurm import SlurmError
 from trainer.config import Override
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, Finding, UserError
+
+if TYPE_CHECKING:
+    from gptctl.doctor.ssh_hosts import Hosts
 
 USUAL_NODES = 2
 
@@ -49,10 +57,6 @@ class Report(NamedTuple):
 def examine(visit: Visit) -> Report:
     profile = load_profile(visit.name)
     cluster = profile.cluster
-    if cluster.kind == "ssh":
-        raise UserError(
-            "looking at a cluster of kind ssh is not built yet", "try ssh and torchrun by hand", OUT_OF_REACH
-        )
     if cluster.kind == "local" and visit.nodes not in (None, 1):
         raise UserError("a local cluster is one machine", "leave out --nodes", WRONG_USAGE)
     rows = [*_profile_rows(visit.name, profile)]
@@ -61,6 +65,8 @@ def examine(visit: Visit) -> Report:
     with interrupted_by_signals():
         if cluster.kind == "slurm":
             return _on_slurm(visit, cluster, rows)
+        if cluster.kind == "ssh":
+            return _on_hosts(visit, cluster, rows)
         return Report(cluster.name, [*rows, *_on_this_machine(visit, cluster)])
 
 
@@ -109,6 +115,50 @@ def _on_this_machine(visit: Visit, cluster: Cluster) -> list[Row]:
         wanted = Wanted(promised, cluster.gpus_per_node or gpus or 1, several=False)
         rows += rows_of(folder, [here.this_host()], Sightings(folder, 1), wanted)
     return rows
+
+
+def _on_hosts(visit: Visit, cluster: Cluster, rows: list[Row]) -> Report:
+    from gptctl.doctor.ssh_hosts import Hosts
+    from gptctl.ssh import ways
+
+    nodes = visit.nodes or len(cluster.hosts)
+    if nodes > len(cluster.hosts):
+        rows.append(wrong("nodes", f"{nodes} asked for, the profile lists {len(cluster.hosts)}", "list more hosts"))
+        return Report(cluster.name, rows)
+    hosts = Hosts(cluster, ways(cluster)[:nodes])
+    visit.say(f"connecting to {count(nodes, 'host')} …")
+    rows += hosts.connect()
+    with tempfile.TemporaryDirectory(prefix="gptctl-doctor-") as place:
+        folder = Path(place)
+        run_dir = f"{cluster.run_root}/.doctor-{secrets.token_hex(4)}"
+        plan = plan_probe(visit.name, visit.site, Path(run_dir), nodes, cluster.gpus_per_node or 1, "cpu")
+        fill(folder, plan, visit.site)
+        try:
+            rows += hosts.make(run_dir, folder)
+            rows += _seen_on_hosts(visit, hosts, plan, folder)
+        finally:
+            with undisturbed():
+                hosts.remove(run_dir)
+    return Report(cluster.name, rows, is_in_reach=bool(hosts.open))
+
+
+def _seen_on_hosts(visit: Visit, hosts: Hosts, plan: LaunchPlan, folder: Path) -> list[Row]:
+    head = {"MASTER_ADDR": hosts.address(), "MASTER_PORT": "1"}
+    visit.say("looking at the hosts …")
+    rows = hosts.clocks()
+    hosts.act("facts", plan, folder, **head)
+    gpus = [read_text(folder / f"node.{number}.gpus").strip() for number in range(plan.nodes)]
+    names = [way.name for way in hosts.ways]
+    if first := read_json(folder / "node.0.json"):
+        rows.append(judge_port(names[0], first))
+    if first and first["port"] and all(gpus):
+        visit.say("measuring an all-reduce …")
+        head |= {"MASTER_PORT": str(first["port"]), "GPTCTL_GPUS": min(gpus, key=int)}
+        hosts.act("reduce", plan, folder, **head)
+    has_gpus = any(number not in ("", "0") for number in gpus)  # without any, a number in the profile means ranks
+    wanted = Wanted(plan.per_node if has_gpus else 0, plan.per_node, several=plan.nodes > 1)
+    away = {name for number, name in enumerate(names) if number not in hosts.open}
+    return [row for row in [*rows, *rows_of(folder, names, None, wanted)] if row.node not in away]
 
 
 def _on_slurm(visit: Visit, cluster: Cluster, rows: list[Row]) -> Report:

@@ -136,13 +136,13 @@ def _cores(name: str, cores: int, wanted: Wanted) -> Row:
 def _network(name: str, facts: Mapping[str, Any]) -> Row:
     interface, address = facts["interface"], facts["address"]
     if not interface:
-        fix = "is `ip` (iproute2) installed there? Or set GLOO_SOCKET_IFNAME in the profile's env"
+        fix = "is `ip` (iproute2) installed there? Or set `interface` of the ssh host, or GLOO_SOCKET_IFNAME in env"
         return wrong("network", f"no interface leads to node 0 at {facts['head']}", fix, name)
     if not address:
-        fix = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in the profile's env name one that each node has"
+        fix = "let `interface` of the ssh host, or GLOO_ and NCCL_SOCKET_IFNAME in env, name one that it has"
         return wrong("network", f"there is no interface {interface}, or it has no IPv4 address", fix, name)
     if address.startswith("127."):
-        fix = "ranks on other nodes cannot reach it: choose another GLOO_SOCKET_IFNAME"
+        fix = "ranks on other nodes cannot reach it: choose another `interface`, or GLOO_SOCKET_IFNAME"
         return wrong("network", f"{interface} has the loopback address {address}", fix, name)
     return ok("network", f"{interface}, {address}", name)
 
@@ -170,7 +170,15 @@ def judge_clock(name: str, clock: float, sighting: Sighting) -> Row:
     if sighting.missing - clock > SMALL_SKEW:
         found = f"{sighting.missing - clock:.0f} s behind this machine, or files of nodes arrive here so late"
         return warning("clock", found, f"{fix}; with late files logs come late", name)
-    return ok("clock", "as here, as far as files tell", name)
+    return ok("clock", "as here, as far as can be told", name)
+
+
+def judge_port(name: str, facts: Mapping[str, Any]) -> Row:
+    """Of the first host, where ranks meet."""
+    if not facts["port"]:
+        return wrong("port", "none is free for ranks to meet", "end what listens on all of them", name)
+    words = f"{facts['port']} is free for ranks to meet"
+    return ok("port", words, name)
 
 
 def _compared(nodes: Sequence[Node]) -> Iterator[Row]:

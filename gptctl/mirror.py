@@ -1,0 +1,289 @@
+"""The folder of an ssh job on this machine: what its hosts have written so far, brought here over SFTP.
+
+Logs only grow, so each is read on from where its copy ends; everything else is small and copied whole. Since node and
+rank are in their names, the files of all hosts fit into one folder, in which the rest of gptctl reads as in any other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gptctl.cluster import load_profile
+from gptctl.jobs import JobRecord, private_files
+from gptctl.launch_plan import LaunchPlan
+from gptctl.run_folder import RunFolder, read_json
+from gptctl.ssh import Connection, Files, HostError, Way, at_once, told, ways
+from trainer.durable import replacing
+
+CHUNK = 1 << 20
+BRING_EVERY = 0.5  # seconds between two looks at the files of a job that is followed
+LOOK_EVERY = 5.0  # seconds between two looks at its processes
+AGAIN = (1.0, 15.0)  # seconds until a lost host is tried again: at first, at most
+LARGEST = 1 << 20  # of what is copied whole
+IS_GONE = 66
+ASK = f'[ -e "$1" ] || exit {IS_GONE}; exec bash "$@"'
+RESULT = "result.json"
+_ATTEMPT = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
+GROWS = re.compile(r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|metrics\.jsonl", re.ASCII)
+_WHOLE = re.compile(r"endpoint\.json|hosts|cannot-be-helped|node\.\d{1,7}\.(exit|pid)|status\.json", re.ASCII)
+
+
+class Part(NamedTuple):
+    """A file on a host, and its copy."""
+
+    remote: str
+    local: Path
+    size: int
+    changed: int
+
+
+class HostMirror:
+    """One host of a job: its files, and what it says of its processes."""
+
+    def __init__(self, record: JobRecord, plan: LaunchPlan, way: Way, node: int) -> None:
+        self.record, self.plan, self.way, self.node = record, plan, way, node
+        self.fault = ""  # why it is out of reach
+        self.seen: dict[str, Any] | None = None  # what it said last; None: its folder is gone
+        self.has_result = False
+        self._connection: Connection | None = None
+        self._refusal: HostError | None = None  # of the last try to connect, if it failed
+        self._pause, self._try_at = 0.0, 0.0  # after it
+        self._copying = threading.Lock()
+
+    @contextmanager
+    def connected(self) -> Iterator[Connection]:
+        """An open connection; when it is lost, the host is out of reach until the next one."""
+        try:
+            self._connection = self._connection or self._connect()
+            with told(self.way):
+                yield self._connection
+            self.fault = ""
+        except HostError as error:
+            self.close()
+            self.fault = error.what
+            raise
+
+    def _connect(self) -> Connection:
+        """A host that did not let us in is left alone for a while: everything that asks it would wait again."""
+        began = time.monotonic()
+        if self._refusal and began < self._try_at:
+            raise self._refusal
+        try:
+            connection = Connection(self.way)
+            self._refusal, self._pause = None, 0.0
+            return connection
+        except HostError as error:
+            now = time.monotonic()
+            self._pause = min(AGAIN[1], max(AGAIN[0], 2 * self._pause, 2 * (now - began)))
+            self._refusal, self._try_at = error, now + self._pause
+            raise
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection:
+            connection.close()
+
+    def ask(self, *words: str, patience: float = 60.0) -> dict[str, Any] | None:
+        """Has `on_host` answer; None when there is nothing of the job on that host."""
+        with self.connected() as connection:
+            command = ["sh", "-c", ASK, "gptctl", f"{self.plan.run_dir}/agent.sh", "on_host", *words]
+            done = connection.run(command, patience=patience)
+        if done.code == IS_GONE:
+            return None
+        try:
+            answer = json.loads(done.out)
+        except ValueError:
+            said = done.err.splitlines()[-1] if done.err else f"exit code {done.code}"
+            raise HostError(self.way.name, f"it cannot look after its job: {said}") from None
+        return answer if isinstance(answer, dict) else None
+
+    def look(self) -> None:
+        self.seen = self.ask("look")
+
+    def names_in(self, folder: str) -> list[str]:
+        with self.connected() as connection:
+            return [entry.filename for entry in _listed(connection.files, folder)]
+
+    def bring(self) -> None:
+        """Copies what is new."""
+        with self._copying, self.connected() as connection:
+            for part in self._parts(connection.files):
+                copy = _append if GROWS.fullmatch(part.local.name) else _replace
+                with suppress(FileNotFoundError):  # it has gone since it was listed
+                    copy(connection.files, part)
+
+    def _parts(self, files: Files) -> Iterator[Part]:
+        for remote, local in ((self.plan.run_dir, self.record.run_dir), (self.plan.log_dir, self.record.log_dir)):
+            for entry in _listed(files, remote):
+                if _ATTEMPT.fullmatch(entry.filename):
+                    yield from _parts_of(files, f"{remote}/{entry.filename}", Path(local, entry.filename))
+                self.has_result |= entry.filename == RESULT
+        if self.plan.output_dir and self.node == 0:
+            yield from _parts_of(files, self.plan.output_dir, Path(self.record.output_dir))
+
+    def bring_result(self) -> None:
+        """The last word of the job, which only the first host has."""
+        with self._copying, self.connected() as connection:
+            entry = connection.files.stat(f"{self.plan.run_dir}/{RESULT}")
+            entry.filename = RESULT
+            _replace(connection.files, _part(self.plan.run_dir, self.record.run_folder, entry))
+
+
+def _listed(files: Files, folder: str) -> list[Any]:
+    try:
+        return list(files.listdir_attr(folder))
+    except FileNotFoundError:
+        return []
+
+
+def _parts_of(files: Files, remote: str, local: Path) -> Iterator[Part]:
+    for entry in _listed(files, remote):
+        is_known = GROWS.fullmatch(entry.filename) or _WHOLE.fullmatch(entry.filename)
+        if is_known and stat.S_ISREG(entry.st_mode or 0):
+            yield _part(remote, local, entry)
+
+
+def _part(remote: str, local: Path, entry: Any) -> Part:
+    return Part(f"{remote}/{entry.filename}", local / entry.filename, entry.st_size or 0, entry.st_mtime or 0)
+
+
+def _append(files: Files, part: Part) -> None:
+    """Reads on from where the copy ends; a file that has become shorter is another one."""
+    part.local.parent.mkdir(parents=True, exist_ok=True)
+    with open(part.local, "ab") as copy:
+        if copy.tell() > part.size:
+            copy.truncate(0)
+        at = os.fstat(copy.fileno()).st_size
+        if at == part.size and at:
+            return
+        with files.open(part.remote, "rb") as source:
+            source.seek(at)
+            source.prefetch(part.size)
+            while at < part.size and (data := source.read(min(CHUNK, part.size - at))):
+                copy.write(data)
+                at += len(data)
+
+
+def _replace(files: Files, part: Part) -> None:
+    with suppress(FileNotFoundError):
+        found = part.local.stat()
+        if (found.st_size, int(found.st_mtime)) == (part.size, part.changed):
+            return
+    part.local.parent.mkdir(parents=True, exist_ok=True)
+    with files.open(part.remote, "rb") as source:
+        data = source.read(LARGEST)
+    with replacing(part.local) as copy:
+        copy.write(data)
+    os.utime(part.local, (part.changed, part.changed))
+
+
+class Mirror:
+    """All hosts of a job. Of several gptctl that look at the same job, one writes its copy here, and all read it."""
+
+    def __init__(self, record: JobRecord) -> None:
+        self.record = record
+        self.plan = LaunchPlan.from_json(read_json(record.run_folder / "plan.json") or {})
+        cluster = load_profile(str(record.run_folder / "cluster.json")).cluster
+        used = ways(cluster)[: record.nodes]
+        self.hosts = [HostMirror(record, self.plan, way, node) for node, way in enumerate(used)]
+        self.with_files = self.hosts[:1] if cluster.shared_fs else self.hosts
+        self._refreshed = float("-inf")
+        self._stopped: threading.Event | None = None  # while it is kept fresh
+        self._lock: int | None = None
+
+    def refresh(self) -> None:
+        """What the hosts have and say now, unless that was asked a moment ago or is kept fresh anyway."""
+        if self._stopped or time.monotonic() - self._refreshed < BRING_EVERY:
+            return
+        may_write = self._may_write()
+        with private_files():
+            at_once(lambda host: self._refresh_host(host, may_write), self.hosts)
+            if may_write:
+                self._bring_result()
+        self._give_up_lock()
+        self._refreshed = time.monotonic()
+
+    def _refresh_host(self, host: HostMirror, may_write: bool) -> None:
+        host.look()
+        if may_write and host in self.with_files:
+            host.bring()
+
+    def _bring_result(self) -> None:
+        """After everything that was written before it."""
+        head = self.hosts[0]
+        if head.has_result and not RunFolder(self.record.run_dir).result():
+            at_once(HostMirror.bring, [host for host in self.with_files if not host.fault])
+            with suppress(HostError):
+                head.bring_result()
+
+    @contextmanager
+    def kept_fresh(self) -> Iterator[None]:
+        """While a job is followed. Every host is read by a thread of its own: one that is lost holds up no other."""
+        self.refresh()
+        self._stopped = threading.Event()
+        for host in self.hosts:
+            threading.Thread(target=self._follow, args=(host, self._stopped), daemon=True).start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            self._stopped = None
+            self._give_up_lock()
+
+    def _follow(self, host: HostMirror, stopped: threading.Event) -> None:
+        looked = float("-inf")
+        while not stopped.is_set():
+            try:
+                if time.monotonic() - looked > LOOK_EVERY:
+                    host.look()
+                    looked = time.monotonic()
+                if self._may_write() and host in self.with_files:
+                    host.bring()
+                if self._may_write() and host.node == 0:
+                    self._bring_result()
+            except (HostError, OSError) as error:  # the way to it, or the disk here
+                host.fault = getattr(error, "what", "") or str(error)
+            stopped.wait(BRING_EVERY)
+
+    def _may_write(self) -> bool:
+        """Whether this process is the one that writes the copy; the lock goes with the process that has it."""
+        if self._lock is None:
+            lock = os.open(self.record.run_folder / ".mirror", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                return False
+            self._lock = lock
+        return True
+
+    def _give_up_lock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def out_of_reach(self) -> list[str]:
+        """In words, which hosts are, since when, and why; when each was last seen is kept in the folder."""
+        file = self.record.run_folder / "reach.json"
+        last = read_json(file) or {}
+        now = time.time()
+        last |= {host.way.name: now for host in self.hosts if not host.fault}
+        with suppress(OSError), private_files(), replacing(file) as stream:
+            stream.write(json.dumps(last).encode())
+        away = {host.way.name: host.fault for host in self.hosts if host.fault}
+        since = {name: _clock(last.get(name, self.record.created)) for name in away}
+        return [f"{name} is out of reach since {since[name]}: {fault}" for name, fault in away.items()]
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

@@ -1,0 +1,391 @@
+"""Connections to the hosts of an ssh cluster. The only module that knows paramiko.
+
+A host key that is not pinned is never accepted. The user's ssh config is honoured field by field; the profile wins.
+"""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import logging
+import os
+import shlex
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from gptctl.cluster import Cluster, Host
+from trainer.errors import OUT_OF_REACH, UserError
+
+if TYPE_CHECKING:
+    import paramiko
+
+Channel = Any  # paramiko's: input and output of a command on a host
+Files = Any  # paramiko's SFTP client
+CONNECT = 10.0  # seconds for each of: connection, banner, authentication
+ANSWER = 60.0  # seconds for the answer to a command
+ALIVE = 15  # seconds between two signs of life of a connection
+MOST_AT_ONCE = 32
+MOST_JUMPS = 8
+SSH_PORT = 22
+SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
+_OF_FILES = (errno.ENOENT, errno.EACCES, errno.EEXIST, errno.ENOSPC, errno.EPERM)  # a file's fault, not the way's
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class HostError(UserError):
+    """A host that cannot be used, and what can be done about it; `is_lost`: it may be back in a moment."""
+
+    def __init__(self, host: str, what: str, hint: str = "", is_lost: bool = False) -> None:
+        super().__init__(f"{host}: {what}", hint, OUT_OF_REACH)
+        self.host, self.what, self.is_lost = host, what, is_lost
+
+
+class Done(NamedTuple):
+    """The end of a command on a host."""
+
+    code: int
+    out: bytes
+    err: str
+
+
+class Way(NamedTuple):
+    """How a host is reached: profile and ssh config together."""
+
+    name: str  # as the profile calls it
+    host: str
+    port: int
+    user: str
+    keys: tuple[str, ...]
+    known_hosts: tuple[str, ...]
+    jumps: tuple[Way, ...] = ()
+    command: str = ""  # ProxyCommand
+
+
+def ways(cluster: Cluster) -> list[Way]:
+    """In the order of the profile, which is that of the nodes."""
+    logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)  # what it has to say comes as an exception, too
+    config = _read_config()
+    return [_way(host, cluster, config) for host in cluster.hosts]
+
+
+def _read_config() -> paramiko.SSHConfig:
+    import paramiko
+
+    file = os.path.expanduser("~/.ssh/config")
+    try:
+        return paramiko.SSHConfig.from_path(file) if os.path.exists(file) else paramiko.SSHConfig()
+    except (OSError, UnicodeError, paramiko.ConfigParseError) as error:
+        raise UserError(f"{file} cannot be read: {error}", "mend it, or move it away", OUT_OF_REACH) from None
+
+
+def _way(host: Host, cluster: Cluster, config: paramiko.SSHConfig) -> Way:
+    said = _said(config, host.host)
+    jump = host.proxy_jump or said.get("proxyjump", "none")
+    command = said.get("proxycommand", "none") if not host.proxy_jump and jump == "none" else "none"
+    if command != "none" and not cluster.allow_proxy_command:
+        hint = "set allow_proxy_command: true in the profile if you trust it, or use ProxyJump"
+        raise HostError(host.host, f"the ssh config runs a ProxyCommand for it: {command}", hint)
+    jumps = tuple(_hop(text, cluster, config) for text in jump.split(",")) if jump != "none" else ()
+    if len(jumps) > MOST_JUMPS:
+        raise HostError(host.host, f"{len(jumps)} jump hosts", f"use at most {MOST_JUMPS}")
+    return _plain_way(host, cluster, said, jumps, "" if command == "none" else command)
+
+
+def _plain_way(
+    host: Host, cluster: Cluster, said: dict[str, Any], jumps: tuple[Way, ...] = (), command: str = ""
+) -> Way:
+    own = host.identity_file or cluster.identity_file
+    if own and not os.path.exists(os.path.expanduser(own)):
+        raise HostError(host.host, f"there is no {own}", "see identity_file in the profile")
+    if not str(said.get("port", SSH_PORT)).isdecimal():
+        raise HostError(host.host, f"{said['port']} is no port", "see ~/.ssh/config")
+    keys = [own] if own else said.get("identityfile", [])
+    pinned = said.get("userknownhostsfile", "~/.ssh/known_hosts")
+    files = [cluster.known_hosts] if cluster.known_hosts else shlex.split(pinned)
+    return Way(
+        name=host.host,
+        host=said.get("hostname", host.host),
+        port=host.port or int(said.get("port", SSH_PORT)),
+        user=host.user or said.get("user") or getpass.getuser(),
+        keys=tuple(os.path.expanduser(key) for key in keys),
+        known_hosts=tuple(os.path.expanduser(file) for file in files),
+        jumps=jumps,
+        command=command,
+    )
+
+
+def _hop(text: str, cluster: Cluster, config: paramiko.SSHConfig) -> Way:
+    """`user@bastion:2222`; a chain of jumps names them all."""
+    user, _, place = text.strip().rpartition("@")
+    name, _, port = place.partition(":")
+    hop = Host(host=name, user=user or None, port=int(port) if port.isdecimal() else None)
+    return _plain_way(hop, cluster, _said(config, name))
+
+
+def _said(config: paramiko.SSHConfig, name: str) -> dict[str, Any]:
+    import paramiko
+
+    try:
+        return dict(config.lookup(name))
+    except (paramiko.SSHException, ImportError, ValueError) as error:  # `Match exec` needs a package of its own
+        raise HostError(name, f"the ssh config cannot be applied to it: {error}", "see ~/.ssh/config") from None
+
+
+class Connection:
+    """An open way to a host. What fails raises HostError, and says whether the host was lost."""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        self._clients = _opened((*way.jumps, way))  # the last one is the host's
+        self._files: Files | None = None
+
+    @property
+    def _transport(self) -> paramiko.Transport:
+        return _transport_of(self._clients[-1], self.way)
+
+    @contextmanager
+    def _in_time(self, patience: float) -> Iterator[None]:
+        """Some waits of paramiko have no end of their own: they end with the connection."""
+        timer = threading.Timer(patience, self._transport.close)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def start(self, command: Sequence[str]) -> paramiko.Channel:
+        """Begins a command; whoever began it reads and writes the channel."""
+        with told(self.way), self._in_time(ANSWER):
+            channel = self._transport.open_session(timeout=CONNECT)
+            channel.settimeout(ANSWER)
+            channel.exec_command(shlex.join(command))
+        return channel
+
+    def run(self, command: Sequence[str], stdin: bytes = b"", patience: float = ANSWER) -> Done:
+        with told(self.way), self._in_time(patience):
+            channel = self.start(command)
+            channel.settimeout(patience)
+            if stdin:
+                channel.sendall(stdin)
+            channel.shutdown_write()
+            out = channel.makefile("rb").read()
+            err = channel.makefile_stderr("rb").read().decode(errors="replace")
+            return Done(channel.recv_exit_status(), out, err.strip())
+
+    @property
+    def files(self) -> paramiko.SFTPClient:
+        if self._files is None:
+            with told(self.way), self._in_time(ANSWER):
+                self._files = self._transport.open_sftp_client()
+            assert self._files
+            channel = self._files.get_channel()
+            assert channel
+            channel.settimeout(ANSWER)
+        return self._files
+
+    def close(self) -> None:
+        _close(self._clients)
+
+
+@contextmanager
+def told(way: Way) -> Iterator[None]:
+    """Whatever goes wrong on the way is said in our words."""
+    import paramiko
+
+    try:
+        yield
+    except HostError:
+        raise
+    except (EOFError, OSError, paramiko.SSHException) as error:
+        if isinstance(error, OSError) and error.errno and error.errno in _OF_FILES:
+            raise
+        raise HostError(way.name, f"the connection is lost: {_words(error)}", is_lost=True) from None
+
+
+def _opened(hops: Sequence[Way]) -> list[paramiko.SSHClient]:
+    """A chain of connections, each through those before it."""
+    clients: list[paramiko.SSHClient] = []
+    try:
+        for hop in hops:
+            clients.append(_connected(hop, _socket_to(hop, clients)))
+    except BaseException:
+        _close(clients)
+        raise
+    return clients
+
+
+def _close(clients: Sequence[paramiko.SSHClient]) -> None:
+    for client in reversed(clients):
+        client.close()
+
+
+def _transport_of(client: paramiko.SSHClient, way: Way) -> paramiko.Transport:
+    transport = client.get_transport()
+    if transport is None or not transport.is_active():
+        raise HostError(way.name, "the connection is lost", is_lost=True)
+    return transport
+
+
+def _socket_to(hop: Way, clients: Sequence[paramiko.SSHClient]) -> Any:
+    """Through the last of these, or through the user's command; None: straight."""
+    import paramiko
+
+    if clients:
+        with told(hop):
+            there, here = (hop.host, hop.port), ("127.0.0.1", 0)
+            return _transport_of(clients[-1], hop).open_channel("direct-tcpip", there, here, timeout=CONNECT)
+    return paramiko.ProxyCommand(hop.command) if hop.command else None
+
+
+def _connected(hop: Way, sock: Any) -> paramiko.SSHClient:
+    import paramiko
+
+    client = paramiko.SSHClient()
+    client.set_missing_host_key_policy(paramiko.RejectPolicy())
+    _load(client.get_host_keys(), hop)
+    try:
+        client.connect(
+            hop.host,
+            hop.port,
+            hop.user,
+            key_filename=[key for key in hop.keys if os.path.exists(key)],
+            allow_agent=True,  # for authentication; it is never forwarded
+            look_for_keys=not hop.keys,
+            sock=sock,
+            timeout=CONNECT,
+            banner_timeout=CONNECT,
+            auth_timeout=CONNECT,
+            channel_timeout=CONNECT,
+        )
+    except (OSError, EOFError, paramiko.SSHException, ValueError) as error:
+        client.close()
+        raise _refusal(hop, error) from None
+    _transport_of(client, hop).set_keepalive(ALIVE)
+    return client
+
+
+def _load(keys: paramiko.HostKeys, hop: Way) -> None:
+    for file in (*hop.known_hosts, SYSTEM_KNOWN_HOSTS):
+        try:
+            if os.path.exists(file):
+                keys.load(file)
+        except (OSError, UnicodeError) as error:
+            hint = "mend it, or see known_hosts in the profile"
+            raise HostError(hop.name, f"{file} cannot be read: {error}", hint) from None
+
+
+def _refusal(hop: Way, error: Exception) -> HostError:
+    """Why a host was not reached, and what helps."""
+    import paramiko
+
+    place = f"{hop.user}@{hop.host}:{hop.port}"
+    if isinstance(error, paramiko.BadHostKeyException):
+        what = (
+            f"its host key has CHANGED: it shows {fingerprint(error.key)}, pinned is {fingerprint(error.expected_key)}"
+        )
+        hint = f"somebody may be listening; only if you know why, delete its line from {hop.known_hosts[0]}"
+        return HostError(hop.name, what, hint)
+    if isinstance(error, paramiko.PasswordRequiredException):
+        return HostError(hop.name, f"a key for {place} has a passphrase", "let ssh-agent keep it: ssh-add")
+    is_no_answer = "EOF" in str(error) or "timeout" in str(error)
+    if isinstance(error, paramiko.AuthenticationException) and not is_no_answer:
+        keys = ", ".join(hop.keys) or "any of your keys"
+        return HostError(hop.name, f"{place} does not accept {keys}", "see user and identity_file in the profile")
+    if "not found in known_hosts" in str(error):
+        hint = "gptctl hosts trust shows its fingerprint and pins it"
+        return HostError(hop.name, f"its host key is not known in {hop.known_hosts[0]}", hint)
+    if isinstance(error, socket.gaierror):
+        return HostError(hop.name, f"{hop.host} is the name of no machine", "see host in the profile")
+    # The last: nobody spoke, and paramiko went on to authentication all the same.
+    silences = ("timeout", "banner", "No existing session")
+    if isinstance(error, TimeoutError) or any(words in str(error) for words in silences):
+        return HostError(hop.name, f"{place} does not answer", "is it on, and the network?", is_lost=True)
+    if isinstance(error, OSError):
+        return HostError(hop.name, f"{place}: {_words(error)}", "is sshd running there?", is_lost=True)
+    return HostError(hop.name, f"{place}: {_words(error)}", "try it with ssh -v", is_lost=True)
+
+
+def _words(error: Exception) -> str:
+    import paramiko
+
+    if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
+        return "; ".join(sorted({str(each.strerror).lower() for each in error.errors.values()}))
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    if isinstance(error, (EOFError, paramiko.AuthenticationException)):
+        return "it closed the connection"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def fingerprint(key: paramiko.PKey) -> str:
+    return f"{key.get_name()} {key.fingerprint}"
+
+
+def at_once(work: Callable[[T], R], items: Sequence[T]) -> list[R | Exception]:
+    """The results of all, or what each raised, in their order."""
+
+    def guarded(item: T) -> R | Exception:
+        try:
+            return work(item)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(min(MOST_AT_ONCE, max(1, len(items)))) as pool:
+        return list(pool.map(guarded, items))
+
+
+class ShownKey(NamedTuple):
+    """The key that a host shows, and whether it is the pinned one: `known`, `new` or `changed`."""
+
+    way: Way
+    key: Any
+    state: str
+
+
+def shown_key(way: Way) -> ShownKey:
+    """Asked without telling the host who asks. Its jump hosts must be trusted already."""
+    import paramiko
+
+    pinned = paramiko.HostKeys()
+    _load(pinned, way)
+    known = pinned.lookup(_key_name(way)) or {}
+    clients = _opened(way.jumps)
+    try:
+        sock = _socket_to(way, clients) or socket.create_connection((way.host, way.port), CONNECT)
+        with closing(paramiko.Transport(sock)) as transport:
+            transport.banner_timeout = CONNECT
+            options = transport.get_security_options()
+            options.key_types = sorted(options.key_types, key=lambda kind: kind not in known)  # the pinned kind first
+            transport.start_client(timeout=CONNECT)
+            key = transport.get_remote_server_key()
+    except (OSError, EOFError, paramiko.SSHException) as error:
+        raise _refusal(way, error) from None
+    finally:
+        _close(clients)
+    same = known.get(key.get_name()) == key
+    return ShownKey(way, key, "known" if same else "changed" if known else "new")
+
+
+def _key_name(way: Way) -> str:
+    return way.host if way.port == SSH_PORT else f"[{way.host}]:{way.port}"
+
+
+def pin(shown: ShownKey) -> None:
+    """From now on this key, and no other one, is this host's."""
+    file = Path(shown.way.known_hosts[0])
+    line = f"{_key_name(shown.way)} {shown.key.get_name()} {shown.key.get_base64()}\n"
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as stream:
+            stream.write(line if not before or before.endswith("\n") else f"\n{line}")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror}", "see known_hosts", OUT_OF_REACH) from None

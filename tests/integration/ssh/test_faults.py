@@ -1,0 +1,225 @@
+"""Hosts that cannot be trusted, reached or used, and connections that break. Oracles: what was done to them, and what runs."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.ssh.desk import ADDRESSES, HOSTS, Desk, await_true
+from tests.lab.sshd import make_key
+
+
+def assert_nothing_happened(desk: Desk) -> None:
+    """On no host is anything left, after the lease at the latest."""
+    await_true(lambda: not any(desk.left(host) for host in HOSTS), 20, lambda: str([desk.left(host) for host in HOSTS]))
+    for host in HOSTS:
+        assert desk.on(host, f"ls {desk.run_root} 2> /dev/null") == ""
+    assert desk.json("list") == []
+
+
+def refused(desk: Desk, *words: str, **how: str) -> str:
+    done = desk.run(*desk.quick(), timeout=60, **how)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+    assert_nothing_happened(desk)
+    return str(done.stderr)
+
+
+def with_hosts(desk: Desk, *changes: dict[str, object], **keys: object) -> None:
+    """The profile `quick` with these changes to its hosts."""
+    hosts = [{"host": host, "address": ADDRESSES[host]} for host in HOSTS]
+    hosts[2]["proxy_jump"] = "bastion"
+    for host, change in zip(hosts, changes):
+        host.update(change)  # type: ignore[arg-type]
+    desk.write_profile("quick", python=str(desk.stand_in), hosts=hosts, **keys)
+
+
+def test_a_key_that_nobody_has_pinned(desk: Desk) -> None:
+    """`hosts trust` shows the fingerprints, the jump host's first, and pins them; then it works."""
+    known = str(desk.folder / "known")
+    with_hosts(desk, known_hosts=known)
+    refused(
+        desk, f"ssh1: its host key is not known in {known}", "bastion: its host key is not known", "gptctl hosts trust"
+    )
+    shown = desk.run("hosts", "trust", "quick", stdin="n\n")
+    assert not Path(known).exists()
+    assert re.search(r"ssh2 +ssh-ed25519 SHA256:\S+ +new", shown.stdout), shown.stdout
+    assert "bastion: its host key is not known" in shown.stderr  # behind which private1 is
+    done = desk.run("hosts", "trust", "quick", "--yes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = desk.json("hosts", "trust", "quick")["keys"]
+    assert {row["host"]: row["state"] for row in rows} == dict.fromkeys(
+        ("ssh1", "ssh2", "bastion", "private1"), "known"
+    )
+    public = desk.lab.run("head", "ssh-keygen", "-lf", str(desk.lab.folder / "ssh/ssh1.hostkey.pub"), check=True).stdout
+    assert rows[0]["key"].split()[1] in public
+    desk.wait(desk.submit_quick()["job"], "COMPLETED")
+
+
+def test_a_key_that_has_changed(desk: Desk, tmp_path: Path) -> None:
+    """A hard stop, also for `hosts trust`."""
+    other = make_key(tmp_path / "other").split()
+    known = desk.folder / "known"
+    lines = [line for line in desk.lab.known_hosts.read_text().splitlines() if not line.startswith("ssh2,")]
+    known.write_text("\n".join([*lines, f"ssh2 {other[0]} {other[1]}", ""]))
+    with_hosts(desk, known_hosts=str(known))
+    refused(desk, "ssh2: its host key has CHANGED", "somebody may be listening")
+    done = desk.run("hosts", "trust", "quick", "--yes")
+    assert done.returncode == 1
+    assert "the key of ssh2 has CHANGED" in done.stderr
+    assert len(known.read_text().splitlines()) == len(lines) + 1
+
+
+@pytest.fixture
+def silent(desk: Desk) -> Iterator[int]:
+    """A port of ssh2 where somebody listens who says nothing."""
+    script = "import socket, time; s = socket.create_server(('', 29517)); print(flush=True); time.sleep(100)"
+    listener = desk.lab.start("ssh2", "python3", "-c", script, stdout=subprocess.PIPE)
+    assert listener.stdout
+    listener.stdout.readline()
+    yield 29517
+    listener.kill()
+    listener.wait()
+
+
+def test_hosts_that_cannot_be_used_are_told_all_at_once(desk: Desk, silent: int) -> None:
+    with_hosts(desk, {"host": "nowhere.invalid"}, {"port": silent}, {"proxy_jump": "ssh1:3"})
+    refused(
+        desk,
+        "nowhere.invalid: nowhere.invalid is the name of no machine",
+        f"ssh2: gpt@ssh2:{silent} does not answer",
+        "ssh1: gpt@ssh1:3: connection refused",
+    )
+
+
+def test_a_key_that_no_host_accepts(desk: Desk, tmp_path: Path) -> None:
+    key = desk.folder / "key"
+    make_key(key)
+    desk.lab.run("head", "chown", "gpt", str(key), check=True)
+    with_hosts(desk, identity_file=str(key))
+    refused(desk, f"gpt@ssh1:22 does not accept {key}", "identity_file")
+
+
+def test_python_is_missing_on_one_host(desk: Desk) -> None:
+    own = "/home/gpt/own-python"
+    for host in HOSTS[:2]:
+        desk.on(host, f"cp {desk.stand_in} {own}")
+    desk.write_profile("quick", python=own)
+    assert "ssh1" not in refused(desk, f"private1: there is no {own}")
+
+
+def test_the_disk_of_one_host_is_full(desk: Desk) -> None:
+    desk.lab.run(
+        "ssh2",
+        "sh",
+        "-c",
+        f"mkdir -p {desk.run_root}; mount -t tmpfs -o size=64k,mode=1777 x {desk.run_root}",
+        check=True,
+    )
+    try:
+        refused(desk, "ssh2: ", "No space left on device")
+    finally:
+        desk.lab.run("ssh2", "umount", desk.run_root, check=True)
+
+
+def test_the_port_is_taken_on_the_first_host(desk: Desk, silent: int) -> None:
+    with_hosts(desk, {"host": "ssh2", "address": ADDRESSES["ssh2"]}, {"host": "ssh1", "address": ADDRESSES["ssh1"]})
+    done = desk.run(*desk.quick("-o", f"Launch.rdzv.port={silent}"))
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert f"ssh2: ranks cannot meet at port {silent}" in done.stderr
+    assert "Address already in use" in done.stderr
+    assert_nothing_happened(desk)
+
+
+def test_a_host_is_out_of_reach_while_the_job_runs(desk: Desk) -> None:
+    """It is shown as such, never as finished; `cancel` says where it could not end the job, and later does."""
+    job = desk.submit_quick(JOB_SECONDS="100")
+    await_true(lambda: all(desk.ran(host) for host in HOSTS), 20)
+    desk.lab.cut("ssh2")
+    facts = desk.json("status", job["job"])
+    assert facts["state"] == "RUNNING"
+    assert re.search(r"ssh2 is out of reach since 20\d\d-\S+ \S+: ", facts["reason"]), facts["reason"]
+    done = desk.run("cancel", "--now", job["job"], timeout=100)
+    assert done.returncode == 3
+    assert "ssh2" in done.stderr
+    desk.lab.mend("ssh2")
+    assert desk.run("cancel", "--now", job["job"]).returncode == 0
+    assert desk.json("status", job["job"])["state"] == "CANCELLED"
+    assert [desk.left(host) for host in HOSTS] == [[], [], []]
+
+
+def test_the_first_host_is_rebooted(desk: Desk) -> None:
+    job = desk.submit_quick(JOB_SECONDS="100")
+    await_true(lambda: all(desk.ran(host) for host in HOSTS), 20)
+    desk.lab.crash("ssh1")
+    said = desk.json("status", job["job"])
+    assert said["state"] == "UNKNOWN"
+    assert "ssh1 is out of reach since" in said["reason"]
+    desk.lab.restart("ssh1")
+    await_true(lambda: not any(desk.left(host) for host in HOSTS), 30)  # the others notice that nobody leads them
+    assert desk.json("status", job["job"])["state"] == "LOST"
+    assert desk.run("cancel", job["job"]).returncode == 0
+
+
+@pytest.mark.long
+def test_another_host_is_rebooted(desk: Desk) -> None:
+    """The first one gives it up in the end, ends the job everywhere, and says why."""
+    job = desk.submit_quick(JOB_SECONDS="300")
+    await_true(lambda: all(desk.ran(host) for host in HOSTS), 20)
+    desk.lab.crash("ssh2")
+    facts = desk.wait(job["job"], "FAILED", seconds=150)
+    assert "its host is lost" in facts["reason"], facts
+    assert [desk.left(host) for host in ("ssh1", "private1")] == [[], []]
+
+
+@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.long)])
+def test_connections_break_while_a_job_is_followed(desk: Desk, seconds: int) -> None:
+    """sshd restarted, a cable pulled, the jump host gone for a while: nothing is lost, and the job does not notice."""
+    count = 10 * seconds + 60
+    script = f"import time\nfor i in range({count}):\n    print('line', i, flush=True)\n    time.sleep(0.1)\n"
+    (desk.folder / "talk.py").write_text(script)
+    asked = ["submit", "--cluster", "hosts", "--nodes", "3", "--gpus-per-node", "1", "--follow", "--", "talk.py"]
+    with (desk.folder / "shown").open("w") as out, (desk.folder / "said").open("w") as err:
+        first = desk.start(*asked, stdout=out, stderr=err)
+    await_true(lambda: (desk.folder / "shown").read_text().count("line") > 10, 60, (desk.folder / "said").read_text)
+    with (desk.folder / "shown2").open("w") as out:
+        second = desk.start("logs", "--follow", stdout=out)
+    desk.lab.restart_sshd("ssh1")
+    for host in ("ssh2", "bastion"):
+        desk.lab.cut(host)
+    time.sleep(seconds / 2)
+    desk.lab.mend("bastion")
+    desk.lab.restart_sshd("bastion")
+    time.sleep(seconds / 2)
+    desk.lab.mend("ssh2")
+    assert first.wait(120) == 0
+    assert second.wait(60) == 0
+    for name in ("shown", "shown2"):
+        lines = (desk.folder / name).read_text().splitlines()
+        for rank in range(3):
+            mine = [line for line in lines if line.startswith(f"[rank {rank}] line ")]
+            assert mine == [f"[rank {rank}] line {number}" for number in range(count)], (name, rank)
+
+
+def test_gptctl_is_killed_while_it_starts_a_job(desk: Desk) -> None:
+    """Whenever that is, the next one knows the job, or nothing is left of it."""
+    begin = time.monotonic()
+    desk.wait(desk.submit_quick()["job"], "COMPLETED")
+    whole = time.monotonic() - begin
+    for part in range(5):
+        process = desk.start(*desk.quick("--name", f"killed{part}"))
+        time.sleep(whole * (part + 1) / 8)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    await_true(lambda: not any(desk.left(host) for host in HOSTS), 30)
+    known = {job["job"] for job in desk.json("list")}
+    for host in HOSTS:
+        assert set(desk.on(host, f"ls {desk.run_root}").split()) == known

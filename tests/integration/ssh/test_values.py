@@ -1,0 +1,106 @@
+"""What arrives in the ranks over ssh: any string as it was, secrets where nobody else finds them, commands for pasting."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.integration.ssh.desk import ADDRESSES, HOSTS, Desk
+
+UNSHRUNK = (Phase.explicit, Phase.generate)  # an example takes seconds
+TRAINING = """
+import os
+import torch
+import torch.distributed as dist
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+if world > 1:
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x = torch.arange(32.0).view(8, 4).sin()
+y = x.sum(1, keepdim=True)
+for _ in range(5):
+    optimizer.zero_grad()
+    ((model(x[rank::world]) - y[rank::world]) ** 2).mean().backward()
+    optimizer.step()
+print(rank, "of", world, "loss", f"{((model(x) - y) ** 2).mean().item():.5f}")
+"""
+HOSTILE = st.text(st.characters(codec="utf-8").filter(str.isprintable), max_size=40)
+
+
+@pytest.mark.parametrize("examples", [5, pytest.param(100, marks=pytest.mark.long)])
+def test_hostile_strings_arrive_unchanged(desk: Desk, examples: int) -> None:
+    """Arguments, environment and the name of the folder; nothing is executed anywhere."""
+    canary = f"/tmp/canary-{secrets.token_hex(4)}"
+    numbers = iter(range(10**6))
+
+    @settings(
+        max_examples=examples, suppress_health_check=list(HealthCheck), derandomize=True, deadline=None, phases=UNSHRUNK
+    )
+    @given(HOSTILE, HOSTILE)
+    def check(value: str, argument: str) -> None:
+        root = f"{desk.run_root}/{next(numbers)} '{argument.replace('/', '_')[:20]}\"$(touch {canary})"
+        desk.write_profile("quick", python=str(desk.stand_in), run_root=root)
+        words = [f"{value};touch {canary}", f"{argument}`touch {canary}`"]
+        done = desk.run(*desk.quick("--json", V=words[0]), words[1])
+        assert done.returncode == 0, done.stderr
+        job = json.loads(done.stdout)
+        desk.wait(job["job"], "COMPLETED")
+        quoted = shlex.quote(root)
+        for host in HOSTS:
+            arrived = base64.b64decode(desk.on(host, f"base64 {quoted}/*/words"))
+            assert arrived.decode().split("\0") == words
+
+    check()
+    for host in ("head", *HOSTS):
+        assert desk.on(host, f"ls {canary}") == ""
+
+
+def test_secrets_are_nowhere_to_be_found(desk: Desk) -> None:
+    """One from the environment of gptctl, one from a file on each host."""
+    from_env, from_file = secrets.token_hex(16), secrets.token_hex(16)
+    for host in HOSTS:
+        desk.on(host, f"umask 077; echo {from_file} > ~/token")
+    script = "import os, subprocess\nprint('has', len(os.environ['A']), len(os.environ['B']), flush=True)\n"
+    script += "print(subprocess.run(['ps', 'axww', '-o', 'args'], capture_output=True, text=True).stdout)\n"
+    (desk.folder / "talk.py").write_text(script)
+    keys = ["-o", "Launch.secrets.A.env=MY_TOKEN", "-o", "Launch.secrets.B.file=/home/gpt/token"]
+    asked = ["submit", "--cluster", "hosts", "--nodes", "2", "--gpus-per-node", "1", *keys, "--follow", "--", "talk.py"]
+    done = desk.run(*asked, MY_TOKEN=from_env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("has 32 32") == 2
+    assert from_env not in done.stdout + done.stderr
+    assert from_file not in done.stdout + done.stderr
+    for host in ("head", *HOSTS):
+        places = f"/home/gpt {desk.folder} {desk.lab.folder}/tmp"
+        found = desk.on(host, f"grep -rlF -e {from_env} -e {from_file} {places} 2> /dev/null").split()
+        assert found == (["/home/gpt/token"] if host != "head" else [])
+
+
+def test_the_two_commands_of_the_tutorial(desk: Desk) -> None:
+    """`render --style static` prints one for each host; pasted by hand they train as one process does."""
+    file = desk.lab.folder / "tmp" / f"train-{desk.folder.name}.py"
+    file.write_text(TRAINING)
+    alone = desk.lab.run("head", sys.executable, str(file), user="gpt", check=True).stdout
+    asked = ["render", "--style", "static", "--cluster", "hosts", "--nodes", "2", "--gpus-per-node", "1"]
+    printed = [desk.run(*asked, "--node", str(node), "--", str(file)).stdout for node in range(2)]
+    assert f"--master-addr={ADDRESSES['ssh1']}" in printed[1]
+    assert re.search(r"--node-rank=1\b", printed[1])
+    running = [
+        desk.lab.start(host, "bash", "-c", text, user="gpt", stdout=subprocess.PIPE)
+        for host, text in zip(HOSTS, printed)
+    ]
+    said = [process.communicate(timeout=60)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert said == [alone.replace("0 of 1", f"{rank} of 2") for rank in range(2)]
