@@ -94,6 +94,7 @@ bench: $(READY)
 	@$(BIN)/python tests/bench/follow.py
 	@$(BIN)/python tests/bench/training.py
 	@$(BIN)/python tests/bench/parallel.py
+	@$(BIN)/python tests/bench/launch.py
 
 # Hugging Face's Trainer and Lightning, in an environment of their own.
 $(VENV)-peers/.ready: | $(VENV)/bin/python

@@ -59,9 +59,22 @@ def of_this_node(folder: str) -> dict[str, Any]:
         "head": os.environ.get("MASTER_ADDR", ""),
         "free": space.f_bavail * space.f_frsize,
         "cores": len(os.sched_getaffinity(0)),
+        "port": free_port(),
     }
     known["clock"] = time.time()  # last: looking names up may take seconds
     return known
+
+
+def free_port() -> int:
+    """Below those that outgoing connections take."""
+    for port in range(29500, 29000, -1):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+                return port
+            except OSError:
+                continue
+    return 0
 
 
 def address_of(interface: str) -> str:

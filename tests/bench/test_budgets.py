@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 import tests.ranks  # noqa: F401 - one thread in this process, so that it can be forked
-from tests.bench import follow, parallel, startup, training
+from tests.bench import follow, launch, parallel, startup, training
+from tests.lab import missing
 
 
 def over_budget() -> dict[str, float]:
@@ -70,3 +73,14 @@ def test_pipeline_stages_work_at_the_same_time() -> None:
 def test_a_large_vocabulary_needs_little_memory() -> None:
     """By the kernel's account of the peak: far from the 200 MB that all logits and their gradient take."""
     assert not parallel.mark(parallel.loss_memory("in chunks"), parallel.LOSS_MB["in chunks"])
+
+
+def test_eight_hosts_are_armed_as_soon_as_one() -> None:
+    """Each with a CPU of its own; at most twice the time."""
+    if lacking := missing():
+        pytest.skip(lacking)
+    try:
+        times = launch.measure(rounds=3, share=launch.SHARE)
+    except PermissionError as error:
+        pytest.skip(f"control groups cannot be made here: {error}")
+    assert times.ratio <= launch.MAX_RATIO, str(times)

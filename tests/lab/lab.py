@@ -36,7 +36,7 @@ class Lab:
         if not 0 <= nodes <= MAX_NODES:
             raise ValueError(f"nodes is {nodes}, and must be 0 (no Slurm) to {MAX_NODES}")
         self.nodes = [Machine(f"node{i}", "node", (f"10.77.0.{10 + i}",)) for i in range(1, nodes + 1)]
-        self.hosts = [Machine(f"ssh{i}", "ssh", (f"10.77.0.{50 + i}",)) for i in range(1, ssh + 1)]
+        self.hosts = [Machine(f"ssh{i}", "ssh", (f"10.77.0.{50 + i}", f"10.78.0.{50 + i}")) for i in range(1, ssh + 1)]
         if ssh:
             self.hosts.append(Machine("bastion", "ssh", ("10.77.0.100", "10.78.0.254")))
             self.hosts.append(Machine("private1", "ssh", ("10.78.0.1",)))

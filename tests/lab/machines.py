@@ -136,6 +136,10 @@ class Machines:
             raise ValueError("the head holds the others: without it there is no lab")
         return self._known[name]
 
+    def pid_1(self, name: str) -> int:
+        """As this process sees it."""
+        return self._pids[name]
+
     def _pid_1(self, machine: Machine, *more: str) -> list[str]:
         spaces = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc", *more]
         script = [str(HERE / "machine.sh"), machine.name, machine.kind, str(self.folder), *needed_folders()]
