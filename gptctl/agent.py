@@ -29,6 +29,7 @@ from trainer.durable import replacing
 
 PULSE = 2.0  # seconds between two signs of life of an agent that has nothing else to say
 SILENCE = 90.0  # seconds without one after which a host is given up
+CANNOT_BEGIN = 73  # exit code of a node whose folders cannot be made, as launch.sh has it
 KILL_PATIENCE = 5.0  # seconds that another host has to end its ranks
 MOST_STRANGERS = 64
 
@@ -50,6 +51,14 @@ class Host:
         self.lease = float(hello["lease"])
         self.address = str(hello["address"] or address_here())
         self.node = Node(plan, number, {**clean_environment(), **hello["secrets"]})
+        self._check_inputs()
+
+    def _check_inputs(self) -> None:
+        """What a container sees is not known here."""
+        secrets = [source["file"] for source in self.plan.secrets.values() if "file" in source]
+        needed = [*secrets, *(() if self.plan.container else self.plan.inputs)]
+        if missing := [path for path in needed if not os.access(path, os.R_OK)]:
+            raise Refused(f"{', '.join(missing)} cannot be read there: jobs find their data on every host")
 
 
 def roll_back(run_dir: str) -> None:
@@ -280,14 +289,21 @@ class Peer(Host):
         if "start" in message:
             self.start = message["start"]
             self.is_open, self.has_ranks = True, False
-            self.folder.attempt(message["attempt"]).mkdir(exist_ok=True)
-            self.node.start(message["attempt"], message["host"], message["port"])
+            self._begin(message["attempt"], message["host"], message["port"])
         if "ask" in message:
             self.node.ask()
         if "kill" in message:
             self.node.kill()
             self.head.send(killed=True)
         self.is_stopped |= "bye" in message
+
+    def _begin(self, attempt: int, host: str, port: int) -> None:
+        try:
+            self.folder.attempt(attempt).mkdir(exist_ok=True)
+            self.node.start(attempt, host, port)
+        except OSError as error:  # a full disk, or a folder that may not be written to
+            self.is_open = False
+            self.head.send(start=self.start, end=Ended(CANNOT_BEGIN, f"{error.filename}: {error.strerror}"))
 
     def _report(self) -> None:
         if self.is_open and not self.has_ranks and self.node.has_ranks():

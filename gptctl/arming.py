@@ -22,7 +22,7 @@ from gptctl.jobs import JobRecord
 from gptctl.launch_plan import LaunchPlan
 from gptctl.preflight import USABLE
 from gptctl.report import count
-from gptctl.ssh import Channel, Connection, HostError, Way, at_once, ways
+from gptctl.ssh import Channel, Connection, HostError, Way, at_once, last_words, ways
 from trainer.errors import OUT_OF_REACH, UserError
 
 NOT_SHIPPED = ("cluster.json", "git.json", "templates", ".token")
@@ -95,11 +95,7 @@ class Agent:
     def _end(self) -> HostError:
         """The agent is gone: its last words, if the host is still there."""
         assert self._channel
-        said = ""
-        with suppress(OSError):
-            self._channel.settimeout(2.0)
-            while data := self._channel.recv_stderr(1 << 16):
-                said += data.decode(errors="replace")
+        said = last_words(self._channel)
         lines = [line.strip() for line in said.splitlines() if line.strip()]
         if not lines:
             return HostError(self.way.name, "the connection is lost", is_lost=True)

@@ -30,6 +30,9 @@ AS_ASKED = "derived: as many ranks as the degrees ask for"
 CONFIG_NAMES = ("{}.yaml", "{}.yml", "{}s.yaml", "configs/{}.yaml")
 
 
+NO_PATH = ("auto", "builtin")  # words that stand where a path may stand
+
+
 class Checked(NamedTuple):
     """What is known of a config after checking it; `resolved` is None when its text could not be read."""
 
@@ -53,6 +56,17 @@ class Checked(NamedTuple):
     @property
     def output_dir(self) -> str | None:
         return self.resolved.run.Engine.save_load.output_dir if self.resolved else None
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Paths of what the bundled trainer reads, as they were written, by their keys."""
+        if self.launch.entrypoint != "trainer" or self.resolved is None:
+            return {}
+        run = self.resolved.run
+        dataset = run.Data.Train.dataset
+        key, data = ("path", dataset.path) if dataset.name == "CharDataset" else ("input_dir", dataset.input_dir)
+        paths = {f"Data.Train.dataset.{key}": data, "Engine.save_load.ckpt_dir": run.Engine.save_load.ckpt_dir}
+        return {name: path for name, path in paths.items() if path and path not in NO_PATH}
 
     @property
     def is_valid(self) -> bool:

@@ -38,6 +38,7 @@ class LaunchPlan(NamedTuple):
     env_origins: Mapping[str, str]
     secrets: Mapping[str, Mapping[str, str]]
     sbatch: Mapping[str, str]  # options of sbatch that come from config, flags and profile
+    inputs: tuple[str, ...] = ()  # what the trainer reads, which every node has to see
 
     @property
     def is_elastic(self) -> bool:
@@ -58,8 +59,9 @@ class LaunchPlan(NamedTuple):
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> LaunchPlan:
-        """Ignores what a newer gptctl added."""
-        known = [values[name] for name in LaunchPlan._fields]
+        """Ignores what a newer gptctl added; KeyError: it is no plan."""
+        complete = {**LaunchPlan._field_defaults, **values}
+        known = [complete[name] for name in LaunchPlan._fields]
         return LaunchPlan._make(tuple(value) if isinstance(value, list) else value for value in known)
 
 

@@ -24,6 +24,7 @@ from gptctl.launch_plan import LaunchPlan
 from gptctl.run_folder import RunFolder, read_json
 from gptctl.ssh import Connection, Files, HostError, Way, at_once, told, ways
 from trainer.durable import replacing
+from trainer.errors import OUT_OF_REACH, UserError
 
 CHUNK = 1 << 20
 BRING_EVERY = 0.5  # seconds between two looks at the files of a job that is followed
@@ -192,7 +193,7 @@ class Mirror:
 
     def __init__(self, record: JobRecord) -> None:
         self.record = record
-        self.plan = LaunchPlan.from_json(read_json(record.run_folder / "plan.json") or {})
+        self.plan = _plan_in(record.run_folder)
         cluster = load_profile(str(record.run_folder / "cluster.json")).cluster
         used = ways(cluster)[: record.nodes]
         self.hosts = [HostMirror(record, self.plan, way, node) for node, way in enumerate(used)]
@@ -283,6 +284,15 @@ class Mirror:
         away = {host.way.name: host.fault for host in self.hosts if host.fault}
         since = {name: _clock(last.get(name, self.record.created)) for name in away}
         return [f"{name} is out of reach since {since[name]}: {fault}" for name, fault in away.items()]
+
+
+def _plan_in(folder: Path) -> LaunchPlan:
+    try:
+        return LaunchPlan.from_json(read_json(folder / "plan.json") or {})
+    except KeyError:
+        raise UserError(
+            f"{folder}/plan.json is gone or damaged", "look at the job on its hosts", OUT_OF_REACH
+        ) from None
 
 
 def _clock(moment: float) -> str:

@@ -86,6 +86,7 @@ def build_plan(
         env_origins={name: origin for name, (_, origin) in environment.items()},
         secrets=_absolute_secrets(launch, site),
         sbatch=_sbatch_options(checked, ground.run_dir, _log_dir(launch, site, ground)),
+        inputs=tuple(site.absolute(path) for path in checked.inputs.values()),
     )
 
 

@@ -12,7 +12,6 @@ from gptctl.check import Checked
 from gptctl.cluster import Cluster
 from gptctl.launch_plan import LaunchPlan
 from gptctl.plan import LOOPBACK, Ground, Site, build_plan, python_of
-from gptctl.report import NO_PATH
 from trainer.errors import Finding, Rule
 
 SCRIPT = Rule("S001", "the script and the files that are shipped with it exist")
@@ -67,18 +66,14 @@ def _check_program(checked: Checked, site: Site) -> Iterator[Finding]:
 
 
 def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
-    """What the bundled trainer reads. Nodes without a shared file system may have it though this machine has not."""
+    """What the bundled trainer reads. On ssh hosts their agents look: they may have what this machine has not."""
     if checked.launch.entrypoint != "trainer" or checked.resolved is None or checked.cluster.kind == "ssh":
         return
-    run = checked.resolved.run
-    dataset, keeping = run.Data.Train.dataset, run.Engine.save_load
-    is_text = dataset.name == "CharDataset"
-    key, data = ("path", dataset.path) if is_text else ("input_dir", dataset.input_dir)
-    wanted = {f"Data.Train.dataset.{key}": data, "Engine.save_load.ckpt_dir": keeping.ckpt_dir}
-    for name, path in wanted.items():
-        if path and path not in NO_PATH and not os.path.exists(site.absolute(path)):
+    for name, path in checked.inputs.items():
+        if not os.path.exists(site.absolute(path)):
             rule = DATA if checked.cluster.kind == "local" else DATA._replace(level="warning")
             yield rule.found(name, path, f"{path} does not exist in {site.folder}", "check the path")
+    keeping = checked.resolved.run.Engine.save_load
     output = keeping.output_dir
     if output and not keeping.ckpt_dir and any(Path(site.absolute(output)).glob("step_*")):
         hint = "set Engine.save_load.ckpt_dir=auto to go on with them, or another output_dir"

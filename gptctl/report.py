@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from gptctl.check import Checked
+from gptctl.check import NO_PATH, Checked
 from gptctl.launch import Launch
 from gptctl.plan import Site
 from trainer.config.kinds import FilePath, Section, keys_of
@@ -16,8 +16,6 @@ from trainer.config.resolve import NOT_BUILT_YET, Resolved, sections
 from trainer.config.sections import RunConfig
 from trainer.estimate import ASSUMPTIONS, GIB, UNKNOWN_VOCAB, Estimate
 from trainer.layout import AXES, Layout, Machines, padded_vocab
-
-NO_PATH = ("auto", "builtin")  # words that stand where a path may stand
 
 # Derived keys that depend on the number of ranks.
 BY_WORLD = (

@@ -12,6 +12,7 @@ import os
 import shlex
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -92,9 +93,7 @@ def _way(host: Host, cluster: Cluster, config: paramiko.SSHConfig) -> Way:
     if command != "none" and not cluster.allow_proxy_command:
         hint = "set allow_proxy_command: true in the profile if you trust it, or use ProxyJump"
         raise HostError(host.host, f"the ssh config runs a ProxyCommand for it: {command}", hint)
-    jumps = tuple(_hop(text, cluster, config) for text in jump.split(",")) if jump != "none" else ()
-    if len(jumps) > MOST_JUMPS:
-        raise HostError(host.host, f"{len(jumps)} jump hosts", f"use at most {MOST_JUMPS}")
+    jumps = _hops(host.host, jump, cluster, config)
     return _plain_way(host, cluster, said, jumps, "" if command == "none" else command)
 
 
@@ -121,12 +120,24 @@ def _plain_way(
     )
 
 
-def _hop(text: str, cluster: Cluster, config: paramiko.SSHConfig) -> Way:
-    """`user@bastion:2222`; a chain of jumps names them all."""
+def _hops(host: str, jump: str, cluster: Cluster, config: paramiko.SSHConfig) -> tuple[Way, ...]:
+    """`user@bastion:2222,second`; the first may have jump hosts of its own in the ssh config."""
+    hops: list[Way] = []
+    while jump != "none" and len(hops) <= MOST_JUMPS:
+        names = [_hop(text) for text in jump.split(",")]
+        said = [_said(config, name.host) for name in names]
+        hops = [*(_plain_way(name, cluster, words) for name, words in zip(names, said)), *hops]
+        own = said[0].get("proxyjump", "none")
+        jump = "none" if _hop(own.split(",")[-1]).host == names[0].host else own  # `Host *` means the bastion, too
+    if len(hops) > MOST_JUMPS:
+        raise HostError(host, f"more than {MOST_JUMPS} jump hosts", "see proxy_jump, and ProxyJump in the ssh config")
+    return tuple(hops)
+
+
+def _hop(text: str) -> Host:
     user, _, place = text.strip().rpartition("@")
     name, _, port = place.partition(":")
-    hop = Host(host=name, user=user or None, port=int(port) if port.isdecimal() else None)
-    return _plain_way(hop, cluster, _said(config, name))
+    return Host(host=name, user=user or None, port=int(port) if port.isdecimal() else None)
 
 
 def _said(config: paramiko.SSHConfig, name: str) -> dict[str, Any]:
@@ -143,12 +154,12 @@ class Connection:
 
     def __init__(self, way: Way) -> None:
         self.way = way
-        self._clients = _opened((*way.jumps, way))  # the last one is the host's
+        self._client = _connected(way, _socket_to(way))
         self._files: Files | None = None
 
     @property
     def _transport(self) -> paramiko.Transport:
-        return _transport_of(self._clients[-1], self.way)
+        return _transport_of(self._client, self.way)
 
     @contextmanager
     def _in_time(self, patience: float) -> Iterator[None]:
@@ -177,7 +188,7 @@ class Connection:
                 channel.sendall(stdin)
             channel.shutdown_write()
             out = channel.makefile("rb").read()
-            err = channel.makefile_stderr("rb").read().decode(errors="replace")
+            err = last_words(channel)
             return Done(channel.recv_exit_status(), out, err.strip())
 
     @property
@@ -192,7 +203,18 @@ class Connection:
         return self._files
 
     def close(self) -> None:
-        _close(self._clients)
+        self._client.close()
+
+
+def last_words(channel: Channel, patience: float = 5.0) -> str:
+    """What an ended command wrote to its stderr, of which sshd may still send some after the end of its stdout."""
+    deadline = time.monotonic() + patience
+    while not channel.closed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    said = b""
+    while channel.recv_stderr_ready():
+        said += channel.recv_stderr(1 << 16)
+    return said.decode(errors="replace")
 
 
 @contextmanager
@@ -210,21 +232,33 @@ def told(way: Way) -> Iterator[None]:
         raise HostError(way.name, f"the connection is lost: {_words(error)}", is_lost=True) from None
 
 
-def _opened(hops: Sequence[Way]) -> list[paramiko.SSHClient]:
-    """A chain of connections, each through those before it."""
-    clients: list[paramiko.SSHClient] = []
-    try:
-        for hop in hops:
-            clients.append(_connected(hop, _socket_to(hop, clients)))
-    except BaseException:
-        _close(clients)
-        raise
-    return clients
+class Bastions:
+    """Jump hosts with an open connection, which all hosts behind them share until this process ends: sshd lets only few
+    come in at the same time."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[Way, ...], paramiko.SSHClient] = {}
+        self._opening: dict[tuple[Way, ...], threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def client(self, hops: tuple[Way, ...]) -> paramiko.SSHClient:
+        """Of the last of these, through those before it."""
+        with self._lock:
+            opening = self._opening.setdefault(hops, threading.Lock())
+        with opening:
+            client = self._open.get(hops)
+            if client is None or not _is_active(client):
+                client = _connected(hops[-1], _socket_to(hops[-1]._replace(jumps=hops[:-1])))
+                self._open[hops] = client
+            return client
 
 
-def _close(clients: Sequence[paramiko.SSHClient]) -> None:
-    for client in reversed(clients):
-        client.close()
+BASTIONS = Bastions()
+
+
+def _is_active(client: paramiko.SSHClient) -> bool:
+    transport = client.get_transport()
+    return transport is not None and transport.is_active()
 
 
 def _transport_of(client: paramiko.SSHClient, way: Way) -> paramiko.Transport:
@@ -234,15 +268,16 @@ def _transport_of(client: paramiko.SSHClient, way: Way) -> paramiko.Transport:
     return transport
 
 
-def _socket_to(hop: Way, clients: Sequence[paramiko.SSHClient]) -> Any:
-    """Through the last of these, or through the user's command; None: straight."""
+def _socket_to(way: Way) -> Any:
+    """Through its jump hosts, or through the user's command; None: straight."""
     import paramiko
 
-    if clients:
-        with told(hop):
-            there, here = (hop.host, hop.port), ("127.0.0.1", 0)
-            return _transport_of(clients[-1], hop).open_channel("direct-tcpip", there, here, timeout=CONNECT)
-    return paramiko.ProxyCommand(hop.command) if hop.command else None
+    if way.jumps:
+        bastion = BASTIONS.client(way.jumps)
+        with told(way):
+            there, here = (way.host, way.port), ("127.0.0.1", 0)
+            return _transport_of(bastion, way).open_channel("direct-tcpip", there, here, timeout=CONNECT)
+    return paramiko.ProxyCommand(way.command) if way.command else None
 
 
 def _connected(hop: Way, sock: Any) -> paramiko.SSHClient:
@@ -299,6 +334,8 @@ def _refusal(hop: Way, error: Exception) -> HostError:
     if isinstance(error, paramiko.AuthenticationException) and not is_no_answer:
         keys = ", ".join(hop.keys) or "any of your keys"
         return HostError(hop.name, f"{place} does not accept {keys}", "see user and identity_file in the profile")
+    if "No authentication methods" in str(error):
+        return HostError(hop.name, f"there is no key for {place}", "see identity_file in the profile, or ssh-add")
     if "not found in known_hosts" in str(error):
         hint = "gptctl hosts trust shows its fingerprint and pins it"
         return HostError(hop.name, f"its host key is not known in {hop.known_hosts[0]}", hint)
@@ -329,7 +366,7 @@ def fingerprint(key: paramiko.PKey) -> str:
     return f"{key.get_name()} {key.fingerprint}"
 
 
-def at_once(work: Callable[[T], R], items: Sequence[T]) -> list[R | Exception]:
+def at_once(work: Callable[[T], R], items: Sequence[T], most: int = MOST_AT_ONCE) -> list[R | Exception]:
     """The results of all, or what each raised, in their order."""
 
     def guarded(item: T) -> R | Exception:
@@ -338,7 +375,7 @@ def at_once(work: Callable[[T], R], items: Sequence[T]) -> list[R | Exception]:
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(min(MOST_AT_ONCE, max(1, len(items)))) as pool:
+    with ThreadPoolExecutor(min(most, max(1, len(items)))) as pool:
         return list(pool.map(guarded, items))
 
 
@@ -357,9 +394,8 @@ def shown_key(way: Way) -> ShownKey:
     pinned = paramiko.HostKeys()
     _load(pinned, way)
     known = pinned.lookup(_key_name(way)) or {}
-    clients = _opened(way.jumps)
     try:
-        sock = _socket_to(way, clients) or socket.create_connection((way.host, way.port), CONNECT)
+        sock = _socket_to(way) or socket.create_connection((way.host, way.port), CONNECT)
         with closing(paramiko.Transport(sock)) as transport:
             transport.banner_timeout = CONNECT
             options = transport.get_security_options()
@@ -368,8 +404,6 @@ def shown_key(way: Way) -> ShownKey:
             key = transport.get_remote_server_key()
     except (OSError, EOFError, paramiko.SSHException) as error:
         raise _refusal(way, error) from None
-    finally:
-        _close(clients)
     same = known.get(key.get_name()) == key
     return ShownKey(way, key, "known" if same else "changed" if known else "new")
 

@@ -20,6 +20,7 @@ from trainer.errors import OUT_OF_REACH, UserError
 if TYPE_CHECKING:
     from gptctl.arming import Launch
 
+MOST_JOBS = 4  # that are asked for at once: sshd lets only few come in at the same time
 END_PATIENCE = 120.0  # seconds that a host has to end a job
 
 MIRRORS: dict[str, Mirror] = {}  # of every job that this process has asked for, with open connections
@@ -60,13 +61,16 @@ def _arm(launch: Launch, folder: RunFolder) -> None:
 
 
 def expect(records: Sequence[JobRecord]) -> None:
-    at_once(lambda record: mirror_of(record).refresh(), [record for record in records if record.handle])
+    at_once(lambda record: mirror_of(record).refresh(), [record for record in records if record.handle], MOST_JOBS)
 
 
 def state(record: JobRecord) -> State:
     if not record.handle:
         return _half_submitted(record)
-    mirror = mirror_of(record)
+    try:
+        mirror = mirror_of(record)
+    except UserError as error:  # its folder here, or the user's ssh config
+        return State(UNKNOWN, error.message)
     mirror.refresh()
     away = mirror.out_of_reach()
     if result := RunFolder(record.run_dir).result():

@@ -116,6 +116,43 @@ def test_python_is_missing_on_one_host(desk: Desk) -> None:
     assert "ssh1" not in refused(desk, f"private1: there is no {own}")
 
 
+def test_what_a_job_reads_is_missing_on_one_host(desk: Desk) -> None:
+    """Its data, and a secret: told before anything starts."""
+    for host in HOSTS[:2]:
+        desk.on(host, "mkdir -p ~/data; echo x > ~/data/token")
+    desk.on("ssh2", "rm ~/data/token")
+    keys = ["-o", "Launch.secrets.A.file=/home/gpt/data/token"]
+    done = desk.run(*desk.quick(*keys))
+    assert done.returncode == 3
+    assert "S010 ssh2: /home/gpt/data/token cannot be read there" in done.stderr
+    assert "S010 private1: /home/gpt/data/token cannot be read there" in done.stderr
+    assert_nothing_happened(desk)
+    keys = ("Data.Train.dataset.path=/home/gpt/data", "Global.global_batch_size=12")
+    done = desk.run(*desk.train("--nodes", "3", "--gpus-per-node", "1", keys=keys))
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "S010 private1: /home/gpt/data cannot be read there" in done.stderr
+    assert "ssh2" not in done.stderr
+    assert_nothing_happened(desk)
+
+
+def test_logs_cannot_be_written_on_one_host(desk: Desk) -> None:
+    for host in ("ssh1", "private1"):
+        desk.lab.run(host, "install", "-d", "-o", "gpt", "/home/logs", check=True)
+    desk.lab.run("ssh2", "install", "-d", "-m", "755", "/home/logs", check=True)
+    job = desk.submit_quick("-o", "Launch.log_dir=/home/logs")
+    facts = desk.wait(job["job"], "FAILED")
+    assert f"node 1 ended with exit code 73: /home/logs/{job['job']}: Permission denied" in facts["reason"], facts
+
+
+def test_failed_attempts_begin_again_on_all_hosts(desk: Desk) -> None:
+    job = desk.submit_quick("--max-restarts", "1", JOB_EXIT="7")
+    assert "exit code 7" in desk.wait(job["job"], "FAILED")["reason"]
+    for host in HOSTS:
+        ports = [re.search(r"--master-port=(\d+)", line)[1] for line in desk.ran(host)]  # type: ignore[index]
+        assert len(set(ports)) == 2
+        assert [line[:2] for line in desk.ran(host)] == ["0 ", "1 "]
+
+
 def test_the_disk_of_one_host_is_full(desk: Desk) -> None:
     desk.lab.run(
         "ssh2",
@@ -210,14 +247,14 @@ def test_connections_break_while_a_job_is_followed(desk: Desk, seconds: int) -> 
 
 
 def test_gptctl_is_killed_while_it_starts_a_job(desk: Desk) -> None:
-    """Whenever that is, the next one knows the job, or nothing is left of it."""
+    """Or interrupted. Whenever that is, the next one knows the job, or nothing is left of it."""
     begin = time.monotonic()
     desk.wait(desk.submit_quick()["job"], "COMPLETED")
     whole = time.monotonic() - begin
-    for part in range(5):
+    for part in range(6):
         process = desk.start(*desk.quick("--name", f"killed{part}"))
         time.sleep(whole * (part + 1) / 8)
-        process.send_signal(signal.SIGKILL)
+        desk.lab.signal(process, signal.SIGINT if part % 2 else signal.SIGKILL)
         process.wait()
     await_true(lambda: not any(desk.left(host) for host in HOSTS), 30)
     known = {job["job"] for job in desk.json("list")}

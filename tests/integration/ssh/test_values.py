@@ -67,6 +67,32 @@ def test_hostile_strings_arrive_unchanged(desk: Desk, examples: int) -> None:
         assert desk.on(host, f"ls {canary}") == ""
 
 
+ENVIRONMENT = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo")
+names = ("NCCL_A", "NCCL_B", "NCCL_C", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RANK", "WORLD_SIZE")
+print("has", *(os.environ.get(name) for name in names), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("form", ["static", "c10d"])
+def test_the_environment_of_every_rank(desk: Desk, form: str) -> None:
+    """Flag over config over profile, and the interface to the first host, whichever way the ranks meet."""
+    (desk.folder / "job.py").write_text(ENVIRONMENT)
+    desk.write_profile("hosts", env={"NCCL_A": "profile", "NCCL_B": "profile", "NCCL_C": "profile"})
+    keys = ["-o", "Launch.env={NCCL_B: config, NCCL_C: config}", "-o", f"Launch.rdzv.backend={form}"]
+    asked = ["submit", "--cluster", "hosts", "--nodes", "3", "--gpus-per-node", "1", *keys, "--env", "NCCL_C=flag"]
+    done = desk.run(*asked, "--follow", "--", "job.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = sorted(line for line in done.stdout.splitlines() if "] has " in line)
+    interfaces = ["eth1", "eth1", "eth0"]  # of the network on which all three are
+    if form == "c10d":  # which sorts the hosts by their addresses, as text
+        interfaces = ["eth0", "eth1", "eth1"]
+    for rank, interface in enumerate(interfaces):
+        assert said[rank] == f"[rank {rank}] has profile config flag {interface} ={interface} {rank} 3"
+
+
 def test_secrets_are_nowhere_to_be_found(desk: Desk) -> None:
     """One from the environment of gptctl, one from a file on each host."""
     from_env, from_file = secrets.token_hex(16), secrets.token_hex(16)
