@@ -67,12 +67,10 @@ class Agent:
         self._write(json.dumps(message).encode() + b"\n")
 
     def _write(self, data: bytes) -> None:
+        """To an agent that is gone, nothing: whoever waits for its answer finds its last words."""
         assert self._channel
-        try:
-            with self._sending:
-                self._channel.sendall(data)
-        except OSError:
-            raise self._end() from None
+        with suppress(OSError), self._sending:
+            self._channel.sendall(data)
 
     def receive(self, word: str, patience: float) -> dict[str, Any]:
         """The next message, in which the agent has to say this."""
@@ -192,8 +190,7 @@ class Keeper:
     def _run(self) -> None:
         while not self._stopped.wait(self._every):
             for agent in list(self._agents):
-                with suppress(UserError):  # whoever waits for its answer finds out
-                    agent.send(keep=True)
+                agent.send(keep=True)
 
     def stop(self) -> None:
         self._stopped.set()

@@ -109,7 +109,9 @@ class Cluster:
     identity_file: str | None = file_path(None, "ssh: private key")
     known_hosts: str | None = file_path(None, "ssh: pinned host keys")
     shared_fs: bool = boolean(False, "ssh: run_root is one shared folder")
-    patience: float = number(30.0, "ssh: seconds for which a host may be silent while a job is started", above=0)
+    patience: float = number(
+        30.0, "ssh: seconds for which a host may be silent while a job is started, or a connection is made", above=0
+    )
     allow_proxy_command: bool = boolean(False, "ssh: a ProxyCommand of the ssh config may run on this machine")
     python: str | None = file_path(None, "interpreter on the nodes")
     env: Mapping[str, str] = key(Names(), {}, "environment of every rank; a run config's Launch.env wins")

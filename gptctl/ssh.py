@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Channel = Any  # paramiko's: input and output of a command on a host
 Files = Any  # paramiko's SFTP client
-CONNECT = 10.0  # seconds for each of: connection, banner, authentication
+CONNECT = 10.0  # seconds at most for each of: connection, banner, authentication
 ANSWER = 60.0  # seconds for the answer to a command
 ALIVE = 15  # seconds between two signs of life of a connection
 MOST_AT_ONCE = 32
@@ -67,6 +67,7 @@ class Way(NamedTuple):
     known_hosts: tuple[str, ...]
     jumps: tuple[Way, ...] = ()
     command: str = ""  # ProxyCommand
+    timeout: float = CONNECT
 
 
 def ways(cluster: Cluster) -> list[Way]:
@@ -117,6 +118,7 @@ def _plain_way(
         known_hosts=tuple(os.path.expanduser(file) for file in files),
         jumps=jumps,
         command=command,
+        timeout=min(CONNECT, cluster.patience),
     )
 
 
@@ -175,7 +177,7 @@ class Connection:
     def start(self, command: Sequence[str]) -> paramiko.Channel:
         """Begins a command; whoever began it reads and writes the channel."""
         with told(self.way), self._in_time(ANSWER):
-            channel = self._transport.open_session(timeout=CONNECT)
+            channel = self._transport.open_session(timeout=self.way.timeout)
             channel.settimeout(ANSWER)
             channel.exec_command(shlex.join(command))
         return channel
@@ -276,7 +278,7 @@ def _socket_to(way: Way) -> Any:
         bastion = BASTIONS.client(way.jumps)
         with told(way):
             there, here = (way.host, way.port), ("127.0.0.1", 0)
-            return _transport_of(bastion, way).open_channel("direct-tcpip", there, here, timeout=CONNECT)
+            return _transport_of(bastion, way).open_channel("direct-tcpip", there, here, timeout=way.timeout)
     return paramiko.ProxyCommand(way.command) if way.command else None
 
 
@@ -295,10 +297,10 @@ def _connected(hop: Way, sock: Any) -> paramiko.SSHClient:
             allow_agent=True,  # for authentication; it is never forwarded
             look_for_keys=not hop.keys,
             sock=sock,
-            timeout=CONNECT,
-            banner_timeout=CONNECT,
-            auth_timeout=CONNECT,
-            channel_timeout=CONNECT,
+            timeout=hop.timeout,
+            banner_timeout=hop.timeout,
+            auth_timeout=hop.timeout,
+            channel_timeout=hop.timeout,
         )
     except (OSError, EOFError, paramiko.SSHException, ValueError) as error:
         client.close()
@@ -395,12 +397,12 @@ def shown_key(way: Way) -> ShownKey:
     _load(pinned, way)
     known = pinned.lookup(_key_name(way)) or {}
     try:
-        sock = _socket_to(way) or socket.create_connection((way.host, way.port), CONNECT)
+        sock = _socket_to(way) or socket.create_connection((way.host, way.port), way.timeout)
         with closing(paramiko.Transport(sock)) as transport:
-            transport.banner_timeout = CONNECT
+            transport.banner_timeout = way.timeout
             options = transport.get_security_options()
             options.key_types = sorted(options.key_types, key=lambda kind: kind not in known)  # the pinned kind first
-            transport.start_client(timeout=CONNECT)
+            transport.start_client(timeout=way.timeout)
             key = transport.get_remote_server_key()
     except (OSError, EOFError, paramiko.SSHException) as error:
         raise _refusal(way, error) from None

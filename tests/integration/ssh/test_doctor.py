@@ -20,27 +20,32 @@ def look(desk: Desk, exit_code: int, *options: str) -> dict[tuple[str, str], dic
 
 
 def test_all_is_well(desk: Desk) -> None:
+    """On a host that is reached directly, and on one behind a bastion."""
+    used = {host: ADDRESSES[host] for host in ("ssh1", "private1")}
+    hosts = [{"host": host, "address": address, "proxy_jump": "bastion"} for host, address in used.items()]
+    del hosts[0]["proxy_jump"]
+    desk.write_profile("hosts", hosts=hosts)
     rows = look(desk, 0)
-    for host in HOSTS:
+    for host in used:
         for check in ("ssh", "run_root", "free space", "python", "torch", "GPUs", "network", "clock"):
             assert rows[check, host]["state"] == "ok", rows[check, host]
         assert ADDRESSES[host] in rows["network", host]["found"]
     assert rows["port", "ssh1"]["state"] == "ok"
-    assert rows["all-reduce", ""]["found"].count("over 3 ranks with gloo") == 1
+    assert rows["all-reduce", ""]["found"].count("over 2 ranks with gloo") == 1
     for check in ("same python", "same torch", "same clock"):
         assert rows[check, ""]["state"] == "ok"
 
 
 def test_what_is_wrong_is_told_of_each_host(desk: Desk) -> None:
     """No way to one, no Python on another, no such interface on the third; the rest is looked at all the same."""
-    desk.on("ssh1", "cp -s /usr/bin/python3 ~/own-python")
+    desk.on("ssh1", "cp -s /usr/bin/python3 ~/own-python-of-doctor")
     hosts: list[dict[str, object]] = [{"host": host, "address": ADDRESSES[host]} for host in HOSTS]
     hosts[0]["interface"] = "eth9"
     hosts[2] |= {"proxy_jump": "bastion", "port": 3}
-    desk.write_profile("hosts", hosts=hosts, python="/home/gpt/own-python")
+    desk.write_profile("hosts", hosts=hosts, python="/home/gpt/own-python-of-doctor")
     rows = look(desk, 1)
     assert "there is no interface eth9" in rows["network", "ssh1"]["found"]
-    assert "there is no /home/gpt/own-python" in rows["python", "ssh2"]["found"]
+    assert "there is no /home/gpt/own-python-of-doctor" in rows["python", "ssh2"]["found"]
     assert rows["ssh", "ssh2"]["state"] == "ok"
     assert rows["ssh", "private1"]["state"] == "wrong"
     assert {check for check, node in rows if node == "private1"} == {"ssh"}

@@ -14,7 +14,6 @@ from tests.integration.ssh.desk import HOSTS, Desk
 from tests.ranks import run as run_ranks
 
 KEYS = ("Engine.max_steps=10", "Global.global_batch_size=12")
-MORE = ("Engine.max_steps=12", "Global.global_batch_size=12")
 
 
 def test_three_hosts_train_as_one_process_would(desk: Desk, tmp_path: Path) -> None:
@@ -37,10 +36,16 @@ def test_three_hosts_train_as_one_process_would(desk: Desk, tmp_path: Path) -> N
     assert len(here) == 10
     assert max(abs(a - b) for a, b in zip(here, alone.metrics())) <= 5e-6
     assert_every_byte_comes_home(desk, facts["job"])
-    more = desk.train("--nodes", "3", "--gpus-per-node", "1", "--resume", facts["job"], "--follow", keys=MORE)
-    done = desk.run(*more)
+
+
+@pytest.mark.long
+def test_a_job_goes_on_from_what_each_host_has(desk: Desk) -> None:
+    asked = ("--nodes", "2", "--gpus-per-node", "1", "--follow")
+    done = desk.run(*desk.train(*asked, keys=("Engine.max_steps=2",)))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert list(losses(desk.json("status"))) == [11, 12]  # from what each host has
+    done = desk.run(*desk.train(*asked, "--resume", desk.json("status")["job"], keys=("Engine.max_steps=4",)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(losses(desk.json("status"))) == [3, 4]
 
 
 def assert_every_byte_comes_home(desk: Desk, job: str) -> None:
