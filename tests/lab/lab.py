@@ -239,12 +239,14 @@ class Lab:
 
     def profile(self, folder: Path, **keys: Any) -> Path:
         """Writes clusters/lab.yaml into a folder, with these keys over the usual ones."""
-        import yaml
+        return write_profile(folder, "lab", {**PROFILE, "run_root": str(self.shared / "runs"), **keys})
 
-        file = Path(folder) / "clusters" / "lab.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(yaml.safe_dump({**PROFILE, "run_root": str(self.shared / "runs"), **keys}, sort_keys=False))
-        return file
+    def hosts_profile(self, folder: Path, name: str = "hosts", **keys: Any) -> Path:
+        """Writes a profile of all ssh hosts, which meet on the second network; private1 is behind the bastion."""
+        hosts = [{"host": host.name, "address": host.addresses[-1]} for host in self.hosts if host.name != "bastion"]
+        hosts[-1]["proxy_jump"] = "bastion"
+        usual = {"kind": "ssh", "gpus_per_node": 2, "hosts": hosts, "run_root": "/home/runs", "python": sys.executable}
+        return write_profile(folder, name, {**usual, **keys})
 
     def tidy(self) -> None:
         """Undoes whatever was done: machines and daemons are back, clients work, the queue is empty, nodes are idle."""
@@ -267,6 +269,15 @@ class Lab:
         """The ends of all logs of the daemons."""
         files = sorted(file for file in (self.folder / "log").glob("*") if file.stat().st_size)
         return "\n".join(f"== {file.name}\n" + "\n".join(file.read_text().splitlines()[-lines:]) for file in files)
+
+
+def write_profile(folder: Path, name: str, keys: dict[str, Any]) -> Path:
+    import yaml
+
+    file = Path(folder) / "clusters" / f"{name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(keys, sort_keys=False))
+    return file
 
 
 def write_names(etc: Path, machines: list[Machine]) -> None:

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.integration.slurm.login import TINY
 from tests.lab import Lab
 
@@ -44,7 +42,7 @@ class Desk:
         number = next(_NUMBERS)
         self.folder = lab.shared / f"desk-{number}"
         self.run_root = f"/home/gpt/runs-{number}"
-        (self.folder / "clusters").mkdir(parents=True)
+        self.folder.mkdir()
         self.stand_in = lab.folder / "tmp" / f"python-{number}"
         self.stand_in.write_text(STAND_IN)
         self.stand_in.chmod(0o755)
@@ -56,19 +54,8 @@ class Desk:
         lab.run("head", "chown", "-R", "gpt", str(self.folder), check=True)
 
     def write_profile(self, name: str, **keys: Any) -> None:
-        hosts = [{"host": host, "address": ADDRESSES[host]} for host in HOSTS]
-        hosts[-1]["proxy_jump"] = "bastion"
-        profile = {
-            "kind": "ssh",
-            "gpus_per_node": 2,
-            "hosts": hosts,
-            "run_root": self.run_root,
-            "python": sys.executable,
-            "env": {"OMP_NUM_THREADS": 1},
-            "patience": 5,
-            **keys,
-        }
-        (self.folder / "clusters" / f"{name}.yaml").write_text(yaml.safe_dump(profile, sort_keys=False))
+        own = {"run_root": self.run_root, "env": {"OMP_NUM_THREADS": 1}, "patience": 5, **keys}
+        self.lab.hosts_profile(self.folder, name, **own)
 
     def run(self, *arguments: str, timeout: float = 120, stdin: str | None = None, **env: str) -> Any:
         return self.lab.run(
