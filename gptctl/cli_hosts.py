@@ -29,22 +29,20 @@ def trust(cluster: str, yes: bool, as_json: bool) -> int:
     has changed is never pinned. With --json nothing is asked, and nothing is pinned unless --yes says so.
     """
     from gptctl import ui
-    from gptctl.ssh import fingerprint, pin
+    from gptctl.report import count
+    from gptctl.ssh import pin
 
     rows: list[dict[str, str]] = []
     problems: list[UserError] = []
     for round_of in in_rounds(ways_of(cluster)):  # a jump host is trusted before what lies behind it
         shown = ask_keys(round_of, problems)
-        rows += [{"host": key.way.name, "key": fingerprint(key.key), "state": key.state} for key in shown]
         new = [key for key in shown if key.state == "new"]
-        if not as_json:
-            ui.print_table("host keys", ["host", "key", "state"], [list(row.values()) for row in rows[-len(shown) :]])
-        if new and (yes or (not as_json and click.confirm(f"pin {len(new)} new keys?", err=True))):
-            for key in new:
-                pin(key)
-                rows[rows.index({"host": key.way.name, "key": fingerprint(key.key), "state": "new"})]["state"] = (
-                    "pinned"
-                )
+        if shown and not as_json:
+            ui.print_table("host keys", ["host", "key", "state"], [list(row_of(key).values()) for key in shown])
+        is_agreed = new and (yes or (not as_json and click.confirm(f"pin {count(len(new), 'new key')}?", err=True)))
+        for key in new if is_agreed else ():
+            pin(key)
+        rows += [{**row_of(key), "state": "pinned"} if is_agreed and key in new else row_of(key) for key in shown]
     changed = [row["host"] for row in rows if row["state"] == "changed"]
     if as_json:
         ui.print_json({"keys": rows, "problems": [problem.message for problem in problems]})
@@ -79,6 +77,12 @@ def fetch(job: str | None, target: str | None, checkpoints: bool, as_json: bool)
     else:
         ui.print_text(f"{brought.files} files, {brought.bytes:,} bytes: {brought.folder}")
     return 0
+
+
+def row_of(shown: ShownKey) -> dict[str, str]:
+    from gptctl.ssh import fingerprint
+
+    return {"host": shown.way.name, "key": fingerprint(shown.key), "state": shown.state}
 
 
 def ways_of(cluster: str) -> list[Way]:

@@ -10,7 +10,7 @@ from gptctl.launch_plan import seconds_of
 from trainer.config import Resolved, resolve
 from trainer.config.read import Reading
 from trainer.errors import Finding, Rule, errors_in
-from trainer.layout import DEGREE_KEYS, MACHINE_KEYS, WORLD, Machines
+from trainer.layout import DEGREE_KEYS, MACHINE_KEYS, WORLD, Machines, propose
 
 _RDZV = ("Launch.rdzv.backend", "Launch.rdzv.endpoint", "Launch.rdzv.port", "Launch.nodes", "Launch.cluster")
 
@@ -162,7 +162,9 @@ def check_disks(launch: Launch, cluster: Cluster, machines: Machines, resolved: 
     ):
         ranks = layout.pp * layout.sharding * layout.mp
         message = f"mp × sharding × pp is {ranks}, but a host has {per_node} ranks: checkpoints would be torn"
-        hint = "set shared_fs: true if all hosts see run_root; else let mp × sharding × pp divide gpus_per_node"
+        whole = propose(layout, machines, True, lambda other: other.has_whole_replicas(per_node))
+        hint = "if all hosts see run_root, set shared_fs: true in the profile; "
+        hint += f"on disks of their own these work: {'; '.join(map(str, whole))}"
         yield DISKS.found("Launch.cluster", cluster.name, message, hint)
 
 

@@ -53,7 +53,7 @@ class HostMirror:
 
     def __init__(self, record: JobRecord, plan: LaunchPlan, way: Way, node: int) -> None:
         self.record, self.plan, self.way, self.node = record, plan, way, node
-        self.fault = ""  # why it is out of reach
+        self.fault = "it was not asked yet"  # why it is out of reach
         self.seen: dict[str, Any] | None = None  # what it said last; None: its folder is gone
         self.has_result = False
         self._connection: Connection | None = None
@@ -200,6 +200,7 @@ class Mirror:
         self.with_files = self.hosts[:1] if cluster.shared_fs else self.hosts
         self._refreshed = float("-inf")
         self._stopped: threading.Event | None = None  # while it is kept fresh
+        self._followers: list[threading.Thread] = []
         self._lock: int | None = None
 
     def refresh(self) -> None:
@@ -231,13 +232,16 @@ class Mirror:
     def kept_fresh(self) -> Iterator[None]:
         """While a job is followed. Every host is read by a thread of its own: one that is lost holds up no other."""
         self.refresh()
-        self._stopped = threading.Event()
-        for host in self.hosts:
-            threading.Thread(target=self._follow, args=(host, self._stopped), daemon=True).start()
+        self._stopped = stopped = threading.Event()
+        self._followers = [
+            threading.Thread(target=self._follow, args=(host, stopped), daemon=True) for host in self.hosts
+        ]
+        for follower in self._followers:
+            follower.start()
         try:
             yield
         finally:
-            self._stopped.set()
+            stopped.set()
             self._stopped = None
             self._give_up_lock()
 
@@ -252,8 +256,8 @@ class Mirror:
                     host.bring()
                 if self._may_write() and host.node == 0:
                     self._bring_result()
-            except (HostError, OSError) as error:  # the way to it, or the disk here
-                host.fault = getattr(error, "what", "") or str(error)
+            except Exception as error:  # the way to it, the disk here, nonsense that it sent: it is tried again
+                host.fault = getattr(error, "what", "") or str(error) or repr(error)
             stopped.wait(BRING_EVERY)
 
     def _may_write(self) -> bool:
@@ -269,6 +273,12 @@ class Mirror:
         return True
 
     def _give_up_lock(self) -> None:
+        """Not while something is still being written: another process would write the same."""
+        deadline = time.monotonic() + BRING_EVERY
+        for follower in self._followers:
+            follower.join(max(0.0, deadline - time.monotonic()))
+            if follower.is_alive():
+                return
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)

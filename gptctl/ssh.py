@@ -228,7 +228,7 @@ def told(way: Way) -> Iterator[None]:
         yield
     except HostError:
         raise
-    except (EOFError, OSError, paramiko.SSHException) as error:
+    except (EOFError, OSError, paramiko.SSHException, paramiko.SFTPError) as error:
         if isinstance(error, OSError) and error.errno and error.errno in _OF_FILES:
             raise
         raise HostError(way.name, f"the connection is lost: {_words(error)}", is_lost=True) from None
