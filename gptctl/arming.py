@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gptctl import ui
-from gptctl.cluster import load_profile
+from gptctl.cluster import cluster_of_job
 from gptctl.jobs import JobRecord
 from gptctl.launch_plan import LaunchPlan
 from gptctl.preflight import USABLE
@@ -41,7 +41,8 @@ BEGIN = (
 )
 # Where another host has put the folder, in a file system that they share: it may be seen here some seconds later.
 JOIN = (
-    'for _ in $(seq 50); do [ ! -e "$1/agent.sh" ] || exec bash "$1/agent.sh" agent "$3"; sleep 0.2; done; '
+    'while [ "$SECONDS" -le "${4%.*}" ]; do '
+    '[ ! -e "$1/agent.sh" ] || exec bash "$1/agent.sh" agent "$3"; sleep 0.2; done; '
     'echo "error: $1, made by the first host, is not seen here, though the profile has shared_fs: true" >&2; exit 73'
 )
 
@@ -108,7 +109,7 @@ class Launch:
 
     def __init__(self, plan: LaunchPlan, record: JobRecord) -> None:
         self.plan, self.folder = plan, record.run_folder
-        self.profile = load_profile(str(self.folder / "cluster.json")).cluster
+        self.profile = cluster_of_job(self.folder)
         self.patience = 2 * self.profile.patience
         self.key = os.urandom(32).hex()  # by which the agents know each other
         self.agents: list[Agent] = []

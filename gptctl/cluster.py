@@ -27,7 +27,7 @@ from trainer.config.kinds import (
 from trainer.config.read import Reading, build, read_section
 from trainer.config.record import record
 from trainer.config.tree import Map, Node, read_file
-from trainer.errors import Finding, Place, Rule, in_order
+from trainer.errors import OUT_OF_REACH, Finding, Place, Rule, UserError, errors_in, in_order
 
 HOSTS = Rule("P001", "an ssh cluster lists its hosts, each once", uses=("kind", "hosts"))
 RUN_ROOT = Rule("P002", "run_root of a cluster of several machines is an absolute path", uses=("kind", "run_root"))
@@ -153,6 +153,15 @@ def load_profile(name: str) -> Profile:
     cluster = build(Cluster, {"name": file.stem, **reading.values})
     judged = reading.judge(_check(cluster, reading)) if tree else []
     return Profile(cluster, in_order([*found, *judged]), reading)
+
+
+def cluster_of_job(folder: Path) -> Cluster:
+    """As it was when the job was submitted."""
+    profile = load_profile(str(folder / "cluster.json"))
+    if errors_in(profile.findings):
+        hint = "look at the job on its hosts"
+        raise UserError(f"{folder}/cluster.json is damaged", hint, OUT_OF_REACH, profile.findings)
+    return profile.cluster
 
 
 def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:

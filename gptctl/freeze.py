@@ -41,7 +41,7 @@ def freeze(
     """Writes everything into a new folder; its modes are the caller's umask."""
     folder.mkdir(parents=True)
     _write(folder / "config.json", json.dumps(frozen_config(checked, site), indent=1, ensure_ascii=False) + "\n")
-    _write(folder / "cluster.json", json.dumps(cluster_as_json(checked.cluster), indent=1) + "\n")
+    _write(folder / "cluster.json", json.dumps(cluster_as_json(checked.cluster), indent=1, ensure_ascii=False) + "\n")
     _write(folder / "plan.json", json.dumps(plan.as_json(), indent=1) + "\n")
     for name, text in scripts.items():
         _write(folder / name, text)

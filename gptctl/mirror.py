@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.cluster import load_profile
+from gptctl.cluster import cluster_of_job
 from gptctl.jobs import JobRecord, private_files
 from gptctl.launch_plan import LaunchPlan
 from gptctl.run_folder import RunFolder, read_json
@@ -194,7 +194,7 @@ class Mirror:
     def __init__(self, record: JobRecord) -> None:
         self.record = record
         self.plan = _plan_in(record.run_folder)
-        cluster = load_profile(str(record.run_folder / "cluster.json")).cluster
+        cluster = cluster_of_job(record.run_folder)
         used = ways(cluster)[: record.nodes]
         self.hosts = [HostMirror(record, self.plan, way, node) for node, way in enumerate(used)]
         self.with_files = self.hosts[:1] if cluster.shared_fs else self.hosts
