@@ -58,7 +58,7 @@ class Host:
         secrets = [source["file"] for source in self.plan.secrets.values() if "file" in source]
         needed = [*secrets, *(() if self.plan.container else self.plan.inputs)]
         if missing := [path for path in needed if not os.access(path, os.R_OK)]:
-            raise Refused(f"{', '.join(missing)} cannot be read there: jobs find their data on every host")
+            raise Refused(f"{', '.join(missing)} cannot be read there: data and secrets have to be on every host")
 
 
 def roll_back(run_dir: str) -> None:
@@ -85,7 +85,10 @@ class Head(Host):
             raise Refused(f"ranks cannot meet at port {port}, as Launch.rdzv says: {fault}")
         if self.plan.nodes > 1 and self.address.startswith("127."):
             raise Refused(f"its address is {self.address}, where no other host finds it: set `address` in the profile")
-        with socket.create_server(("", free_port("")), backlog=MOST_STRANGERS) as listener:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        place = ("", free_port(""))
+        with socket.create_server(place, family=family, backlog=MOST_STRANGERS, dualstack_ipv6=both) as listener:
             self.gptctl.send(control=[self.address, listener.getsockname()[1]])
             peers = Gathering(self, listener).until_committed()
         if not self.folder.take(this_process()):
@@ -146,7 +149,7 @@ class Gathering:
             if ready == listening:
                 self._greet()
             elif ready in self.strangers:
-                self._admit(*self.strangers.pop(ready))
+                self._admit(ready)
 
     def _greet(self) -> None:
         connection, _ = self.listener.accept()
@@ -157,9 +160,14 @@ class Gathering:
         while len(self.strangers) > MOST_STRANGERS:
             del self.strangers[next(iter(self.strangers))]
 
-    def _admit(self, wire: Wire, asked: str) -> None:
+    def _admit(self, ready: int) -> None:
+        wire, asked = self.strangers.pop(ready)
         with suppress(Closed):
-            number = admit(wire, asked, wire.receive(1.0) or {}, self.head.key)
+            message = wire.receive()
+            if message is None:  # half a line: the rest may come
+                self.strangers[ready] = wire, asked
+                return
+            number = admit(wire, asked, message, self.head.key)
             if number is not None and 1 <= number < self.head.plan.nodes:
                 self.peers[number] = wire
 
@@ -316,18 +324,22 @@ class Peer(Host):
             self.head.send(pulse=True)
 
 
-def main() -> None:
-    run_dir, number = sys.argv[1], int(sys.argv[2])
-    os.umask(0o077)
+def detach(log_file: str) -> None:
     for name in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):  # ignored, they would be for the ranks too
         signal.signal(name, lambda number, frame: None)
     adopt_orphans()
-    gptctl = Wire(os.dup(0), os.dup(1))
-    log = os.open(os.path.join(run_dir, f"agent.{number}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, target in ((nothing, 0), (log, 1), (log, 2)):  # the ranks inherit neither pipe
         os.dup2(descriptor, target)
+
+
+def main() -> None:
+    run_dir, number = sys.argv[1], int(sys.argv[2])
+    os.umask(0o077)
+    gptctl = Wire(os.dup(0), os.dup(1))
     try:
+        detach(os.path.join(run_dir, f"agent.{number}.log"))
         plan = LaunchPlan.from_json(read_json(Path(run_dir) / "plan.json") or {})
         with replacing(Path(run_dir) / f"agent.{number}.json") as stream:
             stream.write(json.dumps(this_process()).encode())

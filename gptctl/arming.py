@@ -20,12 +20,11 @@ from gptctl import ui
 from gptctl.cluster import cluster_of_job
 from gptctl.jobs import JobRecord
 from gptctl.launch_plan import LaunchPlan
-from gptctl.preflight import USABLE
 from gptctl.report import count
-from gptctl.ssh import Channel, Connection, HostError, Way, at_once, last_words, ways
-from trainer.errors import OUT_OF_REACH, UserError
+from gptctl.ssh import BASH, BEGINS, Channel, Connection, HostError, Way, all_or_none, at_once, last_words, ways
+from trainer.errors import UserError
 
-NOT_SHIPPED = ("cluster.json", "git.json", "templates", ".token")
+NOT_SHIPPED = ("cluster.json", "git.json", "templates")
 
 SLOWEST = 50_000  # bytes a second at which a job's folder is sent
 
@@ -33,17 +32,27 @@ SLOWEST = 50_000  # bytes a second at which a job's folder is sent
 # seconds for the archive: nobody may be left who waits for one that was cut off.
 # In one line, as all that is sent: not every login shell lets a quoted text have several.
 BEGIN = (
-    'umask 077; mkdir -p "${1%/*}" && mkdir "$1" || exit 73; '
+    'umask 077; mkdir -p "${1%/*}" || exit 73; '
+    'mkdir "$1" || { [ ! -e "$1" ] || echo "$1 exists: do hosts share run_root, or did another gptctl make it?" >&2; '
+    "exit 73; }; "
     'said=$(timeout "$4" head -c "$2" | LC_ALL=C tar -xzf - -C "$1" 2>&1) || { rm -rf "$1"; '
     'case $said in *"Wrote only"*|*"No space left"*) said="No space left on device: $1";; esac; '
     'echo "$said" | head -n 1 >&2; exit 74; }; '
-    'GPTCTL_TAKE_BACK=yes exec bash "$1/agent.sh" agent "$3"'
+    'GPTCTL_RUN_DIR=$1 GPTCTL_TAKE_BACK=$4 exec bash --norc "$1/agent.sh" agent "$3"'
 )
 # Where another host has put the folder, in a file system that they share: it may be seen here some seconds later.
 JOIN = (
     'while [ "$SECONDS" -le "${4%.*}" ]; do '
-    '[ ! -e "$1/agent.sh" ] || exec bash "$1/agent.sh" agent "$3"; sleep 0.2; done; '
+    '[ ! -e "$1/agent.sh" ] || GPTCTL_RUN_DIR=$1 exec bash --norc "$1/agent.sh" agent "$3"; sleep 0.2; done; '
     'echo "error: $1, made by the first host, is not seen here, though the profile has shared_fs: true" >&2; exit 73'
+)
+
+
+# What an agent that was killed could not take back. Words: folder and token of the job.
+TAKE_BACK = (
+    '[ "$(cat "$1/.token" 2> /dev/null)" = "$2" ] || exit 0; '
+    'for pid in $(grep -lszxF "GPTCTL_RUN_DIR=$1" /proc/[0-9]*/environ | cut -d/ -f3); do kill -KILL "$pid"; done; '
+    'rm -rf "$1"'
 )
 
 
@@ -56,11 +65,12 @@ class Agent:
         self._channel: Channel | None = None
         self._sending = threading.Lock()
         self._rest = b""
+        self._is_begun = False  # before that, the login shell may have its say
 
     def begin(self, plan: LaunchPlan, archive: bytes, lease: float, **hello: Any) -> None:
         script = BEGIN if archive else JOIN
         words = (len(archive), self.node, lease + len(archive) / SLOWEST)
-        self._channel = self.connection.start(["bash", "-c", script, "gptctl", plan.run_dir, *map(str, words)])
+        self._channel = self.connection.start([*BASH, script, "gptctl", plan.run_dir, *map(str, words)])
         self._write(archive)
         self.send(lease=lease, **hello)
 
@@ -75,6 +85,18 @@ class Agent:
 
     def receive(self, word: str, patience: float) -> dict[str, Any]:
         """The next message, in which the agent has to say this."""
+        while not self._is_begun:
+            self._is_begun = self._line(patience) == BEGINS.encode()
+        line = self._line(patience)
+        try:
+            message: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise HostError(self.way.name, f"its agent does not speak our language: {line[:80]!r}") from None
+        if word not in message:
+            raise HostError(self.way.name, str(message.get("refused", "its agent does not speak our language")))
+        return message
+
+    def _line(self, patience: float) -> bytes:
         assert self._channel
         self._channel.settimeout(patience)
         try:
@@ -84,12 +106,10 @@ class Agent:
                     raise self._end()
                 self._rest += data
         except TimeoutError:
-            raise HostError(self.way.name, f"no answer in {patience:.0f} s", is_lost=True) from None
+            hint = "does a line of setup hang? Or set patience in the profile"
+            raise HostError(self.way.name, f"no answer in {patience:.0f} s", hint, is_lost=True) from None
         line, _, self._rest = self._rest.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        if word not in message:
-            raise HostError(self.way.name, str(message.get("refused", "its agent does not speak our language")))
-        return message
+        return line
 
     def _end(self) -> HostError:
         """The agent is gone: its last words, if the host is still there."""
@@ -100,6 +120,11 @@ class Agent:
             return HostError(self.way.name, "the connection is lost", is_lost=True)
         return HostError(self.way.name, lines[-1].removeprefix("error: "))
 
+    def take_back(self, plan: LaunchPlan, token: str) -> None:
+        """At once, instead of when its lease is over."""
+        with suppress(HostError):
+            self.connection.run([*BASH, TAKE_BACK, "gptctl", plan.run_dir, token], patience=self.way.timeout)
+
     def close(self) -> None:
         self.connection.close()
 
@@ -108,7 +133,7 @@ class Launch:
     """All hosts of a job, first armed, then committed. While it is open their leases are renewed."""
 
     def __init__(self, plan: LaunchPlan, record: JobRecord) -> None:
-        self.plan, self.folder = plan, record.run_folder
+        self.plan, self.folder, self.token = plan, record.run_folder, record.token
         self.profile = cluster_of_job(self.folder)
         self.patience = 2 * self.profile.patience
         self.key = os.urandom(32).hex()  # by which the agents know each other
@@ -119,19 +144,19 @@ class Launch:
         """Returns when all hosts are ready to begin; until then an error on any of them ends it on all."""
         hosts = ways(self.profile)[: self.plan.nodes]
         ui.say(f"connecting to {count(len(hosts), 'host')} …")
-        self.agents = _all_or_nothing(lambda item: Agent(item[1], item[0]), list(enumerate(hosts)))
+        self.agents = self._all_or_none(lambda item: Agent(item[1], item[0]), list(enumerate(hosts)))
         ui.say("sending the job to them …")
         head, *peers = self.agents
         is_shared = self.profile.shared_fs  # then the others find what the first one was sent
         self._begin([head] if is_shared else self.agents)
-        (control,) = _all_or_nothing(lambda agent: agent.receive("control", self.patience)["control"], [head])
+        (control,) = self._all_or_none(lambda agent: agent.receive("control", self.patience)["control"], [head])
         self._begin(peers if is_shared else [])
 
         def join(peer: Agent) -> None:
             peer.send(join=control)
             peer.receive("armed", self.patience)
 
-        _all_or_nothing(join, peers)
+        self._all_or_none(join, peers)
         ui.say("all are armed: starting it …")
 
     def _begin(self, agents: Sequence[Agent]) -> None:
@@ -145,7 +170,18 @@ class Launch:
             agent.begin(self.plan, own, self.profile.patience, address=address, **hello)
             self.keeper.keep(agent)
 
-        _all_or_nothing(begin, agents)
+        self._all_or_none(begin, agents)
+
+    def _all_or_none(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        results = at_once(work, items)
+        try:
+            hint = f"gptctl doctor --cluster {self.plan.cluster} looks closer"
+            return all_or_none(results, "nothing was started: ", hint)
+        except UserError:
+            for result in results:
+                if isinstance(result, Agent):
+                    result.close()
+            raise
 
     def commit(self) -> dict[str, Any]:
         """Starts the job by one word; what the agent of the first host says of itself and of the endpoint."""
@@ -153,27 +189,14 @@ class Launch:
         head.send(commit=True)
         return head.receive("committed", self.patience)
 
+    def take_back(self) -> None:
+        self.keeper.stop()
+        at_once(lambda agent: agent.take_back(self.plan, self.token), self.agents)
+
     def close(self) -> None:
         self.keeper.stop()
         for agent in self.agents:
             agent.close()
-
-
-def _all_or_nothing(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """The results of all; what went wrong is told of all hosts at once."""
-    results = at_once(work, items)
-    for result in results:
-        if isinstance(result, Exception) and not isinstance(result, HostError):
-            raise result
-    wrong = [result for result in results if isinstance(result, HostError)]
-    if wrong:
-        for result in results:
-            if isinstance(result, Agent):
-                result.close()
-        words = f"nothing was started: {count(len(wrong), 'host')} cannot be used"
-        found = [USABLE.found(error.host, None, error.what, error.hint) for error in wrong]
-        raise UserError(words, "gptctl doctor --cluster looks closer", OUT_OF_REACH, found)
-    return results
 
 
 class Keeper:

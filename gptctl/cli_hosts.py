@@ -39,9 +39,12 @@ def trust(cluster: str, yes: bool, as_json: bool) -> int:
         new = [key for key in shown if key.state == "new"]
         if shown and not as_json:
             ui.print_table("host keys", ["host", "key", "state"], [list(row_of(key).values()) for key in shown])
-        is_agreed = new and (yes or (not as_json and click.confirm(f"pin {count(len(new), 'new key')}?", err=True)))
+        is_agreed = bool(new) and (yes or (not as_json and agrees(f"pin {count(len(new), 'new key')}?")))
         for key in new if is_agreed else ():
             pin(key)
+            ui.say(f"pinned: {key.way.name}")
+        if new and not is_agreed and not as_json:
+            raise UserError("nothing more is pinned", "run it again, when the fingerprints are known")
         rows += [{**row_of(key), "state": "pinned"} if is_agreed and key in new else row_of(key) for key in shown]
     changed = [row["host"] for row in rows if row["state"] == "changed"]
     if as_json:
@@ -77,6 +80,13 @@ def fetch(job: str | None, target: str | None, checkpoints: bool, as_json: bool)
     else:
         ui.print_text(f"{brought.files} files, {brought.bytes:,} bytes: {brought.folder}")
     return 0
+
+
+def agrees(question: str) -> bool:
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:
+        raise UserError("nobody answers", "--yes pins new keys without asking", WRONG_USAGE) from None
 
 
 def row_of(shown: ShownKey) -> dict[str, str]:

@@ -11,7 +11,7 @@ import click
 from gptctl.cli_clusters import clusters
 from gptctl.cli_doctor import doctor
 from gptctl.cli_hosts import fetch, hosts
-from gptctl.cli_logs import logs
+from gptctl.cli_logs import logs, say_what_is_missing
 from gptctl.options import (
     INTERRUPTED,
     ScriptCommand,
@@ -287,6 +287,7 @@ def status(job: str | None, as_json: bool) -> None:
     from gptctl import job_report, ui
 
     record = find_job(job)
+    say_what_is_missing(record)
     facts = job_report.status(record)
     ui.print_json(facts) if as_json else ui.print_pairs(f"job {record.id}", job_report.pairs(facts))
 

@@ -46,7 +46,6 @@ def logs(job: str | None, **asked: Any) -> int:
     check_options(asked)
     if job is not None and os.path.isfile(job):
         return show_file(job, asked)
-    from gptctl import job_report
     from gptctl.cli_jobs import find_job, require_folder
 
     record = find_job(job)
@@ -54,7 +53,7 @@ def logs(job: str | None, **asked: Any) -> int:
     if asked["follow"]:
         return follow_job(record, wanted_of(asked, record.per_node), lines_of(asked), style_of(asked))
     require_folder(record)
-    job_report.state_of(record)  # of a job on other machines, brings its logs here
+    say_what_is_missing(record)
     if asked["failed"]:
         return show_failure(record, files, asked)
     return answer(files, wanted_of(asked, record.per_node), asked, is_over=lambda: is_over(record))
@@ -145,6 +144,18 @@ def is_over(record: JobRecord) -> bool:
     return job_report.is_final(job_report.state_of(record))
 
 
+def say_what_is_missing(record: JobRecord) -> None:
+    """Of the logs of a job on other machines, after trying to bring them here."""
+    from gptctl import ui
+    from gptctl.backends import backend_of
+
+    try:
+        for words in backend_of(record.kind).catch_up(record):
+            ui.say(words)
+    except UserError as error:  # what is here can be shown all the same
+        ui.say(error.message)
+
+
 class Watched:
     """A job that is waited for: says how it stands while it is not running, and when that changes."""
 
@@ -189,6 +200,7 @@ def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "te
     finally:
         if isinstance(printer, ProgressLine):
             printer.close()
+    say_what_is_missing(record)
     state = job_report.state_of(record)
     ui.say(f"{record.id}: {state}")
     if state.state == FAILED:

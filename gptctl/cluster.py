@@ -38,6 +38,9 @@ _ONLY_SLURM = ("partition", "account", "gpu_request", "cpus_per_task", "sbatch")
 _ONLY_SSH = ("hosts", "identity_file", "known_hosts", "shared_fs", "patience", "allow_proxy_command")
 
 
+_JUMPS = r"(?=.{1,255}$)[A-Za-z0-9._@-]+(:\d+)?(,[A-Za-z0-9._@-]+(:\d+)?)*"
+
+
 @record(frozen=True)
 class Host:
     host: str = text(None, "name or address to connect to", r"[A-Za-z0-9._:-]{1,255}", "a host name or address")
@@ -45,9 +48,7 @@ class Host:
     port: int | None = integer(None, "empty: the ssh config's, or 22", low=1, high=65535)
     identity_file: str | None = file_path(None, "private key; empty: the profile's")
     gpus: int | None = integer(None, "its GPUs; empty: gpus_per_node", low=1, high=MAX_PER_NODE)
-    proxy_jump: str | None = text(
-        None, "bastions on the way, separated by commas", r"[A-Za-z0-9._@:,-]{1,255}", "a host name"
-    )
+    proxy_jump: str | None = text(None, "bastions on the way, separated by commas", _JUMPS, "a host name")
     address: str | None = text(None, "its address on the training network", r"[A-Za-z0-9._:-]{1,255}", "an address")
     interface: str | None = text(
         None, "its interface on the training network", r"[A-Za-z0-9._@-]{1,32}", "an interface name"
@@ -109,9 +110,7 @@ class Cluster:
     identity_file: str | None = file_path(None, "ssh: private key")
     known_hosts: str | None = file_path(None, "ssh: pinned host keys")
     shared_fs: bool = boolean(False, "ssh: run_root is one shared folder")
-    patience: float = number(
-        30.0, "ssh: seconds for which a host may be silent while a job is started, or a connection is made", above=0
-    )
+    patience: float = number(30.0, "ssh: seconds for which a host may be silent while a job is begun", low=1)
     allow_proxy_command: bool = boolean(False, "ssh: a ProxyCommand of the ssh config may run on this machine")
     python: str | None = file_path(None, "interpreter on the nodes")
     env: Mapping[str, str] = key(Names(), {}, "environment of every rank; a run config's Launch.env wins")
@@ -165,13 +164,15 @@ def cluster_of_job(folder: Path) -> Cluster:
 
 
 def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
-    hosts = [(host.host, host.port) for host in cluster.hosts]
+    hosts = [(host.host, host.port or 22) for host in cluster.hosts]
     if cluster.kind == "ssh" and (not hosts or len(set(hosts)) < len(hosts)):
         message = "a host is listed twice" if hosts else "no hosts"
         yield HOSTS.found("hosts", None, message, "list every machine once, in node order")
     if cluster.kind != "local" and not cluster.run_root.startswith("/"):
         message = f"{cluster.run_root} depends on where gptctl is started"
         yield RUN_ROOT.found("run_root", cluster.run_root, message, "write an absolute path that every node sees")
+    if not cluster.run_root.strip("/."):
+        yield RUN_ROOT.found("run_root", cluster.run_root, "it is no folder for runs", "write a folder of your own")
     for option in sorted(filter(is_set_by_gptctl, cluster.sbatch)):
         yield SBATCH.found(f"sbatch.{option}", None, f"gptctl sets --{option} itself, or cannot use it", OWN_KEY)
     foreign = [(_ONLY_SLURM, "slurm"), (_ONLY_SSH, "ssh")]

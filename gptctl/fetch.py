@@ -1,4 +1,8 @@
-"""Brings home what a job has written on its ssh hosts. What is complete stays, what was interrupted is gone on with."""
+"""Brings home what a job has written on its ssh hosts. What is complete stays, what was interrupted is gone on with.
+
+Files of the same name on several hosts are copies of each other only in checkpoints; of others, those of the first host
+come to their own place, and those of host X below `hosts/X`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +19,18 @@ from typing import Any, BinaryIO, NamedTuple
 from gptctl import ui
 from gptctl.backends.ssh import mirror_of
 from gptctl.jobs import JobRecord, private_files
-from gptctl.mirror import CHUNK, GROWS, HostMirror, Part
-from gptctl.ssh import Files, HostError
+from gptctl.mirror import CHUNK, MOST_AHEAD, HostMirror, Part, is_mirrored
+from gptctl.ssh import Connection, HostError
 from trainer.errors import OUT_OF_REACH, UserError
 
-UNFINISHED = (".tmp", ".old", ".part")
-NOT_WANTED = (".lock", ".", "..")
+CHECKPOINT = re.compile(r"step_\d+(\.aside\d+)?")
+NOT_WANTED = re.compile(r"step_\d+\.(tmp|old)|\.lock|__pycache__|\.{0,2}|.*/.*", re.DOTALL)
+SAME_EVERYWHERE = "latest"  # the name of the newest checkpoint
 TRIES = 5  # of a host whose connection is lost; each goes on where the one before was
+
+
+class Gone(Exception):
+    """A file that was there a moment ago."""
 
 
 class Brought(NamedTuple):
@@ -35,16 +45,12 @@ def bring_home(record: JobRecord, target: str | None, checkpoints: bool) -> Brou
     if away := mirror.out_of_reach():
         raise UserError(f"not all of {record.id} can be fetched: {'; '.join(away)}", "fetch again", OUT_OF_REACH)
     here = Path(target).absolute() if target else record.run_folder
-    parts: dict[Path, tuple[HostMirror, Part]] = {}
-    for host in mirror.with_files:
-        for part in _wanted(host, here, checkpoints):
-            parts.setdefault(part.local, (host, part))  # the first host's, where several have the same
     try:
-        with (
-            private_files(),
-            ui.progress(f"fetching {record.id}", sum(part.size for _, part in parts.values())) as done,
-        ):
-            _bring_all(parts, done)
+        with private_files():
+            here.mkdir(parents=True, exist_ok=True)
+            parts = _all_parts(mirror.with_files, here, checkpoints)
+            with ui.progress(f"fetching {record.id}", sum(part.size for _, part in parts.values())) as done:
+                _bring_all(parts, done)
     except OSError as error:
         message = f"{error.filename or here} cannot be written: {error.strerror}"
         raise UserError(message, "choose another folder with --to", OUT_OF_REACH) from None
@@ -52,14 +58,64 @@ def bring_home(record: JobRecord, target: str | None, checkpoints: bool) -> Brou
     return Brought(len(parts), sum(part.size for _, part in parts.values()), str(here))
 
 
-def _bring_all(parts: dict[Path, tuple[HostMirror, Part]], done: ui.Progress) -> None:
+Parts = dict[Path, tuple[HostMirror, Part]]
+
+
+def _all_parts(hosts: list[HostMirror], here: Path, checkpoints: bool) -> Parts:
+    parts: Parts = {}
+    for host in hosts:
+        for part in _wanted(host, here, checkpoints):
+            if part.local in parts and not _is_of_checkpoint(part.local) and part.local.name != SAME_EVERYWHERE:
+                own = here / "hosts" / host.way.name / part.local.relative_to(here)
+                parts[own] = host, part._replace(local=own)
+            else:
+                parts.setdefault(part.local, (host, part))
+    return parts
+
+
+def _wanted(host: HostMirror, here: Path, checkpoints: bool) -> Iterator[Part]:
+    """Logs; what the trainer wrote, or what a script left in its folder beside the files that were sent there."""
+    plan, own = host.plan, host.record.run_folder
+    with host.connected() as connection:
+        yield from _below(connection, plan.log_dir, here / "logs", checkpoints)
+        if plan.output_dir:
+            yield from _below(connection, plan.output_dir, here / "output", checkpoints)
+            return
+        for part in _below(connection, plan.work_dir, here / "code", checkpoints):
+            sent = own / "code" / part.local.relative_to(here / "code")
+            if not _is_here(part._replace(local=sent)):
+                yield part
+
+
+def _below(connection: Connection, remote: str, local: Path, checkpoints: bool) -> Iterator[Part]:
+    links = []
+    for entry in connection.listed(remote):
+        if NOT_WANTED.fullmatch(entry.name) or "\0" in entry.name:
+            continue
+        if CHECKPOINT.fullmatch(entry.name) and not checkpoints:
+            continue
+        if stat.S_ISDIR(entry.mode):
+            yield from _below(connection, f"{remote}/{entry.name}", local / entry.name, checkpoints)
+        elif stat.S_ISREG(entry.mode):
+            yield Part(f"{remote}/{entry.name}", local / entry.name, entry.size, entry.changed)
+        else:
+            links.append(entry.name)
+    if links:
+        ui.say(f"left on {connection.way.name}, in {remote}, since they are no plain files: {', '.join(links)}")
+
+
+def _is_of_checkpoint(file: Path) -> bool:
+    return bool(CHECKPOINT.fullmatch(file.parent.name))
+
+
+def _bring_all(parts: Parts, done: ui.Progress) -> None:
     """A running job prunes old checkpoints: one that goes meanwhile does not come."""
     gone: set[Path] = set()
     for host, part in list(parts.values()):
         try:
             if part.local.parent not in gone:
                 _bring(host, part, done)
-        except FileNotFoundError:
+        except Gone:
             gone.add(part.local.parent)
     for folder in gone:
         lost = [local for local in parts if local.parent == folder and (_is_of_checkpoint(local) or not local.exists())]
@@ -68,40 +124,12 @@ def _bring_all(parts: dict[Path, tuple[HostMirror, Part]], done: ui.Progress) ->
             del parts[local]
 
 
-def _is_of_checkpoint(file: Path) -> bool:
-    return file.parent.name.startswith("step_")
-
-
-def _wanted(host: HostMirror, here: Path, checkpoints: bool) -> Iterator[Part]:
-    with host.connected() as connection:
-        yield from _below(connection.files, host.plan.log_dir, here / "logs", checkpoints)
-        if host.plan.output_dir:
-            yield from _below(connection.files, host.plan.output_dir, here / "output", checkpoints)
-
-
-def _below(files: Files, remote: str, local: Path, checkpoints: bool) -> Iterator[Part]:
-    try:
-        entries = files.listdir_attr(remote)
-    except FileNotFoundError:
-        return
-    for entry in entries:
-        name, mode = entry.filename, entry.st_mode or 0
-        if name.endswith(UNFINISHED) or name in NOT_WANTED or "/" in name:
-            continue
-        if name.startswith("step_") and not checkpoints:
-            continue
-        if stat.S_ISDIR(mode):
-            yield from _below(files, f"{remote}/{name}", local / name, checkpoints)
-        elif stat.S_ISREG(mode):
-            yield Part(f"{remote}/{name}", local / name, entry.st_size or 0, entry.st_mtime or 0)
-
-
 def _bring(host: HostMirror, part: Part, done: ui.Progress) -> None:
     """One file; after a lost connection it goes on where it was."""
-    if _is_here(part):
+    if _is_here(part) or _is_of_mirror(host, part):
         done(part.size)
         return
-    unfinished = part.local.with_name(f"{part.local.name}.part")
+    unfinished = part.local.with_name(f"{part.local.name}.{part.changed}.part")  # of this version of the file
     part.local.parent.mkdir(parents=True, exist_ok=True)
     for tries_left in reversed(range(TRIES)):
         try:
@@ -111,6 +139,7 @@ def _bring(host: HostMirror, part: Part, done: ui.Progress) -> None:
             if not error.is_lost or not tries_left:
                 raise
             ui.say(f"{error.message}; trying again …")
+            host.wait_for_next_try()
     os.utime(unfinished, (part.changed, part.changed))
     unfinished.replace(part.local)
 
@@ -120,8 +149,13 @@ def _is_here(part: Part) -> bool:
         found = part.local.stat()
     except FileNotFoundError:
         return False
-    is_same = int(found.st_mtime) == part.changed or GROWS.fullmatch(part.local.name)
-    return found.st_size == part.size and bool(is_same)
+    return (found.st_size, int(found.st_mtime)) == (part.size, part.changed)
+
+
+def _is_of_mirror(host: HostMirror, part: Part) -> bool:
+    """What is followed is kept up to date by whoever follows; another file in its place would be shown again."""
+    is_in_own_folder = part.local.is_relative_to(host.record.run_folder)
+    return is_in_own_folder and is_mirrored(part.local.name) and part.local.exists()
 
 
 def _read_on(host: HostMirror, part: Part, unfinished: Path, done: ui.Progress) -> None:
@@ -130,9 +164,10 @@ def _read_on(host: HostMirror, part: Part, unfinished: Path, done: ui.Progress) 
         if copy.tell() > part.size:
             copy.truncate(0)
         at = os.fstat(copy.fileno()).st_size
-        with connection.files.open(part.remote, "rb") as source:
+        done(at)
+        with _opened(connection, part) as source:
             source.seek(at)
-            source.prefetch(part.size)
+            source.prefetch(min(part.size, MOST_AHEAD))
             while at < part.size:
                 data = source.read(min(CHUNK, part.size - at))
                 if not data:
@@ -140,6 +175,16 @@ def _read_on(host: HostMirror, part: Part, unfinished: Path, done: ui.Progress) 
                 copy.write(data)
                 at += len(data)
                 done(len(data))
+
+
+def _opened(connection: Connection, part: Part) -> Any:
+    try:
+        return connection.files.open(os.fsencode(part.remote), "rb")
+    except FileNotFoundError:
+        raise Gone from None
+    except PermissionError:
+        hint = "change its mode there, and fetch again"
+        raise HostError(connection.way.name, f"{part.remote} may not be read", hint) from None
 
 
 def _lock(copy: BinaryIO) -> None:

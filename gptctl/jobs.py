@@ -57,6 +57,16 @@ def home() -> Path:
     return Path(state) / "gptctl"
 
 
+def own_mark() -> str:
+    """Of this user's records, made at random when it is first needed."""
+    file = home() / "mark"
+    with private_files():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError), open(file, "x", encoding="utf-8") as stream:
+            stream.write(os.urandom(8).hex())
+    return file.read_text(encoding="utf-8")
+
+
 @contextmanager
 def private_files() -> Iterator[None]:
     """What is made in here is for the user alone: folders 0700, files 0600."""

@@ -22,7 +22,7 @@ from gptctl.cluster import cluster_of_job
 from gptctl.jobs import JobRecord, private_files
 from gptctl.launch_plan import LaunchPlan
 from gptctl.run_folder import RunFolder, read_json
-from gptctl.ssh import Connection, Files, HostError, Way, at_once, told, ways
+from gptctl.ssh import BASH, Connection, Done, Files, HostError, Way, at_once, told, ways
 from trainer.durable import replacing
 from trainer.errors import OUT_OF_REACH, UserError
 
@@ -31,8 +31,16 @@ BRING_EVERY = 0.5  # seconds between two looks at the files of a job that is fol
 LOOK_EVERY = 5.0  # seconds between two looks at its processes
 AGAIN = (1.0, 15.0)  # seconds until a lost host is tried again: at first, at most
 LARGEST = 1 << 20  # of what is copied whole
+MOST_AHEAD = 1 << 30  # bytes that are asked for before the first of them has come
 IS_GONE = 66
-ASK = f'[ -e "$1" ] || exit {IS_GONE}; exec bash "$@"'
+# Words: folder, token, verb and more. Where the folder is gone, processes of the job may be left all the same.
+ASK = (
+    '[ "$(cat "$1/.token" 2> /dev/null)" != "$2" ] || exec bash --norc "$1/agent.sh" on_host "${@:3}"; '
+    f'[ "$3" = end ] && [ ! -e "$1/.token" ] || exit {IS_GONE}; '
+    'marked() { grep -lszxF "GPTCTL_RUN_DIR=$1" /proc/[0-9]*/environ | cut -d/ -f3; }; '
+    'for _ in 1 2 3 4 5; do for pid in $(marked "$1"); do kill -KILL "$pid"; done 2> /dev/null; sleep 0.1; done; '
+    'echo "{\\"left\\": [$(marked "$1" | paste -sd, -)]}"'
+)
 RESULT = "result.json"
 _ATTEMPT = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
 GROWS = re.compile(r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|metrics\.jsonl", re.ASCII)
@@ -97,65 +105,65 @@ class HostMirror:
     def ask(self, *words: str, patience: float = 60.0) -> dict[str, Any] | None:
         """Has `on_host` answer; None when there is nothing of the job on that host."""
         with self.connected() as connection:
-            command = ["sh", "-c", ASK, "gptctl", f"{self.plan.run_dir}/agent.sh", "on_host", *words]
+            command = [*BASH, ASK, "gptctl", self.plan.run_dir, self.record.token, *words]
             done = connection.run(command, patience=patience)
-        if done.code == IS_GONE:
-            return None
-        try:
+            if done.code == IS_GONE:
+                return None
+            return self._answer(done)
+
+    def _answer(self, done: Done) -> dict[str, Any]:
+        with suppress(ValueError):
             answer = json.loads(done.out)
-        except ValueError:
-            said = done.err.splitlines()[-1] if done.err else f"exit code {done.code}"
-            raise HostError(self.way.name, f"it cannot look after its job: {said}") from None
-        return answer if isinstance(answer, dict) else None
+            if isinstance(answer, dict):
+                return answer
+        said = done.err.splitlines()[-1] if done.err else f"exit code {done.code}"
+        raise HostError(self.way.name, f"it cannot look after its job: {said}")
 
     def look(self) -> None:
         self.seen = self.ask("look")
 
     def names_in(self, folder: str) -> list[str]:
         with self.connected() as connection:
-            return [entry.filename for entry in _listed(connection.files, folder)]
+            return [entry.name for entry in connection.listed(folder)]
 
     def bring(self) -> None:
         """Copies what is new."""
         with self._copying, self.connected() as connection:
-            for part in self._parts(connection.files):
+            for part in self._parts(connection):
                 copy = _append if GROWS.fullmatch(part.local.name) else _replace
                 with suppress(FileNotFoundError):  # it has gone since it was listed
                     copy(connection.files, part)
 
-    def _parts(self, files: Files) -> Iterator[Part]:
+    def _parts(self, connection: Connection) -> Iterator[Part]:
         for remote, local in ((self.plan.run_dir, self.record.run_dir), (self.plan.log_dir, self.record.log_dir)):
-            for entry in _listed(files, remote):
-                if _ATTEMPT.fullmatch(entry.filename):
-                    yield from _parts_of(files, f"{remote}/{entry.filename}", Path(local, entry.filename))
-                self.has_result |= entry.filename == RESULT
-        if self.plan.output_dir and self.node == 0:
-            yield from _parts_of(files, self.plan.output_dir, Path(self.record.output_dir))
+            for entry in connection.listed(remote):
+                if _ATTEMPT.fullmatch(entry.name):
+                    yield from _parts_of(connection, f"{remote}/{entry.name}", Path(local, entry.name))
+                self.has_result |= entry.name == RESULT
+        has_first_rank = self.node == 0 or self.plan.form == "c10d"  # which sorts the hosts in its own way
+        if self.plan.output_dir and has_first_rank:
+            yield from _parts_of(connection, self.plan.output_dir, Path(self.record.output_dir))
 
     def bring_result(self) -> None:
         """The last word of the job, which only the first host has."""
         with self._copying, self.connected() as connection:
-            entry = connection.files.stat(f"{self.plan.run_dir}/{RESULT}")
-            entry.filename = RESULT
-            _replace(connection.files, _part(self.plan.run_dir, self.record.run_folder, entry))
+            remote = f"{self.plan.run_dir}/{RESULT}"
+            found = connection.files.stat(remote)
+            part = Part(remote, self.record.run_folder / RESULT, found.st_size or 0, found.st_mtime or 0)
+            _replace(connection.files, part)
+
+    def wait_for_next_try(self) -> None:
+        time.sleep(max(0.0, self._try_at - time.monotonic()))
 
 
-def _listed(files: Files, folder: str) -> list[Any]:
-    try:
-        return list(files.listdir_attr(folder))
-    except FileNotFoundError:
-        return []
+def _parts_of(connection: Connection, remote: str, local: Path) -> Iterator[Part]:
+    for entry in connection.listed(remote):
+        if is_mirrored(entry.name) and stat.S_ISREG(entry.mode):
+            yield Part(f"{remote}/{entry.name}", local / entry.name, entry.size, entry.changed)
 
 
-def _parts_of(files: Files, remote: str, local: Path) -> Iterator[Part]:
-    for entry in _listed(files, remote):
-        is_known = GROWS.fullmatch(entry.filename) or _WHOLE.fullmatch(entry.filename)
-        if is_known and stat.S_ISREG(entry.st_mode or 0):
-            yield _part(remote, local, entry)
-
-
-def _part(remote: str, local: Path, entry: Any) -> Part:
-    return Part(f"{remote}/{entry.filename}", local / entry.filename, entry.st_size or 0, entry.st_mtime or 0)
+def is_mirrored(name: str) -> bool:
+    return bool(GROWS.fullmatch(name) or _WHOLE.fullmatch(name))
 
 
 def _append(files: Files, part: Part) -> None:
@@ -169,7 +177,7 @@ def _append(files: Files, part: Part) -> None:
             return
         with files.open(part.remote, "rb") as source:
             source.seek(at)
-            source.prefetch(part.size)
+            source.prefetch(min(part.size, MOST_AHEAD))
             while at < part.size and (data := source.read(min(CHUNK, part.size - at))):
                 copy.write(data)
                 at += len(data)
@@ -222,9 +230,16 @@ class Mirror:
 
     def _bring_result(self) -> None:
         """After everything that was written before it."""
-        head = self.hosts[0]
-        if head.has_result and not RunFolder(self.record.run_dir).result():
-            at_once(HostMirror.bring, [host for host in self.with_files if not host.fault])
+        head, folder = self.hosts[0], RunFolder(self.record.run_dir)
+        if not head.has_result or (folder.result() and not folder.not_copied.exists()):
+            return
+        results = at_once(HostMirror.bring, self.with_files)
+        missing = [host.way.name for host, result in zip(self.with_files, results) if isinstance(result, Exception)]
+        if missing:
+            folder.not_copied.write_text("\n".join(missing), encoding="utf-8")
+        else:
+            folder.not_copied.unlink(missing_ok=True)
+        if not folder.result():
             with suppress(HostError):
                 head.bring_result()
 
@@ -236,14 +251,15 @@ class Mirror:
         self._followers = [
             threading.Thread(target=self._follow, args=(host, stopped), daemon=True) for host in self.hosts
         ]
-        for follower in self._followers:
-            follower.start()
-        try:
-            yield
-        finally:
-            stopped.set()
-            self._stopped = None
-            self._give_up_lock()
+        with private_files():
+            for follower in self._followers:
+                follower.start()
+            try:
+                yield
+            finally:
+                stopped.set()
+                self._stopped = None
+                self._give_up_lock()
 
     def _follow(self, host: HostMirror, stopped: threading.Event) -> None:
         looked = float("-inf")

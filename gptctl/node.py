@@ -49,7 +49,7 @@ class Node:
         own = {"MASTER_ADDR": host, "MASTER_PORT": port, "GPTCTL_NODE": self.number, "GPTCTL_ATTEMPT": attempt}
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                ["bash", os.path.join(self._plan.run_dir, "launch.sh")],
+                ["bash", "--norc", os.path.join(self._plan.run_dir, "launch.sh")],
                 env={**self._environment, **_texts(own), "GPTCTL_RUN_DIR": self._plan.run_dir},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -28,7 +28,7 @@ def look(folder: RunFolder) -> dict[str, Any]:
         "agents": [agent for agent in agents(folder) if is_alive(agent)],
         "processes": len(processes_of(str(folder.path))),
         "boot": boot_id(),
-        "ended": folder.result() is not None,
+        "result": folder.result(),
     }
 
 

@@ -248,4 +248,9 @@ def _warning(slurm: Slurm) -> int:
 def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
     """A profile that loads back to what a job was planned with: what it says besides the defaults."""
     defaults = asdict(Cluster())
-    return {name: value for name, value in asdict(cluster).items() if value != defaults[name]}
+    said = {name: value for name, value in asdict(cluster).items() if value != defaults[name]}
+    for keys in (said, *said.get("hosts", ())):
+        for name in ("identity_file", "known_hosts"):
+            if keys.get(name):
+                keys[name] = os.path.abspath(os.path.expanduser(keys[name]))
+    return said

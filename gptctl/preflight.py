@@ -23,7 +23,6 @@ WRITABLE = Rule("S006", "the folder of runs can be written to")
 SECRET_SOURCE = Rule("S007", "a secret can be read where the job runs")
 ACCEPTED = Rule("S008", "the scheduler would accept the job")
 BACKSLASH = Rule("S009", "paths of a Slurm job have no backslash, which Slurm takes for its own")
-USABLE = Rule("S010", "every host of a job can be reached and used when it starts")
 
 
 def check_surroundings(checked: Checked, plan: LaunchPlan, site: Site) -> list[Finding]:

@@ -20,6 +20,7 @@ MODULES = (
     "gptctl.launch_rules",
     "gptctl.preflight",
     "gptctl.environ",
+    "gptctl.ssh",
 )
 
 

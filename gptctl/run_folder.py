@@ -7,6 +7,8 @@ attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.json
 logs/attempt-<k>/     workerlog.<rank>  node.<n>.log  batch.log
 output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
 cancelled             nothing of this job may start any more
+in-doubt              ssh: from now on the job may have started
+not-copied            ssh: hosts that were out of reach when the job ended, whose logs here are not complete
 not-ended             ssh: hosts where it could not be ended, since they were out of reach
 result.json           how it ended
 """
@@ -56,6 +58,14 @@ class RunFolder:
     @property
     def not_ended(self) -> Path:
         return self.path / "not-ended"
+
+    @property
+    def in_doubt(self) -> Path:
+        return self.path / "in-doubt"
+
+    @property
+    def not_copied(self) -> Path:
+        return self.path / "not-copied"
 
     def is_hurried(self) -> bool:
         return read_text(self.cancelled) == "now"

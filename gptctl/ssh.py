@@ -5,12 +5,15 @@ A host key that is not pinned is never accepted. The user's ssh config is honour
 
 from __future__ import annotations
 
+import base64
 import errno
 import getpass
 import logging
 import os
+import re
 import shlex
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from gptctl.cluster import Cluster, Host
-from trainer.errors import OUT_OF_REACH, UserError
+from gptctl.report import count
+from trainer.errors import OUT_OF_REACH, Rule, UserError
 
 if TYPE_CHECKING:
     import paramiko
@@ -33,8 +37,16 @@ ALIVE = 15  # seconds between two signs of life of a connection
 MOST_AT_ONCE = 32
 MOST_JUMPS = 8
 SSH_PORT = 22
+BEGINS = "gptctl begins"  # a line before what a command says: login shells may say something of their own first
+BASH = ("bash", "--norc", "-c")  # without it, bash reads what is meant for people when sshd starts it
 SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
-_OF_FILES = (errno.ENOENT, errno.EACCES, errno.EEXIST, errno.ENOSPC, errno.EPERM)  # a file's fault, not the way's
+# Whatever else the kernel says is a file's fault, here or there, and not the way's.
+_OF_WAYS = (
+    *(errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT, errno.ENOTCONN),
+    *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET),
+)
+
+USABLE = Rule("S010", "every host of a job can be reached and used when it starts")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -56,6 +68,15 @@ class Done(NamedTuple):
     err: str
 
 
+class Entry(NamedTuple):
+    """A file or folder on a host."""
+
+    name: str
+    mode: int
+    size: int
+    changed: int
+
+
 class Way(NamedTuple):
     """How a host is reached: profile and ssh config together."""
 
@@ -74,7 +95,8 @@ def ways(cluster: Cluster) -> list[Way]:
     """In the order of the profile, which is that of the nodes."""
     logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)  # what it has to say comes as an exception, too
     config = _read_config()
-    return [_way(host, cluster, config) for host in cluster.hosts]
+    found = at_once(lambda host: _way(host, cluster, config), cluster.hosts)
+    return all_or_none(found)
 
 
 def _read_config() -> paramiko.SSHConfig:
@@ -102,13 +124,13 @@ def _plain_way(
     host: Host, cluster: Cluster, said: dict[str, Any], jumps: tuple[Way, ...] = (), command: str = ""
 ) -> Way:
     own = host.identity_file or cluster.identity_file
-    if own and not os.path.exists(os.path.expanduser(own)):
-        raise HostError(host.host, f"there is no {own}", "see identity_file in the profile")
+    if own and not os.access(os.path.expanduser(own), os.R_OK):
+        raise HostError(host.host, f"the key {own} cannot be read", "see identity_file in the profile")
     if not str(said.get("port", SSH_PORT)).isdecimal():
         raise HostError(host.host, f"{said['port']} is no port", "see ~/.ssh/config")
     keys = [own] if own else said.get("identityfile", [])
     pinned = said.get("userknownhostsfile", "~/.ssh/known_hosts")
-    files = [cluster.known_hosts] if cluster.known_hosts else shlex.split(pinned)
+    files = [cluster.known_hosts] if cluster.known_hosts else _words_of(host.host, pinned)
     return Way(
         name=host.host,
         host=said.get("hostname", host.host),
@@ -140,6 +162,13 @@ def _hop(text: str) -> Host:
     user, _, place = text.strip().rpartition("@")
     name, _, port = place.partition(":")
     return Host(host=name, user=user or None, port=int(port) if port.isdecimal() else None)
+
+
+def _words_of(host: str, text: str) -> list[str]:
+    try:
+        return [word for word in shlex.split(text) if word != "none"]
+    except ValueError as error:
+        raise HostError(host, f"UserKnownHostsFile {text}: {error}", "see ~/.ssh/config") from None
 
 
 def _said(config: paramiko.SSHConfig, name: str) -> dict[str, Any]:
@@ -179,7 +208,7 @@ class Connection:
         with told(self.way), self._in_time(ANSWER):
             channel = self._transport.open_session(timeout=self.way.timeout)
             channel.settimeout(ANSWER)
-            channel.exec_command(shlex.join(command))
+            channel.exec_command(f"echo {shlex.quote(BEGINS)}; {shlex.join(command)}")
         return channel
 
     def run(self, command: Sequence[str], stdin: bytes = b"", patience: float = ANSWER) -> Done:
@@ -189,7 +218,7 @@ class Connection:
             if stdin:
                 channel.sendall(stdin)
             channel.shutdown_write()
-            out = channel.makefile("rb").read()
+            out = channel.makefile("rb").read().partition(f"{BEGINS}\n".encode())[2]
             err = last_words(channel)
             return Done(channel.recv_exit_status(), out, err.strip())
 
@@ -203,6 +232,23 @@ class Connection:
             assert channel
             channel.settimeout(ANSWER)
         return self._files
+
+    def listed(self, folder: str) -> list[Entry]:
+        """What is in a folder, whatever its names are; nothing if it does not exist."""
+        try:
+            found = self.files.listdir_attr(folder)
+        except FileNotFoundError:
+            return []
+        except UnicodeDecodeError:  # a name that is no UTF-8, which paramiko cannot read
+            return self._found(folder)
+        return [Entry(each.filename, each.st_mode or 0, each.st_size or 0, each.st_mtime or 0) for each in found]
+
+    def _found(self, folder: str) -> list[Entry]:
+        words = ["find", folder, "-mindepth", "1", "-maxdepth", "1", "-printf", r"%f\0%y\0%s\0%Ts\0"]
+        fields = os.fsdecode(self.run(words).out).split("\0")
+        kinds = {"f": stat.S_IFREG, "d": stat.S_IFDIR}
+        each = zip(*(fields[start::4] for start in range(4)))
+        return [Entry(name, kinds.get(kind, 0), int(size), int(changed)) for name, kind, size, changed in each]
 
     def close(self) -> None:
         self._client.close()
@@ -229,7 +275,7 @@ def told(way: Way) -> Iterator[None]:
     except HostError:
         raise
     except (EOFError, OSError, paramiko.SSHException, paramiko.SFTPError) as error:
-        if isinstance(error, OSError) and error.errno and error.errno in _OF_FILES:
+        if isinstance(error, OSError) and error.errno and error.errno not in _OF_WAYS:
             raise
         raise HostError(way.name, f"the connection is lost: {_words(error)}", is_lost=True) from None
 
@@ -275,11 +321,25 @@ def _socket_to(way: Way) -> Any:
     import paramiko
 
     if way.jumps:
-        bastion = BASTIONS.client(way.jumps)
-        with told(way):
-            there, here = (way.host, way.port), ("127.0.0.1", 0)
-            return _transport_of(bastion, way).open_channel("direct-tcpip", there, here, timeout=way.timeout)
+        bastion = _transport_of(BASTIONS.client(way.jumps), way)
+        there, here = (way.host, way.port), ("127.0.0.1", 0)
+        try:
+            with told(way):
+                return bastion.open_channel("direct-tcpip", there, here, timeout=way.timeout)
+        except HostError:
+            _close_if_dead(bastion, way)
+            raise
     return paramiko.ProxyCommand(way.command) if way.command else None
+
+
+def _close_if_dead(bastion: paramiko.Transport, way: Way) -> None:
+    """A host behind it may not answer, or the bastion itself: then the next one gets a new connection."""
+    import paramiko
+
+    try:
+        bastion.open_session(timeout=way.timeout).close()
+    except (OSError, EOFError, paramiko.SSHException):
+        bastion.close()
 
 
 def _connected(hop: Way, sock: Any) -> paramiko.SSHClient:
@@ -309,14 +369,36 @@ def _connected(hop: Way, sock: Any) -> paramiko.SSHClient:
     return client
 
 
+_HASHED = re.compile(r"\|1\|[A-Za-z0-9+/]{27}=\|[A-Za-z0-9+/]{27}=")
+
+
 def _load(keys: paramiko.HostKeys, hop: Way) -> None:
+    """The pinned keys but those that are revoked; lines that cannot be understood pin nothing."""
+    lines: list[str] = []
     for file in (*hop.known_hosts, SYSTEM_KNOWN_HOSTS):
         try:
-            if os.path.exists(file):
-                keys.load(file)
-        except (OSError, UnicodeError) as error:
+            if os.path.isfile(file):
+                lines += Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError as error:
             hint = "mend it, or see known_hosts in the profile"
-            raise HostError(hop.name, f"{file} cannot be read: {error}", hint) from None
+            raise HostError(hop.name, f"{file} cannot be read: {error.strerror}", hint) from None
+    revoked = {line.split()[3] for line in lines if line.startswith("@revoked ") and len(line.split()) > 3}
+    for line in lines:
+        words = line.split()
+        if len(words) > 2 and not line.startswith(("#", "@")) and words[2] not in revoked:
+            _add(keys, *words[:3])
+
+
+def _add(keys: paramiko.HostKeys, names: str, kind: str, text: str) -> None:
+    import paramiko
+
+    try:
+        key = paramiko.PKey.from_type_string(kind, base64.b64decode(text))
+    except (ValueError, paramiko.SSHException, paramiko.UnknownKeyType):
+        return
+    for name in names.split(","):
+        if not name.startswith("|") or _HASHED.fullmatch(name):
+            keys.add(name, kind, key)
 
 
 def _refusal(hop: Way, error: Exception) -> HostError:
@@ -328,7 +410,7 @@ def _refusal(hop: Way, error: Exception) -> HostError:
         what = (
             f"its host key has CHANGED: it shows {fingerprint(error.key)}, pinned is {fingerprint(error.expected_key)}"
         )
-        hint = f"somebody may be listening; only if you know why, delete its line from {hop.known_hosts[0]}"
+        hint = f"somebody may be listening; only if you know why, delete its line from {_pinned_in(hop)}"
         return HostError(hop.name, what, hint)
     if isinstance(error, paramiko.PasswordRequiredException):
         return HostError(hop.name, f"a key for {place} has a passphrase", "let ssh-agent keep it: ssh-add")
@@ -339,8 +421,10 @@ def _refusal(hop: Way, error: Exception) -> HostError:
     if "No authentication methods" in str(error):
         return HostError(hop.name, f"there is no key for {place}", "see identity_file in the profile, or ssh-add")
     if "not found in known_hosts" in str(error):
-        hint = "gptctl hosts trust shows its fingerprint and pins it"
-        return HostError(hop.name, f"its host key is not known in {hop.known_hosts[0]}", hint)
+        hint = "`gptctl hosts trust CLUSTER` shows its fingerprint and pins it"
+        return HostError(hop.name, f"its host key is not known in {_pinned_in(hop)}", hint)
+    if "not a valid" in str(error) or "key file" in str(error):
+        return HostError(hop.name, f"{', '.join(hop.keys)}: {_words(error)}", "see identity_file in the profile")
     if isinstance(error, socket.gaierror):
         return HostError(hop.name, f"{hop.host} is the name of no machine", "see host in the profile")
     # The last: nobody spoke, and paramiko went on to authentication all the same.
@@ -350,6 +434,10 @@ def _refusal(hop: Way, error: Exception) -> HostError:
     if isinstance(error, OSError):
         return HostError(hop.name, f"{place}: {_words(error)}", "is sshd running there?", is_lost=True)
     return HostError(hop.name, f"{place}: {_words(error)}", "try it with ssh -v", is_lost=True)
+
+
+def _pinned_in(hop: Way) -> str:
+    return hop.known_hosts[0] if hop.known_hosts else SYSTEM_KNOWN_HOSTS
 
 
 def _words(error: Exception) -> str:
@@ -362,6 +450,18 @@ def _words(error: Exception) -> str:
     if isinstance(error, (EOFError, paramiko.AuthenticationException)):
         return "it closed the connection"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def all_or_none(results: Sequence[R | Exception], so: str = "", hint: str = "") -> list[R]:
+    """What went wrong is told of all hosts at once."""
+    wrong = [result for result in results if isinstance(result, HostError)]
+    for result in results:
+        if isinstance(result, Exception) and not isinstance(result, HostError):
+            raise result
+    if wrong:
+        found = [USABLE.found(error.host, None, error.what, error.hint) for error in wrong]
+        raise UserError(f"{so}{count(len(wrong), 'host')} cannot be used", hint, OUT_OF_REACH, found)
+    return [result for result in results if not isinstance(result, Exception)]
 
 
 def fingerprint(key: paramiko.PKey) -> str:
@@ -401,7 +501,7 @@ def shown_key(way: Way) -> ShownKey:
         with closing(paramiko.Transport(sock)) as transport:
             transport.banner_timeout = way.timeout
             options = transport.get_security_options()
-            options.key_types = sorted(options.key_types, key=lambda kind: kind not in known)  # the pinned kind first
+            options.key_types = sorted(options.key_types, key=lambda kind: _key_kind(kind) not in known)  # pinned first
             transport.start_client(timeout=way.timeout)
             key = transport.get_remote_server_key()
     except (OSError, EOFError, paramiko.SSHException) as error:
@@ -410,13 +510,20 @@ def shown_key(way: Way) -> ShownKey:
     return ShownKey(way, key, "known" if same else "changed" if known else "new")
 
 
+def _key_kind(algorithm: str) -> str:
+    """As known_hosts calls it: an RSA key has one name there, and several ways to sign."""
+    return "ssh-rsa" if algorithm.startswith("rsa-sha2-") else algorithm
+
+
 def _key_name(way: Way) -> str:
     return way.host if way.port == SSH_PORT else f"[{way.host}]:{way.port}"
 
 
 def pin(shown: ShownKey) -> None:
     """From now on this key, and no other one, is this host's."""
-    file = Path(shown.way.known_hosts[0])
+    file = Path(_pinned_in(shown.way))
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file} keeps nothing", "name a file as known_hosts in the profile", OUT_OF_REACH)
     line = f"{_key_name(shown.way)} {shown.key.get_name()} {shown.key.get_base64()}\n"
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

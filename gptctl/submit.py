@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import trainer
 from gptctl.backends import KINDS, backend_of
 from gptctl.check import Checked, check_config
-from gptctl.jobs import JobRecord, Store, home, new_record, private_files
+from gptctl.jobs import JobRecord, Store, home, new_record, own_mark, private_files
 from gptctl.launch_plan import LaunchPlan
 from gptctl.plan import Ground, Site, build_plan
 from gptctl.preflight import check_surroundings
@@ -124,7 +124,10 @@ def _with_first_origins(checked: Checked, folder: Path) -> Checked:
 def _digest(checked: Checked, site: Site, overrides: Sequence[Override]) -> str:
     """Equal jobs have equal ids, so that a dry run prints the very id that the next submit uses."""
     plan = build_plan(checked, site, overrides=overrides)
-    text = json.dumps([plan.as_json(), frozen_config(checked, site)["resolved"]], sort_keys=True)
+    known = [plan.as_json(), frozen_config(checked, site)["resolved"]]
+    if plan.kind == "ssh":  # whose hosts have jobs of others, of which this machine knows nothing
+        known.append({"mark": own_mark()})
+    text = json.dumps(known, sort_keys=True)
     return f"{zlib.crc32(text.encode()) & 0xFFFFFF:06x}"
 
 
@@ -178,9 +181,10 @@ def _undo_or_say(record: JobRecord, store: Store, error: BaseException) -> bool:
     try:
         return undo(record, store)
     except UserError as silent:
-        is_claimed = "scheduler_id" in (RunFolder(record.run_dir).claimed_by() or {})
-        became = "it is not known whether it was started" if is_claimed else "it was not started"
-        hint = "the next gptctl settles what is left of it in the queue"
+        folder = RunFolder(record.run_dir)
+        may_run = folder.in_doubt.exists() or "scheduler_id" in (folder.claimed_by() or {})
+        became = "it is not known whether it was started" if may_run else "it was not started"
+        hint = "the next gptctl settles it: gptctl list"
         raise UserError(f"{record.id}: {became}; {silent.message}", hint, OUT_OF_REACH) from error
 
 

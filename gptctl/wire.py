@@ -48,7 +48,7 @@ class Wire:
         self.heard = time.monotonic()
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Closed("it does not speak our language") from None
         if not isinstance(message, dict):
             raise Closed("it does not speak our language")

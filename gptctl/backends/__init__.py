@@ -38,6 +38,10 @@ class Backend(Protocol):
         """While the logs of the job are followed: keeps the job's folder on this machine up to date."""
         ...
 
+    def catch_up(self, record: JobRecord) -> list[str]:
+        """Brings the logs of a job on other machines here, as far as they can be reached; says where they cannot."""
+        ...
+
     def state(self, record: JobRecord) -> State:
         """Of a job that has left no result."""
         ...

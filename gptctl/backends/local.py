@@ -66,6 +66,10 @@ def following(record: JobRecord) -> AbstractContextManager[None]:
     return nullcontext()  # its folder is here
 
 
+def catch_up(record: JobRecord) -> list[str]:
+    return []
+
+
 def state(record: JobRecord) -> State:
     folder = RunFolder(record.run_dir)
     claim = folder.claimed_by() or dict(record.handle)

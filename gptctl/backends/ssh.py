@@ -39,13 +39,14 @@ def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
     launch = Launch(plan, record)
     try:
         _arm(launch, folder)
+        folder.in_doubt.touch(mode=0o600)
         answer = launch.commit()
     finally:
         launch.close()
     host, port = answer["endpoint"]
     handle = {**answer["committed"], "host": host}
-    folder.take(handle)
     with private_files():
+        folder.take(handle)
         folder.attempt(0).mkdir()
         with replacing(folder.attempt(0) / "endpoint.json") as stream:
             stream.write(json.dumps({"host": host, "port": port}).encode())
@@ -55,8 +56,9 @@ def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
 def _arm(launch: Launch, folder: RunFolder) -> None:
     try:
         launch.arm()
-    except BaseException:  # an interruption, too: nothing runs anywhere, and what is there the agents take back
+    except BaseException:  # an interruption, too: nothing runs anywhere; where we cannot, the agents take it back
         folder.take({"abandoned": True})
+        launch.take_back()
         raise
 
 
@@ -85,6 +87,8 @@ def _half_submitted(record: JobRecord) -> State:
     if not is_here(record.submitter):
         return State(UNKNOWN, f"it is being submitted on {record.submitter.get('host')}, or was: ask there")
     alive = is_alive(record.submitter)
+    if not alive and RunFolder(record.run_dir).in_doubt.exists():
+        return State(UNKNOWN, "whether it was started is not known: its first host was lost at that moment")
     return State(PENDING, "being submitted") if alive else State(LOST, "gptctl ended before the job was started")
 
 
@@ -96,8 +100,8 @@ def _as_seen(name: str, seen: Mapping[str, Any] | None, record: JobRecord, away:
         folder = RunFolder(record.run_dir)
         begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
         return State(RUNNING, "; ".join([*([] if begun else ["starting"]), *away]))
-    if seen["ended"]:
-        return State(UNKNOWN, f"it has ended, but what {name} says of it is not here yet")
+    if seen["result"]:  # which is not here yet: another gptctl writes the copy
+        return State(*seen["result"][:2])
     if seen["processes"]:
         return State(RUNNING, f"its agent on {name} is gone: nobody restarts it or keeps the time limit")
     is_same_boot = seen["boot"] == record.handle.get("boot")
@@ -124,7 +128,8 @@ def cancel(record: JobRecord, now: bool) -> None:
         message = f"{record.id} is not ended everywhere: {'; '.join(error.message for error in wrong)}"
         raise UserError(message, f"cancel it again when they can be reached: gptctl cancel {record.id}", OUT_OF_REACH)
     if not RunFolder(record.run_dir).result():
-        RunFolder(record.run_dir).finish(CANCELLED, "cancelled")
+        with private_files():
+            RunFolder(record.run_dir).finish(CANCELLED, "cancelled")
 
 
 def _note(record: JobRecord, wrong: Sequence[HostError]) -> None:
@@ -155,6 +160,16 @@ def abandon(record: JobRecord) -> bool:
 def output(record: JobRecord) -> tuple[str, list[str]]:
     mirror = mirror_of(record)
     return mirror.plan.output_dir, mirror.hosts[0].names_in(mirror.plan.output_dir)
+
+
+def catch_up(record: JobRecord) -> list[str]:
+    folder = RunFolder(record.run_dir)
+    if not record.handle or (folder.result() and not folder.not_copied.exists()):
+        return []
+    mirror = mirror_of(record)
+    mirror.refresh()
+    away = mirror.out_of_reach()
+    return [f"{words}; its logs here are not complete" for words in away]
 
 
 def following(record: JobRecord) -> AbstractContextManager[None]:

@@ -14,20 +14,22 @@ from gptctl.cluster import Cluster
 from gptctl.doctor.judge import Sighting, judge_clock
 from gptctl.doctor.rows import Row, ok, wrong
 from gptctl.launch_plan import LaunchPlan
-from gptctl.ssh import Connection, HostError, Way, at_once
+from gptctl.ssh import BASH, Connection, HostError, Way, at_once
 from trainer.errors import UserError
 
 PATIENCE = 120  # seconds for the facts of a host, and for the all-reduce
 LARGEST = 1 << 20  # of a file that a host sends
 
-# Says which folders above this one had to be made, the deepest first.
+# Says which folders above this one had to be made, the deepest first. The second word: whether another host makes it.
 MAKE = (
+    '[ -z "$2" ] || { while [ "$SECONDS" -lt 10 ]; do [ ! -e "$1/doctor.sh" ] || exit 0; sleep 0.2; done; '
+    'echo "$1, made by the first host, is not seen here, though the profile has shared_fs: true" >&2; exit 73; }; '
     'umask 077; above=${1%/*}; while [ ! -d "$above" ]; do echo "$above"; above=${above%/*}; done; '
     'mkdir -p "${1%/*}" && mkdir "$1" && exec tar -xzf - -C "$1"'
 )
 # The words after it: folder, seconds, what doctor.sh is to do. What it leaves comes back as an archive.
 ACT = (
-    'cd "$1" || exit 73; timeout --kill-after=5 "$2" bash doctor.sh "$3" < /dev/null > /dev/null 2>&1; '
+    'cd "$1" || exit 73; timeout --kill-after=5 "$2" bash --norc doctor.sh "$3" < /dev/null > /dev/null 2>&1; '
     'for file in node.* rank.* reduce.*; do [ ! -f "$file" ] || echo "$file"; done | tar -cf - -T -'
 )
 REMOVE = (
@@ -81,12 +83,19 @@ class Hosts:
     def make(self, run_dir: str, folder: Path) -> list[Row]:
         archive = pack(folder)
         rows = []
-        for number, done in self._each(lambda connection, number: connection.run(_shell(MAKE, run_dir), archive)):
+
+        def run(connection: Connection, number: int) -> Any:
+            is_made = self.cluster.shared_fs and number > 0
+            return connection.run(_shell(MAKE, run_dir, "there" if is_made else ""), b"" if is_made else archive)
+
+        for number, done in self._each(run):
             name = self.ways[number].name
             if isinstance(done, UserError):
                 rows.append(wrong("run_root", done.message, done.hint or "look at it there", name))
             elif done.code:
                 words = done.err.splitlines()[0] if done.err else f"exit code {done.code}"
+                if "File exists" in words:
+                    words = f"{self.cluster.run_root} is one folder that hosts share: set shared_fs: true"
                 rows.append(wrong("run_root", words, "choose a folder that you may write to on every host", name))
             else:
                 self._made[number] = done.out.decode(errors="replace").splitlines()
@@ -118,7 +127,7 @@ class Hosts:
 
 
 def _shell(script: str, *words: str) -> list[str]:
-    return ["bash", "-c", script, "gptctl", *words]
+    return [*BASH, script, "gptctl", *words]
 
 
 def unpack(archive: bytes, folder: Path) -> None:

@@ -50,7 +50,7 @@ def test_each_node_can_go_on_with_what_it_has(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_one_node_has_lost_is_of_no_use(tmp_path: Path) -> None:
-    """It goes on from one that all have, and where there is none, from the beginning; nothing is deleted."""
+    """It goes on from one that all have; where there is none, somebody has to decide; nothing is deleted."""
     folders = [tmp_path / "a", tmp_path / "b"]
     assert train(folders, *LAYOUT, max_steps=4, save_steps=2).ok
     shutil.rmtree(folders[1] / "output" / "step_4")
@@ -58,10 +58,21 @@ def test_a_checkpoint_that_one_node_has_lost_is_of_no_use(tmp_path: Path) -> Non
     assert rest.ok, rest.text
     assert "step_2" in rest.text
     shutil.rmtree(folders[1] / "output")
-    anew = train(folders, *LAYOUT, max_steps=6, ckpt_dir="auto")
+    refused = train(folders, *LAYOUT, max_steps=8, ckpt_dir="auto")
+    assert refused.codes[0] == 93, refused.text
+    assert "output has no checkpoint on node 1, but on others" in refused.text
+    assert len(list((folders[0] / "output").glob("step_*"))) > 1
+
+
+def test_a_first_save_that_was_torn_is_no_checkpoint(tmp_path: Path) -> None:
+    """One node had its whole copy, the other not yet: the run begins anew by itself."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    assert train(folders, *LAYOUT, max_steps=2).ok
+    shutil.rmtree(folders[1] / "output")
+    anew = train(folders, *LAYOUT, max_steps=4, ckpt_dir="auto")
     assert anew.ok, anew.text
     assert "is not on all nodes" in anew.text
-    assert_equal(folders[0] / "output" / "step_6", folders[1] / "output" / "step_6")
+    assert_equal(folders[0] / "output" / "step_4", folders[1] / "output" / "step_4")
 
 
 def test_a_layout_that_would_tear_checkpoints_is_refused(tmp_path: Path) -> None:

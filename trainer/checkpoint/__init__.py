@@ -52,6 +52,7 @@ class Checkpoints:
             if self.mesh.is_first:
                 self.warn(f"{folder} cannot be used: {damage}")
         if any(everywhere) and not candidates and ckpt_dir == "auto":
+            self._require_torn_first_save(everywhere)
             self._set_aside(-1, "is not on all nodes, each of which has a disk of its own")
             return None
         if candidates or ckpt_dir != "auto":
@@ -87,6 +88,13 @@ class Checkpoints:
             raise UserError(f"{folder} is refused: {_reason(error)}", "use another checkpoint") from None
         self.say("successfully load checkpoints")
         return facts
+
+    def _require_torn_first_save(self, everywhere: list[list[Path]]) -> None:
+        """A run that ended while its first checkpoint was written begins anew; a disk that lost all of them is told."""
+        if max(map(len, everywhere)) > 1:
+            lacking = [str(node) for node, folders in enumerate(everywhere) if not folders]
+            hint = "copy the folder of another node there, or delete it everywhere to begin anew"
+            raise UserError(f"{self.store.folder} has no checkpoint on node {', '.join(lacking)}, but on others", hint)
 
     def go_on_from(self, step: int) -> None:
         """This run goes on from an own checkpoint; newer ones, damaged or not wanted, step aside."""

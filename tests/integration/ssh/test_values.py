@@ -76,7 +76,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("form", ["static", "c10d"])
+@pytest.mark.parametrize("form", [pytest.param("static", marks=pytest.mark.long), "c10d"])
 def test_the_environment_of_every_rank(desk: Desk, form: str) -> None:
     """Flag over config over profile, and the interface to the first host, whichever way the ranks meet."""
     (desk.folder / "job.py").write_text(ENVIRONMENT)
