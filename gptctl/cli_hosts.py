@@ -63,7 +63,7 @@ def trust(cluster: str, yes: bool, as_json: bool) -> int:
 @click.option("--checkpoints/--no-checkpoints", default=True, help="Checkpoints too; the default.")
 @as_json_option
 def fetch(job: str | None, target: str | None, checkpoints: bool, as_json: bool) -> int:
-    """Bring home what a job has written on its ssh hosts: logs, metrics and checkpoints.
+    """Bring home what a job has written on its ssh hosts: logs, metrics and checkpoints, or what a script left there.
 
     What is here already is not brought again, and what was interrupted goes on where it was.
     """

@@ -81,8 +81,8 @@ def _wanted(host: HostMirror, here: Path, checkpoints: bool) -> Iterator[Part]:
         if plan.output_dir:
             yield from _below(connection, plan.output_dir, here / "output", checkpoints)
             return
-        for part in _below(connection, plan.work_dir, here / "code", checkpoints):
-            sent = own / "code" / part.local.relative_to(here / "code")
+        for part in _below(connection, plan.work_dir, here / "work", checkpoints):
+            sent = own / "code" / part.local.relative_to(here / "work")
             if not _is_here(part._replace(local=sent)):
                 yield part
 

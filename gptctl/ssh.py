@@ -1,4 +1,4 @@
-"""Connections to the hosts of an ssh cluster. The only module that knows paramiko.
+"""Connections to the hosts of an ssh cluster. The only module that knows paramiko, and so a long one.
 
 A host key that is not pinned is never accepted. The user's ssh config is honoured field by field; the profile wins.
 """

@@ -81,6 +81,35 @@ def test_both_sides_need_the_key() -> None:
     assert head is None
 
 
+def test_a_false_head_is_not_joined() -> None:
+    """One that listens at the right place, keeps the connection, and does not have the key."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pretend() -> None:
+            connection, _ = listener.accept()
+            wire = over_socket(connection, 5.0)
+            wire.send(challenge=challenge())
+            wire.receive(5.0)
+            wire.send(proof=prove(b"other", "head", "x"))
+            done.wait(5)
+            connection.close()
+
+        done = threading.Event()
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(Closed, match="is not the agent of the first host"):
+            join("127.0.0.1", listener.getsockname()[1], 3, KEY, 5.0)
+        done.set()
+        thread.join()
+
+
+def test_deep_nonsense_is_nonsense() -> None:
+    reading, writing = os.pipe()
+    threading.Thread(target=os.write, args=(writing, b"[" * 60_000 + b"\n"), daemon=True).start()
+    with pytest.raises(Closed):
+        Wire(reading, writing).receive(5)
+
+
 def test_a_proof_is_of_these_words_only() -> None:
     assert is_proof(prove(KEY, "peer", "x", "1"), KEY, "peer", "x", "1")
     for said in (prove(KEY, "peer", "x", "2"), prove(KEY, "head", "x", "1"), "", None, 5, "ü"):

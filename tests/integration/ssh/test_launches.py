@@ -69,6 +69,8 @@ def test_a_cut_in_every_phase_is_undone_while_it_lasts(desk: Desk, phase: str, v
     await_true(lambda: not any(map(desk.left, HOSTS)), 60, lambda: str([*map(desk.left, HOSTS)]))
     jobs = [job["job"] for job in desk.json("list", "--all")]
     assert len({bool(desk.ran(host)) for host in HOSTS}) == 1, (ran, said)
+    assert not (jobs and " was not started" in said), said
+    assert not (jobs and "nothing was started" in said), said
     for host in HOSTS:
         assert desk.on(host, f"ls {desk.run_root} 2> /dev/null").split() == jobs, (host, said)
 

@@ -35,6 +35,8 @@ for _ in range(5):
     ((model(x[rank::world]) - y[rank::world]) ** 2).mean().backward()
     optimizer.step()
 print(rank, "of", world, "loss", f"{((model(x) - y) ** 2).mean().item():.5f}")
+if world > 1:
+    dist.destroy_process_group()  # without it, the end of the other rank may end this one
 """
 HOSTILE = st.text(st.characters(codec="utf-8").filter(str.isprintable), max_size=40)
 
