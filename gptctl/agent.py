@@ -80,6 +80,8 @@ class Head(Host):
 
     def arm(self) -> None:
         """Returns when gptctl has committed the job; all hosts have joined by then."""
+        if ":" not in self.address:  # a name would not lead others to the interface
+            self.address = socket.gethostbyname(self.address)
         port = self.plan.master_port
         if port and (fault := fault_of_port("", port)):
             raise Refused(f"ranks cannot meet at port {port}, as Launch.rdzv says: {fault}")

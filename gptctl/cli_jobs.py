@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from gptctl.cli_clusters import clusters
 from gptctl.cli_doctor import doctor
 from gptctl.cli_hosts import fetch, hosts
 from gptctl.cli_logs import logs, say_what_is_missing
+from gptctl.cli_wait import wait, wait_for
 from gptctl.options import (
     INTERRUPTED,
     ScriptCommand,
@@ -353,45 +353,6 @@ def cancel(jobs: tuple[str, ...], now: bool, as_json: bool) -> int:
     for problem in problems:
         ui.print_error(problem)
     return max((problem.exit_code for problem in problems), default=0)
-
-
-@click.command(epilog=examples("gptctl wait", "gptctl wait gpt-3f9a2c --timeout 600 && echo done"))
-@job_argument(required=False)
-@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Give up after so long.")
-@as_json_option
-def wait(job: str | None, timeout: float | None, as_json: bool) -> int:
-    """Wait for a job to end. Exit code 0: completed; 1: it ended otherwise, or not in time."""
-    from gptctl import job_report, ui
-
-    record = find_job(job)
-    try:
-        code = wait_for(record, timeout, quiet=as_json)
-    except KeyboardInterrupt:
-        ui.say(job_report.goes_on(record))
-        return INTERRUPTED
-    if as_json:
-        ui.print_json(job_report.row(record))
-    return code
-
-
-def wait_for(record: JobRecord, timeout: float | None, quiet: bool = False) -> int:
-    from gptctl import job_report, ui
-    from gptctl.run_folder import UNKNOWN
-
-    deadline = time.monotonic() + timeout if timeout is not None else None
-    shown = ""
-    while not job_report.is_final(state := job_report.state_of(record)):
-        if state.state != shown:
-            shown = state.state
-            ui.say(f"{record.id}: {state if state.state == UNKNOWN else shown}")
-        if state.state == UNKNOWN and (record.kind == "local" or not record.handle):  # no scheduler will ever answer
-            raise UserError(f"{record.id}: {state.reason}", "", OUT_OF_REACH)
-        if deadline and time.monotonic() > deadline:
-            raise UserError(f"{record.id} is still {state.state}", "wait longer, or cancel it", ANSWER_IS_NO)
-        time.sleep(0.2)
-    if not quiet:
-        ui.print_text(f"{record.id}: {state}")
-    return job_report.verdict(state)
 
 
 @click.command(epilog=examples("gptctl rerun gpt-3f9a2c --follow", "gptctl rerun gpt-3f9a2c -o Engine.max_steps=2000"))

@@ -85,6 +85,7 @@ def status(record: JobRecord) -> dict[str, Any]:
     attempt = folder.attempts() - 1
     facts = row(record)
     result = folder.result()
+    is_complete = facts["state"] in FINAL and not folder.not_copied.exists()
     return {
         **facts,
         "gpus_per_node": record.per_node,
@@ -93,7 +94,8 @@ def status(record: JobRecord) -> dict[str, Any]:
         "endpoint": folder.endpoint(),
         "ended": result.ended if result else None,
         "exit_codes": folder.exit_codes(attempt, record.nodes) if attempt >= 0 else {},
-        "ranks": rank_rows(record, attempt, facts["state"] in FINAL) if attempt >= 0 else [],
+        "ranks": rank_rows(record, attempt, is_complete) if attempt >= 0 else [],
+        "not_ended": read_text(folder.not_ended).split(),
         "trainer": read_json(Path(record.output_dir) / "status.json") if record.output_dir else None,
         "log_dir": record.log_dir,
         "config": record.config,
@@ -131,6 +133,7 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("endpoint", facts["endpoint"]),
         ("ranks", endings(facts["ranks"])),
         ("exit codes", ", ".join(f"node {node}: {code}" for node, code in facts["exit_codes"].items())),
+        ("not ended", " ".join(facts["not_ended"])),
         ("trainer", (facts["trainer"] or {}).get("state", "")),
         ("folder", facts["run_dir"]),
         ("logs", facts["log_dir"]),

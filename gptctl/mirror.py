@@ -27,6 +27,7 @@ from trainer.durable import replacing
 from trainer.errors import OUT_OF_REACH, UserError
 
 CHUNK = 1 << 20
+FRESH = 3.0  # seconds for which an answer counts
 BRING_EVERY = 0.5  # seconds between two looks at the files of a job that is followed
 LOOK_EVERY = 5.0  # seconds between two looks at its processes
 AGAIN = (1.0, 15.0)  # seconds until a lost host is tried again: at first, at most
@@ -211,9 +212,9 @@ class Mirror:
         self._followers: list[threading.Thread] = []
         self._lock: int | None = None
 
-    def refresh(self) -> None:
+    def refresh(self, oldest: float = FRESH) -> None:
         """What the hosts have and say now, unless that was asked a moment ago or is kept fresh anyway."""
-        if self._stopped or time.monotonic() - self._refreshed < BRING_EVERY:
+        if self._stopped or time.monotonic() - self._refreshed < oldest:
             return
         may_write = self._may_write()
         with private_files():
@@ -314,7 +315,10 @@ class Mirror:
 
 def _plan_in(folder: Path) -> LaunchPlan:
     try:
-        return LaunchPlan.from_json(read_json(folder / "plan.json") or {})
+        plan = LaunchPlan.from_json(read_json(folder / "plan.json") or {})
+        if plan.job_id != folder.name or not isinstance(plan.run_dir, str):
+            raise KeyError
+        return plan
     except KeyError:
         raise UserError(
             f"{folder}/plan.json is gone or damaged", "look at the job on its hosts", OUT_OF_REACH

@@ -124,7 +124,7 @@ def _plain_way(
     host: Host, cluster: Cluster, said: dict[str, Any], jumps: tuple[Way, ...] = (), command: str = ""
 ) -> Way:
     own = host.identity_file or cluster.identity_file
-    if own and not os.access(os.path.expanduser(own), os.R_OK):
+    if own and not (os.path.isfile(os.path.expanduser(own)) and os.access(os.path.expanduser(own), os.R_OK)):
         raise HostError(host.host, f"the key {own} cannot be read", "see identity_file in the profile")
     if not str(said.get("port", SSH_PORT)).isdecimal():
         raise HostError(host.host, f"{said['port']} is no port", "see ~/.ssh/config")

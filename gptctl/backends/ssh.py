@@ -122,7 +122,7 @@ def cancel(record: JobRecord, now: bool) -> None:
         for host, answer in zip(mirror.hosts, answers)
         if isinstance(answer, dict) and answer["left"]
     ]
-    mirror.refresh()
+    mirror.refresh(0.0)
     _note(record, wrong)
     if wrong:
         message = f"{record.id} is not ended everywhere: {'; '.join(error.message for error in wrong)}"

@@ -131,7 +131,8 @@ def _on_hosts(visit: Visit, cluster: Cluster, rows: list[Row]) -> Report:
     with tempfile.TemporaryDirectory(prefix="gptctl-doctor-") as place:
         folder = Path(place)
         run_dir = f"{cluster.run_root}/.doctor-{secrets.token_hex(4)}"
-        plan = plan_probe(visit.name, visit.site, Path(run_dir), nodes, cluster.gpus_per_node or 1, "cpu")
+        fewest = min(host.gpus or cluster.gpus_per_node or 1 for host in cluster.hosts[:nodes])
+        plan = plan_probe(visit.name, visit.site, Path(run_dir), nodes, fewest, "cpu")
         fill(folder, plan, visit.site)
         try:
             rows += hosts.make(run_dir, folder)
