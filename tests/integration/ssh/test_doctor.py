@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.integration.ssh.desk import ADDRESSES, HOSTS, Desk
 
 
@@ -58,3 +60,20 @@ def test_no_host_is_in_reach(desk: Desk) -> None:
     rows = look(desk, 3)
     assert "its host key is not known" in rows["ssh", "ssh1"]["found"]
     assert "hosts trust" in rows["ssh", "ssh1"]["fix"]
+
+
+@pytest.mark.long
+def test_a_shared_folder_is_looked_at_once(desk: Desk) -> None:
+    """Where hosts share run_root, and where the profile is wrong about that, either way."""
+    shared = f"{desk.lab.folder}/tmp/{desk.folder.name}"
+    desk.write_profile("hosts", shared_fs=True, run_root=shared)
+    done = desk.run("doctor", "--cluster", "hosts", "--json", "--nodes", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert desk.on("ssh1", f"ls -a {shared}").split() == []
+    desk.write_profile("hosts", run_root=shared)
+    done = desk.run("doctor", "--cluster", "hosts", "--nodes", "2")
+    assert "is one folder that hosts share: set shared_fs: true" in done.stdout, done.stdout
+    desk.write_profile("hosts", shared_fs=True)
+    done = desk.run("doctor", "--cluster", "hosts", "--nodes", "2")
+    assert done.returncode == 1
+    assert "is not seen here, though the profile has shared_fs: true" in done.stdout, done.stdout
