@@ -21,6 +21,7 @@ def look(desk: Desk, exit_code: int, *options: str) -> dict[tuple[str, str], dic
     return {(row["check"], row["node"] or ""): row for row in json.loads(done.stdout)}
 
 
+@pytest.mark.long
 def test_all_is_well(desk: Desk) -> None:
     """On a host that is reached directly, and on one behind a bastion."""
     used = {host: ADDRESSES[host] for host in ("ssh1", "private1")}

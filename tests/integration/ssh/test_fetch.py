@@ -7,6 +7,8 @@ import signal
 import subprocess
 import time
 
+import pytest
+
 from tests.integration.ssh.desk import Desk, await_true
 
 SCRIPT = """
@@ -59,6 +61,7 @@ def test_a_follower_that_is_stopped_holds_up_nobody(desk: Desk) -> None:
         assert follower.wait(30) == 0
 
 
+@pytest.mark.long
 def test_cancelled_gently_the_trainer_saves_on_every_host(desk: Desk) -> None:
     keys = ("Engine.max_steps=100000", "Engine.logging_freq=1")
     job = desk.json(*desk.train("--nodes", "2", "--gpus-per-node", "1", keys=keys))["job"]

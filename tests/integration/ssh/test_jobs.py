@@ -72,6 +72,7 @@ def assert_every_byte_comes_home(desk: Desk, job: str) -> None:
     assert f"{shard} is damaged" in done.stderr
 
 
+@pytest.mark.long
 def test_hosts_that_share_a_folder(desk: Desk) -> None:
     """Then a layout may reach over hosts; without such a folder `validate` says why it may not, and what does."""
     keys = ("Engine.max_steps=2", "Distributed.mp_degree=2")

@@ -73,6 +73,7 @@ def test_failed_attempts_begin_again_on_all_hosts(desk: Desk) -> None:
 
 def test_a_host_is_out_of_reach_while_the_job_runs(desk: Desk) -> None:
     """It is shown as such, never as finished; `cancel` says where it could not end the job, and later does."""
+    desk.write_profile("quick", python=str(desk.stand_in), patience=2)
     job = desk.submit_quick(JOB_SECONDS="100")
     await_true(lambda: all(desk.ran(host) for host in HOSTS), 20)
     desk.lab.cut("ssh2")
@@ -89,6 +90,7 @@ def test_a_host_is_out_of_reach_while_the_job_runs(desk: Desk) -> None:
 
 
 def test_the_first_host_is_rebooted(desk: Desk) -> None:
+    desk.write_profile("quick", python=str(desk.stand_in), patience=2)
     job = desk.submit_quick(JOB_SECONDS="100")
     await_true(lambda: all(desk.ran(host) for host in HOSTS), 20)
     desk.lab.crash("ssh1")
@@ -112,7 +114,7 @@ def test_another_host_is_rebooted(desk: Desk) -> None:
     assert [desk.left(host) for host in ("ssh1", "private1")] == [[], []]
 
 
-@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.long)])
 def test_connections_break_while_a_job_is_followed(desk: Desk, seconds: int) -> None:
     """sshd restarted, a cable pulled, the jump host gone for a while: nothing is lost, and the job does not notice."""
     count = 10 * seconds + 60
