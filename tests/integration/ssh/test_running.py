@@ -33,6 +33,7 @@ def test_the_folder_of_a_job_is_deleted_on_its_host(desk: Desk) -> None:
 
 def test_a_host_that_cannot_look_is_not_taken_for_one_without_the_job(desk: Desk) -> None:
     job = desk.submit_quick(JOB_SECONDS="30")
+    await_true(lambda: all(desk.ran(host) for host in HOSTS), 20)
     hidden = desk.stand_in.with_suffix(".off")
     desk.stand_in.rename(hidden)
     facts = desk.json("status", job["job"])
