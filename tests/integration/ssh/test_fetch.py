@@ -50,7 +50,7 @@ def test_a_script_is_fetched_while_it_is_followed(desk: Desk) -> None:
 
 
 def test_a_follower_that_is_stopped_holds_up_nobody(desk: Desk) -> None:
-    job = desk.submit_quick(JOB_SECONDS="4")
+    job = desk.submit_quick(JOB_SECONDS="8")
     with desk.start("logs", "--follow", job["job"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as follower:
         time.sleep(2)
         desk.lab.signal(follower, signal.SIGSTOP)
