@@ -63,7 +63,9 @@ def _arm(launch: Launch, folder: RunFolder) -> None:
 
 
 def expect(records: Sequence[JobRecord]) -> None:
-    at_once(lambda record: mirror_of(record).refresh(), [record for record in records if record.handle], MOST_JOBS)
+    started = [record for record in records if record.handle]
+    with private_files():  # around all threads: a umask is the whole process's, and each would restore what it found
+        at_once(lambda record: mirror_of(record).refresh(), started, MOST_JOBS)
 
 
 def state(record: JobRecord) -> State:
