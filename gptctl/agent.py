@@ -58,7 +58,9 @@ class Host:
         secrets = [source["file"] for source in self.plan.secrets.values() if "file" in source]
         needed = [*secrets, *(() if self.plan.container else self.plan.inputs)]
         if missing := [path for path in needed if not os.access(path, os.R_OK)]:
-            raise Refused(f"{', '.join(missing)} cannot be read there: data and secrets have to be on every host")
+            raise Refused(
+                f"{', '.join(missing)} cannot be read there: data and secrets have to be on every host"
+            )
 
 
 def roll_back(run_dir: str) -> None:
@@ -86,11 +88,15 @@ class Head(Host):
         if port and (fault := fault_of_port("", port)):
             raise Refused(f"ranks cannot meet at port {port}, as Launch.rdzv says: {fault}")
         if self.plan.nodes > 1 and self.address.startswith("127."):
-            raise Refused(f"its address is {self.address}, where no other host finds it: set `address` in the profile")
+            raise Refused(
+                f"its address is {self.address}, where no other host finds it: set `address` in the profile"
+            )
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         place = ("", free_port(""))
-        with socket.create_server(place, family=family, backlog=MOST_STRANGERS, dualstack_ipv6=both) as listener:
+        with socket.create_server(
+            place, family=family, backlog=MOST_STRANGERS, dualstack_ipv6=both
+        ) as listener:
             self.gptctl.send(control=[self.address, listener.getsockname()[1]])
             peers = Gathering(self, listener).until_committed()
         if not self.folder.take(this_process()):
@@ -190,7 +196,9 @@ class RemoteNode:
     def __init__(self, number: int, wire: Wire) -> None:
         self.number = number
         self._wire = wire
-        self._start = 0  # counted, so that word of an earlier start is not taken for that of this one
+        self._start = (
+            0  # counted, so that word of an earlier start is not taken for that of this one
+        )
         self._end: Ended | None = Ended(0)
         self._has_ranks = self._is_asked = self._is_killed = False
         self._kill_patience = KILL_PATIENCE
@@ -220,7 +228,9 @@ class RemoteNode:
         deadline = time.monotonic() + self._kill_patience
         while not self._is_killed and not self._lost and time.monotonic() < deadline:
             self._listen(TICK)
-        self._kill_patience = KILL_PATIENCE if self._is_killed else 0.0  # one that is mute is not waited for again
+        self._kill_patience = (
+            KILL_PATIENCE if self._is_killed else 0.0
+        )  # one that is mute is not waited for again
 
     def dismiss(self) -> None:
         self._tell(bye=True)
@@ -313,7 +323,9 @@ class Peer(Host):
             self.node.start(attempt, host, port)
         except OSError as error:  # a full disk, or a folder that may not be written to
             self.is_open = False
-            self.head.send(start=self.start, end=Ended(CANNOT_BEGIN, f"{error.filename}: {error.strerror}"))
+            self.head.send(
+                start=self.start, end=Ended(CANNOT_BEGIN, f"{error.filename}: {error.strerror}")
+            )
 
     def _report(self) -> None:
         if self.is_open and not self.has_ranks and self.node.has_ranks():
@@ -327,7 +339,11 @@ class Peer(Host):
 
 
 def detach(log_file: str) -> None:
-    for name in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):  # ignored, they would be for the ranks too
+    for name in (
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGPIPE,
+    ):  # ignored, they would be for the ranks too
         signal.signal(name, lambda number, frame: None)
     adopt_orphans()
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

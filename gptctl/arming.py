@@ -21,7 +21,18 @@ from gptctl.cluster import cluster_of_job
 from gptctl.jobs import JobRecord
 from gptctl.launch_plan import LaunchPlan
 from gptctl.report import count
-from gptctl.ssh import BASH, BEGINS, Channel, Connection, HostError, Way, all_or_none, at_once, last_words, ways
+from gptctl.ssh import (
+    BASH,
+    BEGINS,
+    Channel,
+    Connection,
+    HostError,
+    Way,
+    all_or_none,
+    at_once,
+    last_words,
+    ways,
+)
 from trainer.errors import UserError
 
 NOT_SHIPPED = ("cluster.json", "git.json", "templates")
@@ -70,7 +81,9 @@ class Agent:
     def begin(self, plan: LaunchPlan, archive: bytes, lease: float, **hello: Any) -> None:
         script = BEGIN if archive else JOIN
         words = (len(archive), self.node, lease + len(archive) / SLOWEST)
-        self._channel = self.connection.start([*BASH, script, "gptctl", plan.run_dir, *map(str, words)])
+        self._channel = self.connection.start(
+            [*BASH, script, "gptctl", plan.run_dir, *map(str, words)]
+        )
         self._write(archive)
         self.send(lease=lease, **hello)
 
@@ -91,9 +104,13 @@ class Agent:
         try:
             message: dict[str, Any] = json.loads(line)
         except ValueError:
-            raise HostError(self.way.name, f"its agent does not speak our language: {line[:80]!r}") from None
+            raise HostError(
+                self.way.name, f"its agent does not speak our language: {line[:80]!r}"
+            ) from None
         if word not in message:
-            raise HostError(self.way.name, str(message.get("refused", "its agent does not speak our language")))
+            raise HostError(
+                self.way.name, str(message.get("refused", "its agent does not speak our language"))
+            )
         return message
 
     def _line(self, patience: float) -> bytes:
@@ -107,7 +124,9 @@ class Agent:
                 self._rest += data
         except TimeoutError:
             hint = "does a line of setup hang? Or set patience in the profile"
-            raise HostError(self.way.name, f"no answer in {patience:.0f} s", hint, is_lost=True) from None
+            raise HostError(
+                self.way.name, f"no answer in {patience:.0f} s", hint, is_lost=True
+            ) from None
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 
@@ -123,7 +142,9 @@ class Agent:
     def take_back(self, plan: LaunchPlan, token: str) -> None:
         """At once, instead of when its lease is over."""
         with suppress(HostError):
-            self.connection.run([*BASH, TAKE_BACK, "gptctl", plan.run_dir, token], patience=self.way.timeout)
+            self.connection.run(
+                [*BASH, TAKE_BACK, "gptctl", plan.run_dir, token], patience=self.way.timeout
+            )
 
     def close(self) -> None:
         self.connection.close()
@@ -144,12 +165,16 @@ class Launch:
         """Returns when all hosts are ready to begin; until then an error on any of them ends it on all."""
         hosts = ways(self.profile)[: self.plan.nodes]
         ui.say(f"connecting to {count(len(hosts), 'host')} …")
-        self.agents = self._all_or_none(lambda item: Agent(item[1], item[0]), list(enumerate(hosts)))
+        self.agents = self._all_or_none(
+            lambda item: Agent(item[1], item[0]), list(enumerate(hosts))
+        )
         ui.say("sending the job to them …")
         head, *peers = self.agents
         is_shared = self.profile.shared_fs  # then the others find what the first one was sent
         self._begin([head] if is_shared else self.agents)
-        (control,) = self._all_or_none(lambda agent: agent.receive("control", self.patience)["control"], [head])
+        (control,) = self._all_or_none(
+            lambda agent: agent.receive("control", self.patience)["control"], [head]
+        )
         self._begin(peers if is_shared else [])
 
         def join(peer: Agent) -> None:

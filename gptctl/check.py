@@ -64,8 +64,15 @@ class Checked(NamedTuple):
             return {}
         run = self.resolved.run
         dataset = run.Data.Train.dataset
-        key, data = ("path", dataset.path) if dataset.name == "CharDataset" else ("input_dir", dataset.input_dir)
-        paths = {f"Data.Train.dataset.{key}": data, "Engine.save_load.ckpt_dir": run.Engine.save_load.ckpt_dir}
+        key, data = (
+            ("path", dataset.path)
+            if dataset.name == "CharDataset"
+            else ("input_dir", dataset.input_dir)
+        )
+        paths = {
+            f"Data.Train.dataset.{key}": data,
+            "Engine.save_load.ckpt_dir": run.Engine.save_load.ckpt_dir,
+        }
         return {name: path for name, path in paths.items() if path and path not in NO_PATH}
 
     @property
@@ -90,7 +97,9 @@ def find_config(name: str | None) -> Path:
                 return Path(candidate)
     if name is not None and (os.path.exists(name) or "/" in name or "." in name):
         return Path(name)  # reading it says what is wrong
-    raise UserError(f"no config found: tried {', '.join(tried)}", "`gptctl init` writes one", WRONG_USAGE)
+    raise UserError(
+        f"no config found: tried {', '.join(tried)}", "`gptctl init` writes one", WRONG_USAGE
+    )
 
 
 def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
@@ -113,13 +122,25 @@ def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
         judged += _check_memory(resolved, estimated, cluster)
         judged += check_disks(launch, cluster, machines, resolved)
     linted = _lint(launch, profile, machines, resolved, reading)
-    findings = [*resolved.findings, *(profile.findings if profile else ()), *reading.judge(judged), *linted]
+    findings = [
+        *resolved.findings,
+        *(profile.findings if profile else ()),
+        *reading.judge(judged),
+        *linted,
+    ]
     written = reading.values
-    origins = {key: str(reading.places[key]) if key in written else "default" for key in paths_of(Launch, "Launch")}
-    origins |= {key: str(place) for key, place in reading.places.items() if key.startswith("Launch.env.")}
+    origins = {
+        key: str(reading.places[key]) if key in written else "default"
+        for key in paths_of(Launch, "Launch")
+    }
+    origins |= {
+        key: str(place) for key, place in reading.places.items() if key.startswith("Launch.env.")
+    }
     launch = replace(launch, gpus_per_node=machines.per_node)
     origins["Launch.gpus_per_node"] = origin
-    return Checked(path, in_order(findings), launch, cluster, machines, resolved, estimated, origins)
+    return Checked(
+        path, in_order(findings), launch, cluster, machines, resolved, estimated, origins
+    )
 
 
 def _profile(launch: Launch, reading: Reading) -> Profile | None:
@@ -127,11 +148,15 @@ def _profile(launch: Launch, reading: Reading) -> Profile | None:
         profile = load_profile(launch.cluster)
     except UserError as error:
         place = reading.places.get("Launch.cluster")
-        reading.found.append(CLUSTER.found("Launch.cluster", launch.cluster, error.message, error.hint, place))
+        reading.found.append(
+            CLUSTER.found("Launch.cluster", launch.cluster, error.message, error.hint, place)
+        )
         reading.bad.add("Launch.cluster")
         return None
     if errors_in(profile.findings):
-        reading.bad.add("Launch.cluster")  # rules must not judge a cluster that was read in part only
+        reading.bad.add(
+            "Launch.cluster"
+        )  # rules must not judge a cluster that was read in part only
     return profile
 
 
@@ -169,13 +194,19 @@ def _check_memory(resolved: Resolved, estimated: Estimate, cluster: Cluster) -> 
     message = f"about {need:.1f} GiB per GPU, {cluster.name} has {cluster.gpu_memory_gb:g}"
     helpful = savings(resolved.run, resolved.layout, cluster.gpu_memory_gb * GIB)
     hint = (
-        f"one of these would do: {'; '.join(helpful)}" if helpful else "raise sharding_degree, mp_degree or pp_degree"
+        f"one of these would do: {'; '.join(helpful)}"
+        if helpful
+        else "raise sharding_degree, mp_degree or pp_degree"
     )
     yield MEMORY.found("Distributed", round(need, 1), message, hint)
 
 
 def _lint(
-    launch: Launch, profile: Profile | None, machines: Machines, resolved: Resolved, reading: Reading
+    launch: Launch,
+    profile: Profile | None,
+    machines: Machines,
+    resolved: Resolved,
+    reading: Reading,
 ) -> list[Finding]:
     """The environment lint, each finding at the line that sets the variable; a run config wins over its profile."""
     environment = {**(profile.cluster.env if profile else {}), **launch.env}

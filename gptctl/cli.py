@@ -30,12 +30,15 @@ def cli() -> None:
 
 @cli.command(
     epilog=examples(
-        "gptctl validate config", "gptctl validate run.yaml --nodes 2 --gpus-per-node 8 -o Distributed.mp_degree=2"
+        "gptctl validate config",
+        "gptctl validate run.yaml --nodes 2 --gpus-per-node 8 -o Distributed.mp_degree=2",
     )
 )
 @config_options
 @click.option("--strict", is_flag=True, help="Treat warnings as errors.")
-@click.option("--resolved", is_flag=True, help="Print the complete config, with where every value came from.")
+@click.option(
+    "--resolved", is_flag=True, help="Print the complete config, with where every value came from."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a report for programs.")
 def validate(strict: bool, resolved: bool, as_json: bool, **arguments: Any) -> int:
     """Check a run config and its layout, and report every mistake at once.
@@ -53,10 +56,14 @@ def validate(strict: bool, resolved: bool, as_json: bool, **arguments: Any) -> i
 
         refused, starts = ask_scheduler(checked, this_site())
         checked = checked._replace(findings=in_order([*checked.findings, *refused]))
-    valid = checked.is_valid and not (strict and any(finding.level == "warning" for finding in checked.findings))
+    valid = checked.is_valid and not (
+        strict and any(finding.level == "warning" for finding in checked.findings)
+    )
     if as_json:
         scheduler = {"scheduler": starts} if starts else {}
-        ui.print_json({**report.as_json(checked, with_config=resolved), "valid": valid, **scheduler})
+        ui.print_json(
+            {**report.as_json(checked, with_config=resolved), "valid": valid, **scheduler}
+        )
     else:
         show_yaml = resolved and checked.is_valid
         ui.print_findings(checked.findings, to_stderr=show_yaml)
@@ -71,7 +78,11 @@ def validate(strict: bool, resolved: bool, as_json: bool, **arguments: Any) -> i
     return 0 if valid else ANSWER_IS_NO
 
 
-@cli.command(epilog=examples("gptctl topo config", "gptctl topo run.yaml --nodes 2 --gpus-per-node 8 --rank 3"))
+@cli.command(
+    epilog=examples(
+        "gptctl topo config", "gptctl topo run.yaml --nodes 2 --gpus-per-node 8 --rank 3"
+    )
+)
 @config_options
 @click.option("--rank", type=click.IntRange(min=0), help="Only this rank.")
 @click.option("--json", "as_json", is_flag=True, help="Print a list for programs.")
@@ -83,13 +94,16 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
     checked = check_arguments(**arguments)
     if not checked.is_valid or checked.resolved is None:
         raise UserError(
-            f"{checked.name} has no valid layout", findings=[f for f in checked.findings if f.level == "error"]
+            f"{checked.name} has no valid layout",
+            findings=[f for f in checked.findings if f.level == "error"],
         )
     layout, machines = checked.resolved.layout, checked.machines
     if rank is not None and rank >= layout.world:
         raise UserError(f"there is no rank {rank}", f"use 0 to {layout.world - 1}", WRONG_USAGE)
     if rank is None and layout.world > MAX_LISTED:
-        raise UserError(f"{layout.world:,} ranks are too many to list", "choose one with --rank", WRONG_USAGE)
+        raise UserError(
+            f"{layout.world:,} ranks are too many to list", "choose one with --rank", WRONG_USAGE
+        )
     ranks = [rank] if rank is not None else range(layout.world)
     rows = list(report.topo_rows(layout, machines, ranks))
     if as_json:
@@ -107,7 +121,9 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
 
 @cli.command(epilog=examples("gptctl init", "gptctl init dp2-mp2-pp2 --output run.yaml"))
 @click.argument("name", required=False, shell_complete=complete_template)
-@click.option("--output", metavar="FILE", default="config.yaml", show_default=True, help="File to write.")
+@click.option(
+    "--output", metavar="FILE", default="config.yaml", show_default=True, help="File to write."
+)
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @click.option("--list", "list_them", is_flag=True, help="List the configs instead.")
 @click.option("--json", "as_json", is_flag=True, help="With --list: for programs.")
@@ -118,7 +134,10 @@ def init(name: str | None, output: str, force: bool, list_them: bool, as_json: b
 
     configs = named_files("templates/configs")
     if list_them:
-        about = {each: file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for each, file in configs.items()}
+        about = {
+            each: file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+            for each, file in configs.items()
+        }
         ui.print_json(about) if as_json else ui.print_pairs("gptctl init NAME", list(about.items()))
         return
     name = name or "char-gpt"
@@ -127,7 +146,9 @@ def init(name: str | None, output: str, force: bool, list_them: bool, as_json: b
         with open(output, "w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UserError(f"{output} exists", "use --output FILE, or --force to overwrite it", WRONG_USAGE) from None
+        raise UserError(
+            f"{output} exists", "use --output FILE, or --force to overwrite it", WRONG_USAGE
+        ) from None
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}", "", WRONG_USAGE) from None
     ui.print_text(output)
@@ -136,7 +157,8 @@ def init(name: str | None, output: str, force: bool, list_them: bool, as_json: b
 
 @cli.command(
     epilog=examples(
-        "gptctl schema > gptctl.schema.json", "echo '# yaml-language-server: $schema=gptctl.schema.json' >> run.yaml"
+        "gptctl schema > gptctl.schema.json",
+        "echo '# yaml-language-server: $schema=gptctl.schema.json' >> run.yaml",
     )
 )
 def schema() -> None:
@@ -161,7 +183,11 @@ def keys(prefix: str, as_json: bool) -> None:
     if as_json:
         ui.print_json(rows)
     else:
-        ui.print_table("keys of a run config", ["key", "default", "meaning"], [list(row.values()) for row in rows])
+        ui.print_table(
+            "keys of a run config",
+            ["key", "default", "meaning"],
+            [list(row.values()) for row in rows],
+        )
 
 
 @cli.command(epilog=examples("gptctl rules", "gptctl rules L001"))
@@ -176,14 +202,21 @@ def rules(code: str | None, as_json: bool) -> None:
     if not chosen:
         raise UserError(f"there is no rule {code}", "`gptctl rules` lists them", WRONG_USAGE)
     if as_json:
-        ui.print_json([{"code": rule.code, "level": rule.level, "rule": rule.text} for rule in chosen])
+        ui.print_json(
+            [{"code": rule.code, "level": rule.level, "rule": rule.text} for rule in chosen]
+        )
     else:
-        ui.print_table("rules", ["code", "level", "rule"], [[rule.code, rule.level, rule.text] for rule in chosen])
+        ui.print_table(
+            "rules",
+            ["code", "level", "rule"],
+            [[rule.code, rule.level, rule.text] for rule in chosen],
+        )
 
 
 @cli.command(
     epilog=examples(
-        'eval "$(gptctl completion bash)"', "gptctl completion fish > ~/.config/fish/completions/gptctl.fish"
+        'eval "$(gptctl completion bash)"',
+        "gptctl completion fish > ~/.config/fish/completions/gptctl.fish",
     )
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))

@@ -31,10 +31,14 @@ def list_clusters(as_json: bool) -> None:
     if as_json:
         ui.print_json(rows)
     else:
-        ui.print_table("clusters", ["cluster", "kind", "file"], [list(row.values()) for row in rows])
+        ui.print_table(
+            "clusters", ["cluster", "kind", "file"], [list(row.values()) for row in rows]
+        )
 
 
-@clusters.command("show", epilog=examples("gptctl clusters show local", "gptctl clusters show a800 --json"))
+@clusters.command(
+    "show", epilog=examples("gptctl clusters show local", "gptctl clusters show a800 --json")
+)
 @click.argument("name", shell_complete=complete_cluster)
 @as_json_option
 def show_cluster(name: str, as_json: bool) -> None:
@@ -45,15 +49,25 @@ def show_cluster(name: str, as_json: bool) -> None:
     profile = load_profile(name)
     values = asdict(profile.cluster)
     ui.print_findings(profile.findings, to_stderr=True)
-    places = {key: str(place) for key, place in profile.reading.places.items() if key in profile.reading.values}
+    places = {
+        key: str(place)
+        for key, place in profile.reading.places.items()
+        if key in profile.reading.values
+    }
     if as_json:
         ui.print_json({"values": values, "origins": places})
         return
-    cells = [[key, "" if value is None else value, places.get(key, "default")] for key, value in values.items()]
+    cells = [
+        [key, "" if value is None else value, places.get(key, "default")]
+        for key, value in values.items()
+    ]
     ui.print_table(f"cluster {profile.cluster.name}", ["key", "value", "from"], cells)
 
 
-@clusters.command("check", epilog=examples("gptctl clusters check local", "gptctl clusters check clusters/a800.yaml"))
+@clusters.command(
+    "check",
+    epilog=examples("gptctl clusters check local", "gptctl clusters check clusters/a800.yaml"),
+)
 @click.argument("name", shell_complete=complete_cluster)
 @as_json_option
 def check_cluster(name: str, as_json: bool) -> int:
@@ -68,7 +82,12 @@ def check_cluster(name: str, as_json: bool) -> int:
     profile = load_profile(name)
     findings = [*profile.findings, *check_profile(profile.cluster, this_site())]
     if as_json:
-        ui.print_json({"cluster": profile.cluster.name, "findings": [finding.as_json() for finding in findings]})
+        ui.print_json(
+            {
+                "cluster": profile.cluster.name,
+                "findings": [finding.as_json() for finding in findings],
+            }
+        )
     else:
         ui.print_findings(findings)
         wrong = len(errors_in(findings))

@@ -7,7 +7,9 @@ import click
 from gptctl.options import as_json_option, complete_cluster, examples
 
 
-@click.command(epilog=examples("gptctl doctor --cluster a800", "gptctl doctor --cluster a800 --nodes 4 --json"))
+@click.command(
+    epilog=examples("gptctl doctor --cluster a800", "gptctl doctor --cluster a800 --nodes 4 --json")
+)
 @click.option(
     "--cluster",
     metavar="NAME",
@@ -16,7 +18,12 @@ from gptctl.options import as_json_option, complete_cluster, examples
     help="Cluster profile, a name or a path.",
     shell_complete=complete_cluster,
 )
-@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes to look at. Slurm: usually 2; ssh: all.")
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Nodes to look at. Slurm: usually 2; ssh: all.",
+)
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0),

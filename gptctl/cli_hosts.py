@@ -34,18 +34,29 @@ def trust(cluster: str, yes: bool, as_json: bool) -> int:
 
     rows: list[dict[str, str]] = []
     problems: list[UserError] = []
-    for round_of in in_rounds(ways_of(cluster)):  # a jump host is trusted before what lies behind it
+    for round_of in in_rounds(
+        ways_of(cluster)
+    ):  # a jump host is trusted before what lies behind it
         shown = ask_keys(round_of, problems)
         new = [key for key in shown if key.state == "new"]
         if shown and not as_json:
-            ui.print_table("host keys", ["host", "key", "state"], [list(row_of(key).values()) for key in shown])
-        is_agreed = bool(new) and (yes or (not as_json and agrees(f"pin {count(len(new), 'new key')}?")))
+            ui.print_table(
+                "host keys", ["host", "key", "state"], [list(row_of(key).values()) for key in shown]
+            )
+        is_agreed = bool(new) and (
+            yes or (not as_json and agrees(f"pin {count(len(new), 'new key')}?"))
+        )
         for key in new if is_agreed else ():
             pin(key)
             ui.say(f"pinned: {key.way.name}")
         if new and not is_agreed and not as_json:
-            raise UserError("nothing more is pinned", "run it again, when the fingerprints are known")
-        rows += [{**row_of(key), "state": "pinned"} if is_agreed and key in new else row_of(key) for key in shown]
+            raise UserError(
+                "nothing more is pinned", "run it again, when the fingerprints are known"
+            )
+        rows += [
+            {**row_of(key), "state": "pinned"} if is_agreed and key in new else row_of(key)
+            for key in shown
+        ]
     changed = [row["host"] for row in rows if row["state"] == "changed"]
     if as_json:
         ui.print_json({"keys": rows, "problems": [problem.message for problem in problems]})
@@ -57,9 +68,18 @@ def trust(cluster: str, yes: bool, as_json: bool) -> int:
     return OUT_OF_REACH if problems else 0
 
 
-@click.command(epilog=examples("gptctl fetch gpt-3f9a2c", "gptctl fetch gpt-3f9a2c --to results --no-checkpoints"))
+@click.command(
+    epilog=examples(
+        "gptctl fetch gpt-3f9a2c", "gptctl fetch gpt-3f9a2c --to results --no-checkpoints"
+    )
+)
 @job_argument(required=False)
-@click.option("--to", "target", metavar="DIR", help="Into this folder, instead of the job's own on this machine.")
+@click.option(
+    "--to",
+    "target",
+    metavar="DIR",
+    help="Into this folder, instead of the job's own on this machine.",
+)
 @click.option("--checkpoints/--no-checkpoints", default=True, help="Checkpoints too; the default.")
 @as_json_option
 def fetch(job: str | None, target: str | None, checkpoints: bool, as_json: bool) -> int:
@@ -73,7 +93,11 @@ def fetch(job: str | None, target: str | None, checkpoints: bool, as_json: bool)
 
     record = find_job(job)
     if record.kind != "ssh":
-        raise UserError(f"{record.id} runs where its files are seen from here", f"see {record.run_dir}", WRONG_USAGE)
+        raise UserError(
+            f"{record.id} runs where its files are seen from here",
+            f"see {record.run_dir}",
+            WRONG_USAGE,
+        )
     brought = bring_home(record, target, checkpoints)
     if as_json:
         ui.print_json(brought._asdict())
@@ -86,7 +110,9 @@ def agrees(question: str) -> bool:
     try:
         return click.confirm(question, err=True)
     except click.Abort:
-        raise UserError("nobody answers", "--yes pins new keys without asking", WRONG_USAGE) from None
+        raise UserError(
+            "nobody answers", "--yes pins new keys without asking", WRONG_USAGE
+        ) from None
 
 
 def row_of(shown: ShownKey) -> dict[str, str]:
@@ -104,7 +130,11 @@ def ways_of(cluster: str) -> list[Way]:
     if errors_in(profile.findings):
         raise UserError(f"{cluster} cannot be used", findings=profile.findings)
     if profile.cluster.kind != "ssh":
-        raise UserError(f"{cluster} is a cluster of kind {profile.cluster.kind}", "only ssh has hosts", WRONG_USAGE)
+        raise UserError(
+            f"{cluster} is a cluster of kind {profile.cluster.kind}",
+            "only ssh has hosts",
+            WRONG_USAGE,
+        )
     return ways(profile.cluster)
 
 

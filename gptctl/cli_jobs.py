@@ -73,12 +73,19 @@ def template_places(template: str | None, config: Path | None) -> list[Path]:
     """The user's templates: the one that was named, then a folder `templates` beside the config."""
     if template is not None and not Path(template).exists():
         raise UserError(
-            f"there is no template {template}", "name a file such as launch.sh.j2, or a folder", WRONG_USAGE
+            f"there is no template {template}",
+            "name a file such as launch.sh.j2, or a folder",
+            WRONG_USAGE,
         )
     beside = config.parent / "templates" if config else None
-    places = [*([Path(template)] if template else []), *([beside] if beside and any(beside.glob("*.j2")) else [])]
+    places = [
+        *([Path(template)] if template else []),
+        *([beside] if beside and any(beside.glob("*.j2")) else []),
+    ]
     if template and Path(template).is_dir() and not any(Path(template).glob("*.j2")):
-        raise UserError(f"{template} holds no templates", "put a file such as launch.sh.j2 there", WRONG_USAGE)
+        raise UserError(
+            f"{template} holds no templates", "put a file such as launch.sh.j2 there", WRONG_USAGE
+        )
     return places
 
 
@@ -90,15 +97,23 @@ def refuse_invalid(checked: Checked, what: str) -> None:
 @click.command(
     cls=ScriptCommand,
     epilog=examples(
-        "gptctl submit --nodes 2 --follow", "gptctl submit --nodes 2 --gpus-per-node 8 -- train.py --batch_size 32 10 5"
+        "gptctl submit --nodes 2 --follow",
+        "gptctl submit --nodes 2 --gpus-per-node 8 -- train.py --batch_size 32 10 5",
     ),
 )
 @config_options
 @launch_options
 @click.option("--resume", metavar="JOB", help="Go on from the newest checkpoint of that job.")
 @click.option("--dry-run", is_flag=True, help="Print exactly what would run, and start nothing.")
-@click.option("-f", "--follow", is_flag=True, help="Then follow its logs; the exit code is the job's verdict.")
-@click.option("--wait", "wait_for_it", is_flag=True, help="Then wait for its end; the exit code is the job's verdict.")
+@click.option(
+    "-f", "--follow", is_flag=True, help="Then follow its logs; the exit code is the job's verdict."
+)
+@click.option(
+    "--wait",
+    "wait_for_it",
+    is_flag=True,
+    help="Then wait for its end; the exit code is the job's verdict.",
+)
 @as_json_option
 def submit(
     resume: str | None,
@@ -123,14 +138,18 @@ def submit(
     if resume is not None:
         arguments["overrides"] += (f"Engine.save_load.ckpt_dir={resumable_output(resume, store)}",)
     checked, overrides = check_job(**arguments)
-    prepared = prepare(checked, store, this_site(), overrides, template_places(template, checked.path))
+    prepared = prepare(
+        checked, store, this_site(), overrides, template_places(template, checked.path)
+    )
     if dry_run:
         show_dry_run(prepared, as_json)
         return 0
     return send_and_stay(prepared, store, as_json, follow, wait_for_it)
 
 
-def send_and_stay(prepared: Prepared, store: Store, as_json: bool, follow: bool, wait_for_it: bool) -> int:
+def send_and_stay(
+    prepared: Prepared, store: Store, as_json: bool, follow: bool, wait_for_it: bool
+) -> int:
     from gptctl import job_report, ui
     from gptctl.submit import Interrupted
     from gptctl.submit import submit as send
@@ -160,16 +179,24 @@ def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: str
         return
     first = f"{plan.master_addr or 'the first host that Slurm gives it'}:{plan.master_port or '(a free port)'}"
     shown = [
-        ("world", f"{count(plan.world, 'rank')}: {plan.nnodes} × {plan.per_node} on cluster {plan.cluster}"),
+        (
+            "world",
+            f"{count(plan.world, 'rank')}: {plan.nnodes} × {plan.per_node} on cluster {plan.cluster}",
+        ),
         ("scheduler", f"{plan.kind} job {facts['scheduler_id']}" if facts["scheduler_id"] else ""),
-        ("endpoint", f"{endpoint or first}, {plan.form} rendezvous{f' {plan.rdzv_id}' if plan.form == 'c10d' else ''}"),
+        (
+            "endpoint",
+            f"{endpoint or first}, {plan.form} rendezvous{f' {plan.rdzv_id}' if plan.form == 'c10d' else ''}",
+        ),
         ("logs", record.log_dir),
         ("follow", facts["follow"]),
     ]
     ui.print_pairs(f"job {record.id}", [(name, text) for name, text in shown if text])
 
 
-def accompany(prepared: Prepared, record: JobRecord, as_json: bool, follow: bool, wait_for_it: bool) -> int:
+def accompany(
+    prepared: Prepared, record: JobRecord, as_json: bool, follow: bool, wait_for_it: bool
+) -> int:
     """Says what was submitted, and stays with it if that was asked for. An interrupt leaves the job alone."""
     from gptctl import job_report, ui
     from gptctl.cli_logs import follow_job
@@ -183,7 +210,9 @@ def accompany(prepared: Prepared, record: JobRecord, as_json: bool, follow: bool
             return code
         announce(prepared, record, as_json)
         if follow:
-            return follow_job(record, Wanted(all_attempts=True), Lines(), "json" if as_json else "text")
+            return follow_job(
+                record, Wanted(all_attempts=True), Lines(), "json" if as_json else "text"
+            )
         return wait_for(record, None) if wait_for_it else 0
     except KeyboardInterrupt:
         ui.say(job_report.goes_on(record))
@@ -209,12 +238,16 @@ def resumable_output(job: str, store: Store) -> str:
 
     record = find_job(job, store)
     if not record.output_dir:
-        raise UserError(f"{record.id} ran a script of its own", "only the bundled trainer resumes", WRONG_USAGE)
+        raise UserError(
+            f"{record.id} ran a script of its own", "only the bundled trainer resumes", WRONG_USAGE
+        )
     if not job_report.is_final(job_report.state_of(record)):
         raise UserError(f"{record.id} has not ended", f"gptctl cancel {record.id}", ANSWER_IS_NO)
     folder, names = backend_of(record.kind).output(record)
     if not any(name.startswith("step_") for name in names):
-        raise UserError(f"{record.id} has left no checkpoint in {folder}", "submit without --resume")
+        raise UserError(
+            f"{record.id} has left no checkpoint in {folder}", "submit without --resume"
+        )
     return folder
 
 
@@ -271,11 +304,15 @@ def list_jobs(show_all: bool, as_json: bool) -> None:
     for row in rows:
         row["ranks"] = f"{row['nodes']} × {row['world_size'] // row['nodes']}"
         row["when"] = job_report.when(row["created"])
-    cells = [[row[key] for key in ("job", "state", "ranks", "cluster", "when", "reason")] for row in rows]
+    cells = [
+        [row[key] for key in ("job", "state", "ranks", "cluster", "when", "reason")] for row in rows
+    ]
     hidden = len(store.ids()) - len(rows)
     older = f"; {count(hidden, 'older one')} with --all" if hidden else ""
     ui.print_table(
-        f"{count(len(rows), 'job')}{older}", ["job", "state", "ranks", "cluster", "created", "reason"], cells
+        f"{count(len(rows), 'job')}{older}",
+        ["job", "state", "ranks", "cluster", "created", "reason"],
+        cells,
     )
 
 
@@ -312,7 +349,9 @@ def show(job: str, prefix: str | None, show_script: bool, as_json: bool) -> None
         return
     values = job_report.origins(record, prefix or "")
     if prefix is not None and not values:
-        raise UserError(f"no key of {record.id} starts with {prefix}", "`gptctl keys` lists them", WRONG_USAGE)
+        raise UserError(
+            f"no key of {record.id} starts with {prefix}", "`gptctl keys` lists them", WRONG_USAGE
+        )
     if as_json:
         plan, git = (read_json(record.run_folder / name) for name in ("plan.json", "git.json"))
         config = [{"key": key, "value": value, "origin": origin} for key, value, origin in values]
@@ -355,20 +394,49 @@ def cancel(jobs: tuple[str, ...], now: bool, as_json: bool) -> int:
     return max((problem.exit_code for problem in problems), default=0)
 
 
-@click.command(epilog=examples("gptctl rerun gpt-3f9a2c --follow", "gptctl rerun gpt-3f9a2c -o Engine.max_steps=2000"))
+@click.command(
+    epilog=examples(
+        "gptctl rerun gpt-3f9a2c --follow", "gptctl rerun gpt-3f9a2c -o Engine.max_steps=2000"
+    )
+)
 @job_argument(required=True)
-@click.option("-o", "--override", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key; repeatable.")
+@click.option(
+    "-o",
+    "--override",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Override a key; repeatable.",
+)
 @click.option("-f", "--follow", is_flag=True, help="Then follow its logs.")
 @click.option("--wait", "wait_for_it", is_flag=True, help="Then wait for its end.")
 @as_json_option
-def rerun(job: str, overrides: tuple[str, ...], follow: bool, wait_for_it: bool, as_json: bool) -> int:
+def rerun(
+    job: str, overrides: tuple[str, ...], follow: bool, wait_for_it: bool, as_json: bool
+) -> int:
     """Submit a job again from its saved files: the same config, cluster profile and code, in a new run folder."""
     from gptctl.submit import prepare_rerun
     from trainer.config import Override
 
     store = open_store()
-    prepared = prepare_rerun(find_job(job, store), store, [Override.parse(text) for text in overrides])
+    prepared = prepare_rerun(
+        find_job(job, store), store, [Override.parse(text) for text in overrides]
+    )
     return send_and_stay(prepared, store, as_json, follow, wait_for_it)
 
 
-VERBS = [submit, render, logs, list_jobs, status, show, cancel, wait, rerun, fetch, clusters, hosts, doctor]
+VERBS = [
+    submit,
+    render,
+    logs,
+    list_jobs,
+    status,
+    show,
+    cancel,
+    wait,
+    rerun,
+    fetch,
+    clusters,
+    hosts,
+    doctor,
+]

@@ -21,22 +21,42 @@ if TYPE_CHECKING:
 ANSWERS = ("failed", "list_them", "metrics")  # options whose answer is a report, not lines
 
 
-@click.command(epilog=examples("gptctl logs --follow", "gptctl logs gpt-3f9a2c --rank 0,3,8-11 --tail 20"))
+@click.command(
+    epilog=examples("gptctl logs --follow", "gptctl logs gpt-3f9a2c --rank 0,3,8-11 --tail 20")
+)
 @job_argument(required=False)
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends; the exit code is its verdict.")
+@click.option(
+    "-f", "--follow", is_flag=True, help="Go on until the job ends; the exit code is its verdict."
+)
 @click.option("--rank", metavar="0,3,8-11", help="Only these ranks.")
 @click.option("--node", type=click.IntRange(min=0), help="Only this node and its ranks.")
 @click.option("--attempt", type=click.IntRange(min=0), help="This attempt instead of the latest.")
 @click.option("--all-attempts", is_flag=True, help="Every attempt.")
-@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of every file.")
-@click.option("--since", metavar="T", help="Only lines since then: 90s, 5m, 2h, 07:30, 2026-11-16T07:30.")
-@click.option("--grep", "pattern", metavar="RE", help="Only lines with a match of this regular expression.")
-@click.option("--errors", is_flag=True, help="Only lines that look like errors, with their tracebacks.")
-@click.option("--failed", is_flag=True, help="Who failed first, how, and its last lines; then who followed.")
-@click.option("--list", "list_them", is_flag=True, help="The files, with what became of their ranks.")
+@click.option(
+    "--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of every file."
+)
+@click.option(
+    "--since", metavar="T", help="Only lines since then: 90s, 5m, 2h, 07:30, 2026-11-16T07:30."
+)
+@click.option(
+    "--grep", "pattern", metavar="RE", help="Only lines with a match of this regular expression."
+)
+@click.option(
+    "--errors", is_flag=True, help="Only lines that look like errors, with their tracebacks."
+)
+@click.option(
+    "--failed", is_flag=True, help="Who failed first, how, and its last lines; then who followed."
+)
+@click.option(
+    "--list", "list_them", is_flag=True, help="The files, with what became of their ranks."
+)
 @click.option("--metrics", is_flag=True, help="A table of step, loss, rates and learning rate.")
-@click.option("--raw", is_flag=True, help="The bytes of the files, with neither prefix nor cleaning.")
-@click.option("--json", "as_json", is_flag=True, help="One object a line, or a report for programs.")
+@click.option(
+    "--raw", is_flag=True, help="The bytes of the files, with neither prefix nor cleaning."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="One object a line, or a report for programs."
+)
 def logs(job: str | None, **asked: Any) -> int:
     """Show the logs of all ranks, nodes and the scheduler in one stream; without JOB those of the latest job.
 
@@ -51,7 +71,9 @@ def logs(job: str | None, **asked: Any) -> int:
     record = find_job(job)
     files = files_of(record)
     if asked["follow"]:
-        return follow_job(record, wanted_of(asked, record.per_node), lines_of(asked), style_of(asked))
+        return follow_job(
+            record, wanted_of(asked, record.per_node), lines_of(asked), style_of(asked)
+        )
     require_folder(record)
     say_what_is_missing(record)
     if asked["failed"]:
@@ -109,11 +131,15 @@ def show_file(path: str, asked: dict[str, Any]) -> int:
     from gptctl.logs.local import LocalFile
 
     if asked["failed"] or asked["follow"]:
-        raise UserError(f"{path} is a file, not a job", "--follow and --failed need a job", WRONG_USAGE)
+        raise UserError(
+            f"{path} is a file, not a job", "--follow and --failed need a job", WRONG_USAGE
+        )
     return answer(LocalFile(Path(path)), wanted_of(asked, None), asked, is_over=lambda: True)
 
 
-def answer(files: LogFiles, wanted: Wanted, asked: dict[str, Any], is_over: Callable[[], bool]) -> int:
+def answer(
+    files: LogFiles, wanted: Wanted, asked: dict[str, Any], is_over: Callable[[], bool]
+) -> int:
     from gptctl.logs import report
     from gptctl.logs.show import show_logs
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @click.command(epilog=examples("gptctl wait", "gptctl wait gpt-3f9a2c --timeout 600 && echo done"))
 @job_argument(required=False)
-@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Give up after so long.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Give up after so long."
+)
 @as_json_option
 def wait(job: str | None, timeout: float | None, as_json: bool) -> int:
     """Wait for a job to end. Exit code 0: completed; 1: it ended otherwise, or not in time."""
@@ -45,10 +47,14 @@ def wait_until_final(record: JobRecord, timeout: float | None) -> State:
         if state.state != shown:
             shown = state.state
             ui.say(f"{record.id}: {state if state.state == UNKNOWN else shown}")
-        if state.state == UNKNOWN and (record.kind == "local" or not record.handle):  # no scheduler will ever answer
+        if state.state == UNKNOWN and (
+            record.kind == "local" or not record.handle
+        ):  # no scheduler will ever answer
             raise UserError(f"{record.id}: {state.reason}", "", OUT_OF_REACH)
         if deadline and time.monotonic() > deadline:
-            raise UserError(f"{record.id} is still {state.state}", "wait longer, or cancel it", ANSWER_IS_NO)
+            raise UserError(
+                f"{record.id} is still {state.state}", "wait longer, or cancel it", ANSWER_IS_NO
+            )
         time.sleep(0.2)
     return state
 

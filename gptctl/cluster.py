@@ -30,12 +30,23 @@ from trainer.config.tree import Map, Node, read_file
 from trainer.errors import OUT_OF_REACH, Finding, Place, Rule, UserError, errors_in, in_order
 
 HOSTS = Rule("P001", "an ssh cluster lists its hosts, each once", uses=("kind", "hosts"))
-RUN_ROOT = Rule("P002", "run_root of a cluster of several machines is an absolute path", uses=("kind", "run_root"))
+RUN_ROOT = Rule(
+    "P002",
+    "run_root of a cluster of several machines is an absolute path",
+    uses=("kind", "run_root"),
+)
 FOREIGN_KEY = Rule("P003", "a key belongs to the cluster's kind", "warning", uses=("kind",))
 SBATCH = Rule("P004", "sbatch repeats no option that gptctl sets itself", uses=("sbatch",))
 
 _ONLY_SLURM = ("partition", "account", "gpu_request", "cpus_per_task", "sbatch")
-_ONLY_SSH = ("hosts", "identity_file", "known_hosts", "shared_fs", "patience", "allow_proxy_command")
+_ONLY_SSH = (
+    "hosts",
+    "identity_file",
+    "known_hosts",
+    "shared_fs",
+    "patience",
+    "allow_proxy_command",
+)
 
 
 _JUMPS = r"(?=.{1,255}$)[A-Za-z0-9._@-]+(:\d+)?(,[A-Za-z0-9._@-]+(:\d+)?)*"
@@ -43,13 +54,21 @@ _JUMPS = r"(?=.{1,255}$)[A-Za-z0-9._@-]+(:\d+)?(,[A-Za-z0-9._@-]+(:\d+)?)*"
 
 @record(frozen=True)
 class Host:
-    host: str = text(None, "name or address to connect to", r"[A-Za-z0-9._:-]{1,255}", "a host name or address")
-    user: str | None = text(None, "empty: the ssh config's", r"[A-Za-z0-9._@-]{1,64}", "a user name")
+    host: str = text(
+        None, "name or address to connect to", r"[A-Za-z0-9._:-]{1,255}", "a host name or address"
+    )
+    user: str | None = text(
+        None, "empty: the ssh config's", r"[A-Za-z0-9._@-]{1,64}", "a user name"
+    )
     port: int | None = integer(None, "empty: the ssh config's, or 22", low=1, high=65535)
     identity_file: str | None = file_path(None, "private key; empty: the profile's")
     gpus: int | None = integer(None, "its GPUs; empty: gpus_per_node", low=1, high=MAX_PER_NODE)
-    proxy_jump: str | None = text(None, "bastions on the way, separated by commas", _JUMPS, "a host name")
-    address: str | None = text(None, "its address on the training network", r"[A-Za-z0-9._:-]{1,255}", "an address")
+    proxy_jump: str | None = text(
+        None, "bastions on the way, separated by commas", _JUMPS, "a host name"
+    )
+    address: str | None = text(
+        None, "its address on the training network", r"[A-Za-z0-9._:-]{1,255}", "an address"
+    )
     interface: str | None = text(
         None, "its interface on the training network", r"[A-Za-z0-9._@-]{1,32}", "an interface name"
     )
@@ -83,24 +102,34 @@ class Container:
 
 @record(frozen=True)
 class Cluster:
-    name: str = text(None, "empty: the file's name", r"[A-Za-z0-9._-]{1,64}", "a name of letters, digits and ._-")
+    name: str = text(
+        None, "empty: the file's name", r"[A-Za-z0-9._-]{1,64}", "a name of letters, digits and ._-"
+    )
     kind: str = choice("local", ["local", "slurm", "ssh"], "local | slurm | ssh")
     gpus_per_node: int | None = integer(
         None, "local, empty: visible GPUs, or as many ranks as asked for", low=1, high=MAX_PER_NODE
     )
-    gpu_memory_gb: float | None = number(None, "memory of one GPU; validate compares its estimate with it", above=0)
+    gpu_memory_gb: float | None = number(
+        None, "memory of one GPU; validate compares its estimate with it", above=0
+    )
     partition: str | None = text(None, "slurm: default partition", SLURM_WORD, "a partition name")
     account: str | None = text(None, "slurm: default account", SLURM_WORD, "an account name")
     gpu_request: str = choice(
-        "gres", ["gres", "gpus-per-node", "none"], "slurm: gres (--gres=gpu:N) | gpus-per-node | none (cpu)"
+        "gres",
+        ["gres", "gpus-per-node", "none"],
+        "slurm: gres (--gres=gpu:N) | gpus-per-node | none (cpu)",
     )
-    cpus_per_task: int | None = integer(None, "slurm: cores of one node's task", low=1, high=1 << 16)
+    cpus_per_task: int | None = integer(
+        None, "slurm: cores of one node's task", low=1, high=1 << 16
+    )
     sbatch: Mapping[str, str] = key(
         Names(pattern=r"[a-z][a-z0-9-]*", form="an sbatch option"),
         {},
         "slurm: further sbatch options, such as {qos: high}",
     )
-    run_root: str = file_path("./runs", "one folder per job; on several machines visible under this path on each")
+    run_root: str = file_path(
+        "./runs", "one folder per job; on several machines visible under this path on each"
+    )
     setup: tuple[str, ...] = key(Words(), (), "shell lines before the launch, in order")
     container: Container = section(Container)
     master_interface: str | None = text(
@@ -110,10 +139,16 @@ class Cluster:
     identity_file: str | None = file_path(None, "ssh: private key")
     known_hosts: str | None = file_path(None, "ssh: pinned host keys")
     shared_fs: bool = boolean(False, "ssh: run_root is one shared folder")
-    patience: float = number(30.0, "ssh: seconds for which a host may be silent while a job is begun", low=1)
-    allow_proxy_command: bool = boolean(False, "ssh: a ProxyCommand of the ssh config may run on this machine")
+    patience: float = number(
+        30.0, "ssh: seconds for which a host may be silent while a job is begun", low=1
+    )
+    allow_proxy_command: bool = boolean(
+        False, "ssh: a ProxyCommand of the ssh config may run on this machine"
+    )
     python: str | None = file_path(None, "interpreter on the nodes")
-    env: Mapping[str, str] = key(Names(), {}, "environment of every rank; a run config's Launch.env wins")
+    env: Mapping[str, str] = key(
+        Names(), {}, "environment of every rank; a run config's Launch.env wins"
+    )
 
 
 class Profile(NamedTuple):
@@ -135,7 +170,9 @@ def known_profiles() -> dict[str, Path]:
     for folder in profile_folders():
         for file in sorted(folder.glob("*.yaml")):
             known.setdefault(file.stem, file)
-    return known | {name: file for name, file in named_files("clusters").items() if name not in known}
+    return known | {
+        name: file for name, file in named_files("clusters").items() if name not in known
+    }
 
 
 def find_profile(name: str) -> Path:
@@ -170,11 +207,17 @@ def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
         yield HOSTS.found("hosts", None, message, "list every machine once, in node order")
     if cluster.kind != "local" and not cluster.run_root.startswith("/"):
         message = f"{cluster.run_root} depends on where gptctl is started"
-        yield RUN_ROOT.found("run_root", cluster.run_root, message, "write an absolute path that every node sees")
+        yield RUN_ROOT.found(
+            "run_root", cluster.run_root, message, "write an absolute path that every node sees"
+        )
     if not cluster.run_root.strip("/."):
-        yield RUN_ROOT.found("run_root", cluster.run_root, "it is no folder for runs", "write a folder of your own")
+        yield RUN_ROOT.found(
+            "run_root", cluster.run_root, "it is no folder for runs", "write a folder of your own"
+        )
     for option in sorted(filter(is_set_by_gptctl, cluster.sbatch)):
-        yield SBATCH.found(f"sbatch.{option}", None, f"gptctl sets --{option} itself, or cannot use it", OWN_KEY)
+        yield SBATCH.found(
+            f"sbatch.{option}", None, f"gptctl sets --{option} itself, or cannot use it", OWN_KEY
+        )
     foreign = [(_ONLY_SLURM, "slurm"), (_ONLY_SSH, "ssh")]
     for keys, kind in foreign:
         for name in keys:

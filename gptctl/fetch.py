@@ -43,13 +43,17 @@ def bring_home(record: JobRecord, target: str | None, checkpoints: bool) -> Brou
     mirror = mirror_of(record)
     mirror.refresh()
     if away := mirror.out_of_reach():
-        raise UserError(f"not all of {record.id} can be fetched: {'; '.join(away)}", "fetch again", OUT_OF_REACH)
+        raise UserError(
+            f"not all of {record.id} can be fetched: {'; '.join(away)}", "fetch again", OUT_OF_REACH
+        )
     here = Path(target).absolute() if target else record.run_folder
     try:
         with private_files():
             here.mkdir(parents=True, exist_ok=True)
             parts = _all_parts(mirror.with_files, here, checkpoints)
-            with ui.progress(f"fetching {record.id}", sum(part.size for _, part in parts.values())) as done:
+            with ui.progress(
+                f"fetching {record.id}", sum(part.size for _, part in parts.values())
+            ) as done:
                 _bring_all(parts, done)
     except OSError as error:
         message = f"{error.filename or here} cannot be written: {error.strerror}"
@@ -65,7 +69,11 @@ def _all_parts(hosts: list[HostMirror], here: Path, checkpoints: bool) -> Parts:
     parts: Parts = {}
     for host in hosts:
         for part in _wanted(host, here, checkpoints):
-            if part.local in parts and not _is_of_checkpoint(part.local) and part.local.name != SAME_EVERYWHERE:
+            if (
+                part.local in parts
+                and not _is_of_checkpoint(part.local)
+                and part.local.name != SAME_EVERYWHERE
+            ):
                 own = here / "hosts" / host.way.name / part.local.relative_to(here)
                 parts[own] = host, part._replace(local=own)
             else:
@@ -101,7 +109,9 @@ def _below(connection: Connection, remote: str, local: Path, checkpoints: bool) 
         else:
             links.append(entry.name)
     if links:
-        ui.say(f"left on {connection.way.name}, in {remote}, since they are no plain files: {', '.join(links)}")
+        ui.say(
+            f"left on {connection.way.name}, in {remote}, since they are no plain files: {', '.join(links)}"
+        )
 
 
 def _is_of_checkpoint(file: Path) -> bool:
@@ -118,7 +128,11 @@ def _bring_all(parts: Parts, done: ui.Progress) -> None:
         except Gone:
             gone.add(part.local.parent)
     for folder in gone:
-        lost = [local for local in parts if local.parent == folder and (_is_of_checkpoint(local) or not local.exists())]
+        lost = [
+            local
+            for local in parts
+            if local.parent == folder and (_is_of_checkpoint(local) or not local.exists())
+        ]
         for local in lost:
             local.unlink(missing_ok=True)
             del parts[local]
@@ -129,7 +143,9 @@ def _bring(host: HostMirror, part: Part, done: ui.Progress) -> None:
     if _is_here(part) or _is_of_mirror(host, part):
         done(part.size)
         return
-    unfinished = part.local.with_name(f"{part.local.name}.{part.changed}.part")  # of this version of the file
+    unfinished = part.local.with_name(
+        f"{part.local.name}.{part.changed}.part"
+    )  # of this version of the file
     part.local.parent.mkdir(parents=True, exist_ok=True)
     for tries_left in reversed(range(TRIES)):
         try:
@@ -171,7 +187,9 @@ def _read_on(host: HostMirror, part: Part, unfinished: Path, done: ui.Progress) 
             while at < part.size:
                 data = source.read(min(CHUNK, part.size - at))
                 if not data:
-                    raise HostError(host.way.name, f"{part.remote} has become shorter", "fetch again")
+                    raise HostError(
+                        host.way.name, f"{part.remote} has become shorter", "fetch again"
+                    )
                 copy.write(data)
                 at += len(data)
                 done(len(data))
@@ -191,22 +209,32 @@ def _lock(copy: BinaryIO) -> None:
     try:
         fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"another gptctl fetches {copy.name}", "wait for it, or choose another folder") from None
+        raise UserError(
+            f"another gptctl fetches {copy.name}", "wait for it, or choose another folder"
+        ) from None
 
 
 def _check(here: Path) -> None:
     """Every checkpoint that came is as it was written."""
     for manifest in sorted(here.glob("output/step_*/manifest.json")):
         try:
-            sums = {os.path.basename(name): facts["sha256"] for name, facts in _files_in(manifest).items()}
+            sums = {
+                os.path.basename(name): facts["sha256"]
+                for name, facts in _files_in(manifest).items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{manifest} is damaged", "delete it, and fetch again") from None
         for name, expected in sums.items():
             file = manifest.parent / name
             if not file.exists():
-                raise UserError(f"{manifest.parent} is not whole: {name} is on none of the hosts", "see shared_fs")
+                raise UserError(
+                    f"{manifest.parent} is not whole: {name} is on none of the hosts",
+                    "see shared_fs",
+                )
             if _digest(file) != expected:
-                raise UserError(f"{file} is damaged: its checksum is another", "delete it, and fetch again")
+                raise UserError(
+                    f"{file} is damaged: its checksum is another", "delete it, and fetch again"
+                )
 
 
 def _files_in(manifest: Path) -> dict[str, Any]:

@@ -25,7 +25,11 @@ MAX_CODE = 200 << 20
 MAX_DIFF = 1 << 20
 PLAIN_DIFF = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
 _MODULES = "__init__ agent begin launch_plan node on_host ports processes run_folder supervisor wire".split()
-OF_AGENT = (*(f"gptctl/{name}.py" for name in _MODULES), "trainer/__init__.py", "trainer/durable.py")
+OF_AGENT = (
+    *(f"gptctl/{name}.py" for name in _MODULES),
+    "trainer/__init__.py",
+    "trainer/durable.py",
+)
 _NOT_CODE = shutil.ignore_patterns("__pycache__", ".git", ".venv*", "*.pyc")
 
 
@@ -40,8 +44,14 @@ def freeze(
 ) -> None:
     """Writes everything into a new folder; its modes are the caller's umask."""
     folder.mkdir(parents=True)
-    _write(folder / "config.json", json.dumps(frozen_config(checked, site), indent=1, ensure_ascii=False) + "\n")
-    _write(folder / "cluster.json", json.dumps(cluster_as_json(checked.cluster), indent=1, ensure_ascii=False) + "\n")
+    _write(
+        folder / "config.json",
+        json.dumps(frozen_config(checked, site), indent=1, ensure_ascii=False) + "\n",
+    )
+    _write(
+        folder / "cluster.json",
+        json.dumps(cluster_as_json(checked.cluster), indent=1, ensure_ascii=False) + "\n",
+    )
     _write(folder / "plan.json", json.dumps(plan.as_json(), indent=1) + "\n")
     for name, text in scripts.items():
         _write(folder / name, text)
@@ -64,7 +74,9 @@ def _copy_agent(lib: Path) -> None:
     for file in (*OF_AGENT, *compiled):
         if (root / file).exists():
             (lib / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / file, lib / file)  # with its times, by which Python knows what is up to date
+            shutil.copy2(
+                root / file, lib / file
+            )  # with its times, by which Python knows what is up to date
 
 
 def _write(file: Path, text: str) -> None:
@@ -103,7 +115,9 @@ def _copy_code(code: Path, checked: Checked, site: Site) -> None:
             else:
                 shutil.copy(source, code / source.name)
         except (shutil.Error, shutil.SpecialFileError) as error:
-            raise UserError(f"{source} cannot be shipped: {_first(error)}", "see Launch.files") from None
+            raise UserError(
+                f"{source} cannot be shipped: {_first(error)}", "see Launch.files"
+            ) from None
 
 
 def _ignored(code: Path) -> Callable[[str, list[str]], set[str]]:
@@ -129,7 +143,9 @@ def _check_size(sources: Iterable[Path]) -> None:
             size += file.stat().st_size if file.is_file() else 0
             if size > MAX_CODE:
                 hint = "Launch.files is for code; name data by its path"
-                raise UserError(f"{source} makes the shipped code larger than {MAX_CODE >> 20} MiB", hint)
+                raise UserError(
+                    f"{source} makes the shipped code larger than {MAX_CODE >> 20} MiB", hint
+                )
 
 
 def imported_beside(script: Path) -> Iterator[Path]:
@@ -150,8 +166,15 @@ def _imports(file: Path) -> set[str]:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return set()
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    names = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    names |= {
+        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+    }
     return {name.partition(".")[0] for name in names}
 
 

@@ -32,7 +32,9 @@ def is_final(state: State) -> bool:
 def may_run(record: JobRecord) -> bool:
     """Whether processes of the job may be left: also those of a lost one, and those that `cancel` did not reach."""
     state = state_of(record)
-    return not is_final(state) or state.state == LOST or RunFolder(record.run_dir).not_ended.exists()
+    return (
+        not is_final(state) or state.state == LOST or RunFolder(record.run_dir).not_ended.exists()
+    )
 
 
 def verdict(state: State) -> int:
@@ -41,7 +43,11 @@ def verdict(state: State) -> int:
 
 def rows(records: Sequence[JobRecord]) -> list[dict[str, Any]]:
     """Lines of `gptctl list`; each backend is asked once for all of its jobs."""
-    open_ones = [record for record in records if record.kind in KINDS and not RunFolder(record.run_dir).result()]
+    open_ones = [
+        record
+        for record in records
+        if record.kind in KINDS and not RunFolder(record.run_dir).result()
+    ]
     for kind in {record.kind for record in open_ones}:
         backend_of(kind).expect([record for record in open_ones if record.kind == kind])
     return [row(record) for record in records]
@@ -96,7 +102,9 @@ def status(record: JobRecord) -> dict[str, Any]:
         "exit_codes": folder.exit_codes(attempt, record.nodes) if attempt >= 0 else {},
         "ranks": rank_rows(record, attempt, is_complete) if attempt >= 0 else [],
         "not_ended": read_text(folder.not_ended).split(),
-        "trainer": read_json(Path(record.output_dir) / "status.json") if record.output_dir else None,
+        "trainer": read_json(Path(record.output_dir) / "status.json")
+        if record.output_dir
+        else None,
         "log_dir": record.log_dir,
         "config": record.config,
     }
@@ -105,7 +113,9 @@ def status(record: JobRecord) -> dict[str, Any]:
 def rank_rows(record: JobRecord, attempt: int, is_over: bool) -> list[dict[str, Any]]:
     """How every rank of an attempt stands: its latest process. None outlives its job, though its end may be unknown."""
     runs = rank_runs(LocalLogFiles(Path(record.log_dir), record.run_folder).records(attempt))
-    runs = [run._replace(was_killed=run.was_killed or (is_over and not run.is_over)) for run in runs]
+    runs = [
+        run._replace(was_killed=run.was_killed or (is_over and not run.is_over)) for run in runs
+    ]
     latest = {run.rank: {**run._asdict(), "how": run.how} for run in runs}
     return list(latest.values())
 
@@ -132,7 +142,10 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("attempts", str(facts["attempts"])),
         ("endpoint", facts["endpoint"]),
         ("ranks", endings(facts["ranks"])),
-        ("exit codes", ", ".join(f"node {node}: {code}" for node, code in facts["exit_codes"].items())),
+        (
+            "exit codes",
+            ", ".join(f"node {node}: {code}" for node, code in facts["exit_codes"].items()),
+        ),
         ("not ended", " ".join(facts["not_ended"])),
         ("trainer", (facts["trainer"] or {}).get("state", "")),
         ("folder", facts["run_dir"]),
@@ -181,4 +194,8 @@ def max_steps(record: JobRecord) -> int:
 
 def scripts(record: JobRecord) -> list[str]:
     """In the order in which they run."""
-    return [text for text in (read_text(record.run_folder / name) for name in ("job.sbatch", "launch.sh")) if text]
+    return [
+        text
+        for text in (read_text(record.run_folder / name) for name in ("job.sbatch", "launch.sh"))
+        if text
+    ]

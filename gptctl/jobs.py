@@ -42,7 +42,9 @@ class JobRecord(NamedTuple):
     output_dir: str = ""  # of the bundled trainer
     submitter: Mapping[str, Any] = NOTHING  # the gptctl that made it
     token: str = ""  # tells its own half-made folder from another's
-    handle: Mapping[str, Any] = NOTHING  # what the backend knows it by; empty until it has accepted the job
+    handle: Mapping[str, Any] = (
+        NOTHING  # what the backend knows it by; empty until it has accepted the job
+    )
     schema: int = SCHEMA
 
     @property
@@ -102,7 +104,9 @@ class Store:
                     part.unlink(missing_ok=True)
         except OSError as error:
             hint = "set GPTCTL_HOME to a folder that can be written to"
-            raise UserError(f"cannot keep job records in {self.folder}: {error.strerror}", hint, OUT_OF_REACH) from None
+            raise UserError(
+                f"cannot keep job records in {self.folder}: {error.strerror}", hint, OUT_OF_REACH
+            ) from None
         return True
 
     def accept(self, record: JobRecord) -> None:
@@ -133,15 +137,22 @@ class Store:
         """Oldest first. A record is written when its job is submitted, and not again."""
         try:
             with os.scandir(self.folder) as entries:
-                found = [entry for entry in entries if entry.name.endswith(".json") and not entry.name.startswith(".")]
+                found = [
+                    entry
+                    for entry in entries
+                    if entry.name.endswith(".json") and not entry.name.startswith(".")
+                ]
                 times = {
-                    entry.name.removesuffix(".json"): entry.stat(follow_symlinks=False).st_mtime for entry in found
+                    entry.name.removesuffix(".json"): entry.stat(follow_symlinks=False).st_mtime
+                    for entry in found
                 }
         except FileNotFoundError:
             return []
         except OSError as error:
             hint = "set GPTCTL_HOME to another folder"
-            raise UserError(f"cannot read {self.folder}: {error.strerror}", hint, OUT_OF_REACH) from None
+            raise UserError(
+                f"cannot read {self.folder}: {error.strerror}", hint, OUT_OF_REACH
+            ) from None
         return sorted(times, key=lambda name: (times[name], name))
 
     def records(self, last: int | None = None) -> list[JobRecord]:
@@ -174,14 +185,22 @@ class Store:
         matching = [name] if name in ids else [job_id for job_id in ids if job_id.startswith(name)]
         found = [record for record in map(self._sound, matching) if record]
         if not found and name.isdecimal():
-            found = [record for record in self.records() if str(record.handle.get("scheduler_id")) == name]
+            found = [
+                record
+                for record in self.records()
+                if str(record.handle.get("scheduler_id")) == name
+            ]
         if len(found) == 1:
             return found[0]
         if found:
-            raise UserError(f"{name} is not the id of one job", f"one of {_some(matching)}", WRONG_USAGE)
+            raise UserError(
+                f"{name} is not the id of one job", f"one of {_some(matching)}", WRONG_USAGE
+            )
         ids = self.ids()  # without what was set aside
         near = closest(name, ids)
-        hint = f"did you mean {near[0]}?" if near else f"known: {_some(ids)}; `gptctl list` shows all"
+        hint = (
+            f"did you mean {near[0]}?" if near else f"known: {_some(ids)}; `gptctl list` shows all"
+        )
         raise UserError(f"there is no job {name}", hint, WRONG_USAGE)
 
     def _sound(self, job_id: str) -> JobRecord | None:
@@ -191,7 +210,9 @@ class Store:
         except FileNotFoundError:
             return None  # another gptctl has just taken it away
         except OSError as error:
-            if error.errno != errno.ELOOP:  # a link is none of ours; anything else may be over in a moment
+            if (
+                error.errno != errno.ELOOP
+            ):  # a link is none of ours; anything else may be over in a moment
                 self.damaged.append(f"{self._file(job_id)} cannot be read: {error.strerror}")
                 return None
             self._set_aside(f"{job_id}.json", error)
@@ -221,7 +242,10 @@ def new_record(**facts: Any) -> JobRecord:
 
 
 def _text(record: JobRecord) -> str:
-    return json.dumps({name: _plain(value) for name, value in record._asdict().items()}, indent=1) + "\n"
+    return (
+        json.dumps({name: _plain(value) for name, value in record._asdict().items()}, indent=1)
+        + "\n"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -240,10 +264,18 @@ def _read(file: Path) -> JobRecord:
     known = {name: values[name] for name in JobRecord._fields if name in values}
     record = JobRecord(**known)
     wrong = [
-        name for name in ("id", "name", "run_dir", "log_dir", "kind") if not isinstance(getattr(record, name), str)
+        name
+        for name in ("id", "name", "run_dir", "log_dir", "kind")
+        if not isinstance(getattr(record, name), str)
     ]
-    wrong += [name for name in ("created", "nodes", "per_node", "world") if not _is_number(getattr(record, name))]
-    wrong += [name for name in ("submitter", "handle") if not isinstance(getattr(record, name), dict)]
+    wrong += [
+        name
+        for name in ("created", "nodes", "per_node", "world")
+        if not _is_number(getattr(record, name))
+    ]
+    wrong += [
+        name for name in ("submitter", "handle") if not isinstance(getattr(record, name), dict)
+    ]
     wrong += [] if is_scheduler_id(record.handle.get("scheduler_id", "0")) else ["scheduler_id"]
     if wrong or not file.name.startswith(f"{record.id}."):
         raise ValueError(f"its {wrong[0] if wrong else 'id'} makes no sense")

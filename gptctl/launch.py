@@ -47,7 +47,9 @@ def is_set_by_gptctl(option: str) -> bool:
     return any(name.startswith(option) for name in _SET_BY_GPTCTL)
 
 
-_ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?")
+_ENDPOINT = re.compile(
+    r"(?P<host>[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?"
+)
 _TIME = re.compile(r"(?:(?P<days>[0-9]{1,5})-)?(?P<clock>[0-9]{1,6}(?::[0-9]{1,2}){0,2})")
 
 
@@ -60,12 +62,18 @@ class NodeCount:
         bounds = [read_integer(part) for part in parts] if len(parts) <= 2 else [0]
         if not 1 <= bounds[0] <= bounds[-1] <= MAX_NODES:
             raise BadValue(
-                OUT_OF_RANGE, f"{shown(text)} is not a number of nodes", "write 1 or more, or MIN:MAX such as 2:4"
+                OUT_OF_RANGE,
+                f"{shown(text)} is not a number of nodes",
+                "write 1 or more, or MIN:MAX such as 2:4",
             )
         return bounds[0] if bounds[0] == bounds[-1] else f"{bounds[0]}:{bounds[1]}"
 
     def schema(self) -> dict[str, Any]:
-        return {"type": ["integer", "string", "null"], "minimum": 1, "pattern": "^[0-9]+(:[0-9]+)?$"}
+        return {
+            "type": ["integer", "string", "null"],
+            "minimum": 1,
+            "pattern": "^[0-9]+(:[0-9]+)?$",
+        }
 
 
 class Devices:
@@ -75,7 +83,11 @@ class Devices:
         devices = tuple(scalar_text(item, "a device") for item in list_items(node))
         for device in devices:
             if not re.fullmatch(r"[0-9]{1,4}|(GPU|MIG)-[A-Za-z0-9/-]{1,80}", device):
-                raise BadValue(NOT_A_NAME, f"{shown(device)} is not a device", 'write numbers, such as "0,1,2,3"')
+                raise BadValue(
+                    NOT_A_NAME,
+                    f"{shown(device)} is not a device",
+                    'write numbers, such as "0,1,2,3"',
+                )
         if len(set(devices)) < len(devices):
             raise BadValue(OUT_OF_RANGE, "a device is listed twice", "list each device once")
         return devices
@@ -92,17 +104,23 @@ class Duration:
         match = _TIME.fullmatch(text)
         if not match:
             raise BadValue(
-                WRONG_TYPE, f"{shown(text)} is not a time", "write 12:00:00, or 1-12:00:00 for a day and a half"
+                WRONG_TYPE,
+                f"{shown(text)} is not a time",
+                "write 12:00:00, or 1-12:00:00 for a day and a half",
             )
         clock = [int(part) for part in match["clock"].split(":")]
         seconds = _seconds(match["days"], clock)
         if any(part > 59 for part in clock[1:]) or (match["days"] is not None and clock[0] > 23):
             raise BadValue(
-                OUT_OF_RANGE, f"{shown(text)} is no time", "use at most 59 minutes or seconds, 23 hours of a day"
+                OUT_OF_RANGE,
+                f"{shown(text)} is no time",
+                "use at most 59 minutes or seconds, 23 hours of a day",
             )
         if not 0 < seconds < 10 * 366 * 86400:
             raise BadValue(
-                OUT_OF_RANGE, f"{shown(text)} is no time for a job", "use more than nothing, less than ten years"
+                OUT_OF_RANGE,
+                f"{shown(text)} is no time for a job",
+                "use more than nothing, less than ten years",
             )
         days, rest = divmod(seconds, 86400)
         time = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
@@ -129,7 +147,9 @@ class Endpoint:
         text = scalar_text(node, "a host")
         match = _ENDPOINT.fullmatch(text)
         if not match or not 1 <= int(match["port"] or 1) <= 65535:
-            raise BadValue(NOT_A_NAME, f"{shown(text)} is not HOST or HOST:PORT", "write it as node-1:29500")
+            raise BadValue(
+                NOT_A_NAME, f"{shown(text)} is not HOST or HOST:PORT", "write it as node-1:29500"
+            )
         return text
 
     def schema(self) -> dict[str, Any]:
@@ -146,16 +166,26 @@ class SecretSource:
     """`{file: path}` or `{env: NAME}`: where a secret is read on the node, never the secret itself."""
 
     def read(self, node: Node) -> dict[str, str]:
-        if isinstance(node, Map) and len(node.items) == 1 and next(iter(node.items)) in ("file", "env"):
+        if (
+            isinstance(node, Map)
+            and len(node.items) == 1
+            and next(iter(node.items)) in ("file", "env")
+        ):
             (kind, value) = next(iter(node.items.items()))
             if not is_null(value):
                 pattern = r"[A-Za-z_][A-Za-z0-9_]*" if kind == "env" else ""
                 return {kind: Text(pattern, "a variable name").read(value)}
-        raise BadValue(WRONG_TYPE, "a secret is given by reference", "write {file: path} or {env: NAME}")
+        raise BadValue(
+            WRONG_TYPE, "a secret is given by reference", "write {file: path} or {env: NAME}"
+        )
 
     def schema(self) -> dict[str, Any]:
         reference = {"type": "string"}
-        return {"type": "object", "properties": {"file": reference, "env": reference}, "maxProperties": 1}
+        return {
+            "type": "object",
+            "properties": {"file": reference, "env": reference},
+            "maxProperties": 1,
+        }
 
 
 @record(frozen=True)
@@ -164,7 +194,9 @@ class Rendezvous:
         None, ["static", "c10d"], "empty: static for a fixed number of nodes, c10d for MIN:MAX"
     )
     id: str | None = text(None, "empty: the job id", JOB_NAME, "a name of letters, digits and ._-")
-    endpoint: str | None = key(Endpoint(), None, "HOST:PORT; empty: the first host of the allocation")
+    endpoint: str | None = key(
+        Endpoint(), None, "HOST:PORT; empty: the first host of the allocation"
+    )
     port: int | None = integer(None, "empty: probed on the head node", low=1, high=65535)
 
 
@@ -175,13 +207,20 @@ class Slurm:
     time: str | None = key(Duration(), None, "time limit, such as 12:00:00")
     cpus_per_task: int | None = integer(None, "empty: the profile's", low=1, high=1 << 16)
     requeue: bool | None = key(
-        Boolean(), None, "go on after preemption, a time limit or a node's failure; empty: yes, but for a script"
+        Boolean(),
+        None,
+        "go on after preemption, a time limit or a node's failure; empty: yes, but for a script",
     )
     save_before: int | None = integer(
-        None, "seconds before the time limit at which the job saves; empty: 120, or a quarter of it", low=1, high=86400
+        None,
+        "seconds before the time limit at which the job saves; empty: 120, or a quarter of it",
+        low=1,
+        high=86400,
     )
     extra: Mapping[str, str] = key(
-        Names(pattern=r"[a-z][a-z0-9-]*", form="an sbatch option"), {}, "further sbatch options, such as {qos: high}"
+        Names(pattern=r"[a-z][a-z0-9-]*", form="an sbatch option"),
+        {},
+        "further sbatch options, such as {qos: high}",
     )
 
 
@@ -189,7 +228,9 @@ class Slurm:
 class Launch:
     cluster: str = text("local", "name of a profile in clusters/, or a path")
     nodes: int | str = key(NodeCount(), 1, "a number, or MIN:MAX for an elastic job")
-    gpus_per_node: int | None = integer(None, "ranks per node; empty: the profile's", low=1, high=MAX_PER_NODE)
+    gpus_per_node: int | None = integer(
+        None, "ranks per node; empty: the profile's", low=1, high=MAX_PER_NODE
+    )
     devices: tuple[str, ...] | None = key(Devices(), None, '"0,1,2,3": also sets gpus_per_node')
     style: str | None = choice(None, STYLES, f"{' | '.join(STYLES)}; empty: by cluster")
     rdzv: Rendezvous = section(Rendezvous)

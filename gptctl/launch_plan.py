@@ -62,7 +62,9 @@ class LaunchPlan(NamedTuple):
         """Ignores what a newer gptctl added; KeyError: it is no plan."""
         complete = {**LaunchPlan._field_defaults, **values}
         known = [complete[name] for name in LaunchPlan._fields]
-        return LaunchPlan._make(tuple(value) if isinstance(value, list) else value for value in known)
+        return LaunchPlan._make(
+            tuple(value) if isinstance(value, list) else value for value in known
+        )
 
 
 def seconds_of(time: str) -> int:

@@ -44,8 +44,12 @@ ASK = (
 )
 RESULT = "result.json"
 _ATTEMPT = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
-GROWS = re.compile(r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|metrics\.jsonl", re.ASCII)
-_WHOLE = re.compile(r"endpoint\.json|hosts|cannot-be-helped|node\.\d{1,7}\.(exit|pid)|status\.json", re.ASCII)
+GROWS = re.compile(
+    r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|metrics\.jsonl", re.ASCII
+)
+_WHOLE = re.compile(
+    r"endpoint\.json|hosts|cannot-be-helped|node\.\d{1,7}\.(exit|pid)|status\.json", re.ASCII
+)
 
 
 class Part(NamedTuple):
@@ -136,12 +140,19 @@ class HostMirror:
                     copy(connection.files, part)
 
     def _parts(self, connection: Connection) -> Iterator[Part]:
-        for remote, local in ((self.plan.run_dir, self.record.run_dir), (self.plan.log_dir, self.record.log_dir)):
+        for remote, local in (
+            (self.plan.run_dir, self.record.run_dir),
+            (self.plan.log_dir, self.record.log_dir),
+        ):
             for entry in connection.listed(remote):
                 if _ATTEMPT.fullmatch(entry.name):
-                    yield from _parts_of(connection, f"{remote}/{entry.name}", Path(local, entry.name))
+                    yield from _parts_of(
+                        connection, f"{remote}/{entry.name}", Path(local, entry.name)
+                    )
                 self.has_result |= entry.name == RESULT
-        has_first_rank = self.node == 0 or self.plan.form == "c10d"  # which sorts the hosts in its own way
+        has_first_rank = (
+            self.node == 0 or self.plan.form == "c10d"
+        )  # which sorts the hosts in its own way
         if self.plan.output_dir and has_first_rank:
             yield from _parts_of(connection, self.plan.output_dir, Path(self.record.output_dir))
 
@@ -150,7 +161,9 @@ class HostMirror:
         with self._copying, self.connected() as connection:
             remote = f"{self.plan.run_dir}/{RESULT}"
             found = connection.files.stat(remote)
-            part = Part(remote, self.record.run_folder / RESULT, found.st_size or 0, found.st_mtime or 0)
+            part = Part(
+                remote, self.record.run_folder / RESULT, found.st_size or 0, found.st_mtime or 0
+            )
             _replace(connection.files, part)
 
     def wait_for_next_try(self) -> None:
@@ -235,7 +248,11 @@ class Mirror:
         if not head.has_result or (folder.result() and not folder.not_copied.exists()):
             return
         results = at_once(HostMirror.bring, self.with_files)
-        missing = [host.way.name for host, result in zip(self.with_files, results) if isinstance(result, Exception)]
+        missing = [
+            host.way.name
+            for host, result in zip(self.with_files, results)
+            if isinstance(result, Exception)
+        ]
         if missing:
             folder.not_copied.write_text("\n".join(missing), encoding="utf-8")
         else:
@@ -250,7 +267,8 @@ class Mirror:
         self.refresh()
         self._stopped = stopped = threading.Event()
         self._followers = [
-            threading.Thread(target=self._follow, args=(host, stopped), daemon=True) for host in self.hosts
+            threading.Thread(target=self._follow, args=(host, stopped), daemon=True)
+            for host in self.hosts
         ]
         with private_files():
             for follower in self._followers:
@@ -273,14 +291,18 @@ class Mirror:
                     host.bring()
                 if self._may_write() and host.node == 0:
                     self._bring_result()
-            except Exception as error:  # the way to it, the disk here, nonsense that it sent: it is tried again
+            except (
+                Exception
+            ) as error:  # the way to it, the disk here, nonsense that it sent: it is tried again
                 host.fault = getattr(error, "what", "") or str(error) or repr(error)
             stopped.wait(BRING_EVERY)
 
     def _may_write(self) -> bool:
         """Whether this process is the one that writes the copy; the lock goes with the process that has it."""
         if self._lock is None:
-            lock = os.open(self.record.run_folder / ".mirror", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(
+                self.record.run_folder / ".mirror", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -310,7 +332,9 @@ class Mirror:
             stream.write(json.dumps(last).encode())
         away = {host.way.name: host.fault for host in self.hosts if host.fault}
         since = {name: _clock(last.get(name, self.record.created)) for name in away}
-        return [f"{name} is out of reach since {since[name]}: {fault}" for name, fault in away.items()]
+        return [
+            f"{name} is out of reach since {since[name]}: {fault}" for name, fault in away.items()
+        ]
 
 
 def _plan_in(folder: Path) -> LaunchPlan:

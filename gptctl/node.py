@@ -46,7 +46,12 @@ class Node:
             stale.unlink()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._began_at = len(read_text(self._log))
-        own = {"MASTER_ADDR": host, "MASTER_PORT": port, "GPTCTL_NODE": self.number, "GPTCTL_ATTEMPT": attempt}
+        own = {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "GPTCTL_NODE": self.number,
+            "GPTCTL_ATTEMPT": attempt,
+        }
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
                 ["bash", "--norc", os.path.join(self._plan.run_dir, "launch.sh")],
@@ -95,7 +100,9 @@ class Node:
         return Path(self._plan.log_dir) / f"attempt-{self._attempt}" / f"node.{self.number}.log"
 
     def _last_words(self) -> str:
-        return next((line.strip()[:200] for line in reversed(self.said().split("\n")) if line.strip()), "")
+        return next(
+            (line.strip()[:200] for line in reversed(self.said().split("\n")) if line.strip()), ""
+        )
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:

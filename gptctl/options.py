@@ -24,19 +24,25 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def complete_override(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+def complete_override(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
     from gptctl.report import key_rows
 
     return [f"{row['key']}=" for row in key_rows(incomplete)]
 
 
-def complete_cluster(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+def complete_cluster(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
     from gptctl.cluster import known_profiles
 
     return [name for name in known_profiles() if name.startswith(incomplete)]
 
 
-def complete_template(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+def complete_template(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
     from gptctl.resources import named_files
 
     return [name for name in named_files("templates/configs") if name.startswith(incomplete)]
@@ -55,7 +61,10 @@ def config_options(verb: F) -> F:
             shell_complete=complete_override,
         ),
         click.option(
-            "--cluster", metavar="NAME", help="Cluster profile, a name or a path.", shell_complete=complete_cluster
+            "--cluster",
+            metavar="NAME",
+            help="Cluster profile, a name or a path.",
+            shell_complete=complete_cluster,
         ),
         click.option("--gpus-per-node", metavar="G", help="Ranks per node."),
         click.option("--nodes", metavar="N", help="Number of nodes, or MIN:MAX."),
@@ -75,7 +84,9 @@ def job_argument(required: bool) -> Callable[[F], F]:
     return click.argument("job", required=required, shell_complete=complete_job)
 
 
-as_json_option = click.option("--json", "as_json", is_flag=True, help="Print a report for programs.")
+as_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print a report for programs."
+)
 
 # Flags that set a key of Launch.
 FLAGS = {
@@ -104,7 +115,13 @@ FLAGS = {
 def launch_options(verb: F) -> F:
     """Further options of the verbs that start a job or print how to."""
     for option in (
-        click.option("-c", "--config", "config_option", metavar="CONFIG", help="The same as the argument CONFIG."),
+        click.option(
+            "-c",
+            "--config",
+            "config_option",
+            metavar="CONFIG",
+            help="The same as the argument CONFIG.",
+        ),
         click.option("--devices", "--gpus", metavar="0,1,…", help="Cards to use on every node."),
         click.option("--name", metavar="NAME", help="Name of the job."),
         click.option("--time", metavar="T", help="Time limit: 90 (minutes), 12:00:00, 1-12:00:00."),
@@ -117,22 +134,46 @@ def launch_options(verb: F) -> F:
         click.option("--mem", metavar="M", help="Slurm: memory per node, such as 200G."),
         click.option("--reservation", metavar="R", help="Slurm: reservation."),
         click.option("--comment", metavar="TEXT", help="Slurm: comment."),
-        click.option("--sbatch", "sbatch_options", metavar="NAME=VALUE", multiple=True, help="Any option of sbatch."),
-        click.option("--after", metavar="JOB", multiple=True, help="Slurm: start when it has completed; repeatable."),
+        click.option(
+            "--sbatch",
+            "sbatch_options",
+            metavar="NAME=VALUE",
+            multiple=True,
+            help="Any option of sbatch.",
+        ),
+        click.option(
+            "--after",
+            metavar="JOB",
+            multiple=True,
+            help="Slurm: start when it has completed; repeatable.",
+        ),
         click.option(
             "--requeue/--no-requeue",
             default=None,
             help="Slurm: go on after preemption, a time limit, a node's failure.",
         ),
-        click.option("--log-dir", "--log_dir", metavar="DIR", help="Folder of the logs, instead of the run folder's."),
-        click.option("--env", "variables", metavar="K=V", multiple=True, help="Set a variable; repeatable."),
+        click.option(
+            "--log-dir",
+            "--log_dir",
+            metavar="DIR",
+            help="Folder of the logs, instead of the run folder's.",
+        ),
+        click.option(
+            "--env", "variables", metavar="K=V", multiple=True, help="Set a variable; repeatable."
+        ),
         click.option(
             "--style",
             metavar="STYLE",
             help="standalone, c10d, static or launch; on Slurm also srun-script, sbatch or loop.",
         ),
-        click.option("--max-restarts", metavar="K", help="Start a failed job again, at most K times."),
-        click.option("--template", metavar="PATH", help="Your own template, or a folder of them, before ours."),
+        click.option(
+            "--max-restarts", metavar="K", help="Start a failed job again, at most K times."
+        ),
+        click.option(
+            "--template",
+            metavar="PATH",
+            help="Your own template, or a folder of them, before ours.",
+        ),
     ):
         verb = option(verb)
     return verb
@@ -147,7 +188,9 @@ class ScriptCommand(click.Command):
             at = args.index("--")
             args, words = args[:at], args[at + 1 :]
             if not words:
-                raise click.UsageError("nothing follows --: name a script, and its arguments", context)
+                raise click.UsageError(
+                    "nothing follows --: name a script, and its arguments", context
+                )
         rest = super().parse_args(context, args)
         context.params["script"] = tuple(words)
         return rest
@@ -174,9 +217,14 @@ def typed_overrides(
                 wrong.append(error)
 
     add(Override.parse, overrides)
-    if flags.get("devices") and not flags.get("gpus_per_node"):  # what was typed wins over a number in the config
+    if flags.get("devices") and not flags.get(
+        "gpus_per_node"
+    ):  # what was typed wins over a number in the config
         typed.append(Override("Launch.gpus_per_node", "", f"--devices {flags['devices']}"))
-    add(lambda name: _flag_override(name, flags[name]), [name for name, value in flags.items() if value is not None])
+    add(
+        lambda name: _flag_override(name, flags[name]),
+        [name for name, value in flags.items() if value is not None],
+    )
     add(_variable_override, variables)
     add(_sbatch_override, sbatch_options)
     if script:
@@ -204,7 +252,9 @@ def _variable_override(text: str) -> Override:
 
     name, equals, value = text.partition("=")
     if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-        raise UserError(f"--env {text[:200]}: not a variable", "write it as NAME=value", WRONG_USAGE)
+        raise UserError(
+            f"--env {text[:200]}: not a variable", "write it as NAME=value", WRONG_USAGE
+        )
     return Override(f"Launch.env.{name}", value, f"--env {name}", verbatim=True)
 
 
@@ -220,10 +270,14 @@ def _sbatch_override(text: str) -> Override:
 
 def with_dependencies(sbatch_options: tuple[str, ...], jobs: Sequence[str]) -> tuple[str, ...]:
     """Options of sbatch, with which a job starts after these jobs, or never if one of them fails."""
-    asked = [option.partition("=")[2] for option in sbatch_options if option.startswith("dependency=")]
+    asked = [
+        option.partition("=")[2] for option in sbatch_options if option.startswith("dependency=")
+    ]
     others = tuple(option for option in sbatch_options if not option.startswith("dependency="))
     wanted = [text for text in (*asked, dependency_on(jobs)) if text]
-    return (*others, f"dependency={','.join(wanted)}", "kill-on-invalid-dep=yes") if wanted else others
+    return (
+        (*others, f"dependency={','.join(wanted)}", "kill-on-invalid-dep=yes") if wanted else others
+    )
 
 
 def dependency_on(jobs: Sequence[str]) -> str:
@@ -238,7 +292,11 @@ def dependency_on(jobs: Sequence[str]) -> str:
         state = job_report.state_of(record)
         if record.kind != "slurm":
             hint = f"wait for it first: gptctl wait {record.id}"
-            raise UserError(f"--after {job}: it runs on {record.cluster}, which is no Slurm cluster", hint, WRONG_USAGE)
+            raise UserError(
+                f"--after {job}: it runs on {record.cluster}, which is no Slurm cluster",
+                hint,
+                WRONG_USAGE,
+            )
         if job_report.is_final(state) and state.state != COMPLETED:
             hint = f"run it again (gptctl rerun {record.id}), or leave out --after"
             raise UserError(f"--after {job}: that job is {state}", hint, ANSWER_IS_NO)
@@ -248,11 +306,19 @@ def dependency_on(jobs: Sequence[str]) -> str:
 
 
 def check_arguments(
-    config: str | None, nodes: str | None, gpus_per_node: str | None, cluster: str | None, overrides: tuple[str, ...]
+    config: str | None,
+    nodes: str | None,
+    gpus_per_node: str | None,
+    cluster: str | None,
+    overrides: tuple[str, ...],
 ) -> Checked:
     from gptctl.check import check_config, find_config
 
-    flags: dict[str, str | bool | None] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "cluster": cluster}
+    flags: dict[str, str | bool | None] = {
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "cluster": cluster,
+    }
     return check_config(find_config(config), typed_overrides(flags, overrides))
 
 
@@ -279,5 +345,7 @@ def check_job(
     checked = check_config(path, typed)
     if after and checked.cluster.kind != "slurm":
         hint = f"wait for it first: gptctl wait {after[0]}"
-        raise UserError(f"--after {after[0]}: {checked.cluster.name} has no queue", hint, WRONG_USAGE)
+        raise UserError(
+            f"--after {after[0]}: {checked.cluster.name} has no queue", hint, WRONG_USAGE
+        )
     return checked, typed_overrides({}, overrides)

@@ -68,7 +68,9 @@ def build_plan(
         device=checked.device,
         hosts=hosts,
         interfaces=tuple(host.interface or "" for host in cluster.hosts[: machines.nodes]),
-        rdzv_id=launch.rdzv.id or ground.job_id or ("" if cluster.kind == "slurm" else launch.job_name),
+        rdzv_id=launch.rdzv.id
+        or ground.job_id
+        or ("" if cluster.kind == "slurm" else launch.job_name),
         master_addr=address,
         master_port=port,
         master_interface=cluster.master_interface or "",
@@ -115,7 +117,11 @@ def python_of(cluster: Cluster, site: Site) -> str:
     """The profile's; else that of the environment it sets up; else the one that runs gptctl."""
     if cluster.python:
         return cluster.python
-    return "python" if cluster.setup or cluster.container.image or cluster.kind == "ssh" else site.python
+    return (
+        "python"
+        if cluster.setup or cluster.container.image or cluster.kind == "ssh"
+        else site.python
+    )
 
 
 def _container(cluster: Cluster, ground: Ground) -> tuple[str, ...]:
@@ -129,7 +135,9 @@ def _container(cluster: Cluster, ground: Ground) -> tuple[str, ...]:
     return (*words, container.image)
 
 
-def _program(checked: Checked, site: Site, ground: Ground, overrides: Sequence[Override]) -> tuple[str, ...]:
+def _program(
+    checked: Checked, site: Site, ground: Ground, overrides: Sequence[Override]
+) -> tuple[str, ...]:
     launch = checked.launch
     is_trainer = launch.entrypoint == "trainer"
     if ground.run_dir:
@@ -139,7 +147,15 @@ def _program(checked: Checked, site: Site, ground: Ground, overrides: Sequence[O
             return (*logged, os.path.join(code, os.path.basename(launch.entrypoint)), *launch.args)
         own = f"Engine.save_load.output_dir={_output_dir(checked, site, ground)}"
         output = [] if checked.output_dir else ["-o", own]
-        return (*logged, "-m", "trainer", "-c", os.path.join(ground.run_dir, "config.json"), *output, *launch.args)
+        return (
+            *logged,
+            "-m",
+            "trainer",
+            "-c",
+            os.path.join(ground.run_dir, "config.json"),
+            *output,
+            *launch.args,
+        )
     logged = [os.path.join(site.trainer, "rank_log.py")] if launch.log_dir else []
     if not is_trainer:
         return (*logged, site.absolute(launch.entrypoint), *launch.args)
@@ -157,7 +173,11 @@ def _output_dir(checked: Checked, site: Site, ground: Ground) -> str:
 
 def _work_dir(cluster: Cluster, site: Site, ground: Ground) -> str:
     """The current folder; ssh hosts do not have it, but the files that are sent with the job."""
-    return os.path.join(ground.run_dir, "code") if cluster.kind == "ssh" and ground.run_dir else site.folder
+    return (
+        os.path.join(ground.run_dir, "code")
+        if cluster.kind == "ssh" and ground.run_dir
+        else site.folder
+    )
 
 
 def _log_dir(launch: Launch, site: Site, ground: Ground) -> str:
@@ -172,10 +192,16 @@ def _environment(checked: Checked, form: str) -> dict[str, tuple[str, str]]:
     chosen: dict[str, tuple[str, str]] = {
         "PYTHONUNBUFFERED": ("1", ours),  # torchrun's output is a file, and would come in blocks
         "PYTHONFAULTHANDLER": ("1", ours),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("3", ours),  # torchrun says 1, which may hang when a rank is gone
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": (
+            "3",
+            ours,
+        ),  # torchrun says 1, which may hang when a rank is gone
     }
     if form in ("c10d", "standalone"):
-        chosen["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = ("1", ours)  # without it a restart meets the old store
+        chosen["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+            "1",
+            ours,
+        )  # without it a restart meets the old store
     if checked.device == "gpu":
         chosen["NCCL_DEBUG"] = ("WARN", ours)
     if cluster.kind == "local":
@@ -189,7 +215,10 @@ def _environment(checked: Checked, form: str) -> dict[str, tuple[str, str]]:
     for name, value in launch.env.items():
         chosen[name] = (value, origins.get(f"Launch.env.{name}", "config"))
     interface = chosen.get("NCCL_SOCKET_IFNAME", ("^", ""))[0].removeprefix("=")
-    if not NCCL_SYNTAX.search(interface) and chosen.get("GLOO_SOCKET_IFNAME", ("", ours))[1] == ours:
+    if (
+        not NCCL_SYNTAX.search(interface)
+        and chosen.get("GLOO_SOCKET_IFNAME", ("", ours))[1] == ours
+    ):
         chosen["GLOO_SOCKET_IFNAME"] = (interface, "NCCL_SOCKET_IFNAME")
     return chosen
 
@@ -219,19 +248,27 @@ def _sbatch_options(checked: Checked, run_dir: str, log_dir: str) -> dict[str, s
     }
     if checked.device == "gpu" and cluster.gpu_request != "none":
         is_gres = cluster.gpu_request == "gres"
-        options["gres" if is_gres else "gpus-per-node"] = f"{'gpu:' if is_gres else ''}{machines.per_node}"
+        options["gres" if is_gres else "gpus-per-node"] = (
+            f"{'gpu:' if is_gres else ''}{machines.per_node}"
+        )
     options |= {**cluster.sbatch, **slurm.extra}
     if run_dir:
         options |= {
             "chdir": run_dir,
-            "output": os.path.join(log_dir.replace("%", "%%"), "batch.log"),  # % begins a pattern of Slurm's
+            "output": os.path.join(
+                log_dir.replace("%", "%%"), "batch.log"
+            ),  # % begins a pattern of Slurm's
             "open-mode": "append",
             "signal": f"B:USR1@{_warning(slurm)}",
             "requeue" if is_requeued(checked.launch) else "no-requeue": "",
         }
     written = {name: str(value) for name, value in options.items() if value is not None}
-    flags = {name for name, value in written.items() if value in ("True", "true") and name != "comment"}
-    return {name: "" if name in flags else value for name, value in written.items()}  # `exclusive: true`
+    flags = {
+        name for name, value in written.items() if value in ("True", "true") and name != "comment"
+    }
+    return {
+        name: "" if name in flags else value for name, value in written.items()
+    }  # `exclusive: true`
 
 
 def is_requeued(launch: Launch) -> bool:

@@ -23,7 +23,9 @@ def fault_of_port(host: str, port: int) -> str:
     """Why nobody can listen there, if so."""
     try:
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: a closed one is free at once
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # as torch does: a closed one is free at once
             probe.bind((host, port))
     except OSError as error:
         return error.strerror or str(error)

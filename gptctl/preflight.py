@@ -35,7 +35,9 @@ def check_surroundings(checked: Checked, plan: LaunchPlan, site: Site) -> list[F
         *_check_secrets(plan),
         *(_check_backslash(plan) if plan.kind == "slurm" else ()),
     ]
-    return [finding._replace(message=_at(finding, places.get(finding.key, ""))) for finding in found]
+    return [
+        finding._replace(message=_at(finding, places.get(finding.key, ""))) for finding in found
+    ]
 
 
 def _at(finding: Finding, origin: str) -> str:
@@ -49,34 +51,53 @@ def _check_program(checked: Checked, site: Site) -> Iterator[Finding]:
     script = Path(site.absolute(launch.entrypoint))
     if not script.is_file():
         what = "is a folder" if script.is_dir() else "does not exist"
-        yield SCRIPT.found("Launch.entrypoint", launch.entrypoint, f"{script} {what}", "name a Python script")
+        yield SCRIPT.found(
+            "Launch.entrypoint", launch.entrypoint, f"{script} {what}", "name a Python script"
+        )
     taken = {"rank_log.py": "gptctl's own rank_log.py", script.name: str(script)}
     for file in launch.files:
         path = site.absolute(file)
         name = os.path.basename(path)
         if not os.path.exists(path):
-            yield SCRIPT.found("Launch.files", file, f"{file} does not exist in {site.folder}", "check the path")
+            yield SCRIPT.found(
+                "Launch.files", file, f"{file} does not exist in {site.folder}", "check the path"
+            )
         elif taken.setdefault(name, path) != path:
             message = f"{path} has the name of {taken[name]}"
-            yield SCRIPT.found("Launch.files", file, message, "rename one of them: they share a folder")
+            yield SCRIPT.found(
+                "Launch.files", file, message, "rename one of them: they share a folder"
+            )
     if script.name == "rank_log.py":
         message = "gptctl puts a rank_log.py of its own beside it"
-        yield SCRIPT.found("Launch.entrypoint", launch.entrypoint, message, "give the script another name")
+        yield SCRIPT.found(
+            "Launch.entrypoint", launch.entrypoint, message, "give the script another name"
+        )
 
 
 def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
     """What the bundled trainer reads. On ssh hosts their agents look: they may have what this machine has not."""
-    if checked.launch.entrypoint != "trainer" or checked.resolved is None or checked.cluster.kind == "ssh":
+    if (
+        checked.launch.entrypoint != "trainer"
+        or checked.resolved is None
+        or checked.cluster.kind == "ssh"
+    ):
         return
     for name, path in checked.inputs.items():
         if not os.path.exists(site.absolute(path)):
             rule = DATA if checked.cluster.kind == "local" else DATA._replace(level="warning")
-            yield rule.found(name, path, f"{path} does not exist in {site.folder}", "check the path")
+            yield rule.found(
+                name, path, f"{path} does not exist in {site.folder}", "check the path"
+            )
     keeping = checked.resolved.run.Engine.save_load
     output = keeping.output_dir
     if output and not keeping.ckpt_dir and any(Path(site.absolute(output)).glob("step_*")):
         hint = "set Engine.save_load.ckpt_dir=auto to go on with them, or another output_dir"
-        yield OUTPUT.found("Engine.save_load.output_dir", output, f"{output} holds checkpoints of an earlier run", hint)
+        yield OUTPUT.found(
+            "Engine.save_load.output_dir",
+            output,
+            f"{output} holds checkpoints of an earlier run",
+            hint,
+        )
 
 
 def ask_scheduler(checked: Checked, site: Site) -> tuple[list[Finding], str]:
@@ -92,7 +113,10 @@ def ask_scheduler(checked: Checked, site: Site) -> tuple[list[Finding], str]:
         return [], would_start(script)
     except SlurmError as error:
         if not error.is_doubtful and not error.is_missing:
-            words, hint = f"Slurm refuses it: {error.said}", "sinfo shows partitions and their limits"
+            words, hint = (
+                f"Slurm refuses it: {error.said}",
+                "sinfo shows partitions and their limits",
+            )
             return [ACCEPTED.found("Launch.cluster", checked.cluster.name, words, hint)], ""
         return [_not_asked(checked, error.said)], ""
 
@@ -105,7 +129,9 @@ def _not_asked(checked: Checked, why: str) -> Finding:
 def check_profile(cluster: Cluster, site: Site) -> Iterator[Finding]:
     """Whether a cluster can be used from here, as far as this machine can tell."""
     if cluster.kind == "local":
-        yield from _check_python(python_of(cluster, site), bool(cluster.container.image or cluster.setup), cluster.name)
+        yield from _check_python(
+            python_of(cluster, site), bool(cluster.container.image or cluster.setup), cluster.name
+        )
         yield from _check_run_root(cluster, site)
 
 
@@ -115,7 +141,9 @@ def _check_run_root(cluster: Cluster, site: Site) -> Iterator[Finding]:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         what = "cannot be written to" if existing.is_dir() else "is no folder"
         message = f"{existing} {what}"
-        yield WRITABLE.found("run_root", cluster.run_root, message, "choose another run_root in the cluster profile")
+        yield WRITABLE.found(
+            "run_root", cluster.run_root, message, "choose another run_root in the cluster profile"
+        )
 
 
 def _check_this_machine(checked: Checked, plan: LaunchPlan) -> Iterator[Finding]:
@@ -124,9 +152,15 @@ def _check_this_machine(checked: Checked, plan: LaunchPlan) -> Iterator[Finding]
     yield from _check_python(plan.python, bool(plan.container or plan.setup), plan.cluster)
     port = plan.master_port
     asked = port or plan.master_addr != LOOPBACK
-    if asked and plan.form != "standalone" and (fault := fault_of_port(plan.master_addr, port or 0)):
+    if (
+        asked
+        and plan.form != "standalone"
+        and (fault := fault_of_port(plan.master_addr, port or 0))
+    ):
         message = f"ranks cannot meet at {plan.master_addr}:{port or '(any port)'}: {fault}"
-        yield PORT_FREE.found("Launch.rdzv.port", port, message, "leave it empty: a free one is chosen")
+        yield PORT_FREE.found(
+            "Launch.rdzv.port", port, message, "leave it empty: a free one is chosen"
+        )
 
 
 def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
@@ -137,7 +171,11 @@ def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
         else:
             missing = source["env"] not in os.environ
         if missing:
-            what = f"{source['file']} cannot be read" if "file" in source else f"{source['env']} is not set"
+            what = (
+                f"{source['file']} cannot be read"
+                if "file" in source
+                else f"{source['env']} is not set"
+            )
             yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, what, "name another source")
 
 
@@ -154,7 +192,9 @@ def _check_python(python: str, comes_later: bool, cluster: str) -> Iterator[Find
         hint = "pip install 'gptctl[train]', or set `python` or `setup` in the cluster profile"
         yield PYTHON.found("Launch.cluster", cluster, f"{python} has no torch", hint)
     elif python != sys.executable and not comes_later and not _is_program(python):
-        yield PYTHON.found("Launch.cluster", cluster, f"there is no {python}", "see `python` in the profile")
+        yield PYTHON.found(
+            "Launch.cluster", cluster, f"there is no {python}", "see `python` in the profile"
+        )
 
 
 def _is_program(name: str) -> bool:

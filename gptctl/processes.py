@@ -13,7 +13,18 @@ PROC = Path("/proc")
 
 # What another launcher around gptctl left in the environment would be taken for the job's own.
 _LEAKING = (
-    *("GPTCTL_", "SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_"),
+    *(
+        "GPTCTL_",
+        "SLURM_",
+        "SBATCH_",
+        "SRUN_",
+        "SALLOC_",
+        "SQUEUE_",
+        "SACCT_",
+        "SINFO_",
+        "SCANCEL_",
+        "SCONTROL_",
+    ),
     *("PMI_", "PMIX_", "PMI2_", "PET_", "TORCHELASTIC_"),
 )
 _KEPT = ("GPTCTL_HOME", "SLURM_CONF")
@@ -130,5 +141,7 @@ def clean_environment() -> dict[str, str]:
         if name in _KEPT or (name not in _LEAKED and not name.startswith(_LEAKING))
     }
     if "PYTHONPATH" in kept:  # a job starts in another folder
-        kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, kept["PYTHONPATH"].split(os.pathsep)))
+        kept["PYTHONPATH"] = os.pathsep.join(
+            map(os.path.abspath, kept["PYTHONPATH"].split(os.pathsep))
+        )
     return kept

@@ -34,7 +34,9 @@ class Shell(str):
     """Text that is shell code already."""
 
 
-def render(plan: LaunchPlan, script: str, templates: Sequence[Path] = (), node: int | None = None) -> str:
+def render(
+    plan: LaunchPlan, script: str, templates: Sequence[Path] = (), node: int | None = None
+) -> str:
     """The text of a script, from the first of the folders that has its template, else from ours."""
     from jinja2 import TemplateError
 
@@ -58,7 +60,9 @@ def check_syntax(name: str, text: str) -> None:
     read = subprocess.run(["bash", "-n"], input=text.encode(), capture_output=True)
     if read.returncode:
         said = read.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"bash cannot read {name}: {said[0] if said else ''}", "mend the template", WRONG_USAGE)
+        raise UserError(
+            f"bash cannot read {name}: {said[0] if said else ''}", "mend the template", WRONG_USAGE
+        )
 
 
 def script_of(style: str) -> str:
@@ -75,7 +79,11 @@ def _environment(templates: Sequence[Path]) -> Environment:
         if file.name not in known_templates():
             hint = f"name it after the one it replaces: {', '.join(known_templates())}"
             raise UserError(f"{file} replaces no template", hint, WRONG_USAGE)
-    loaders = [FileSystemLoader(str(place)) for place in [*templates, folder("templates")] if place.is_dir()]
+    loaders = [
+        FileSystemLoader(str(place))
+        for place in [*templates, folder("templates")]
+        if place.is_dir()
+    ]
     replaced = DictLoader({name: file.read_text(encoding="utf-8") for name, file in own.items()})
     environment = ImmutableSandboxedEnvironment(
         bytecode_cache=_compiled_templates(),
@@ -136,7 +144,9 @@ def _context(plan: LaunchPlan, node: int | None) -> dict[str, Any]:
         "is_trainer": is_trainer,
         "signals": SIGNALS,
         "ranks_here": plan.per_node * (plan.nodes if plan.kind == "local" else 1),
-        "numbers": [node] if node is not None else list(range(1 if plan.form == "c10d" else plan.nodes)),
+        "numbers": [node]
+        if node is not None
+        else list(range(1 if plan.form == "c10d" else plan.nodes)),
         "on_head": False,
     }
 
@@ -144,7 +154,13 @@ def _context(plan: LaunchPlan, node: int | None) -> dict[str, Any]:
 def launcher(plan: LaunchPlan, is_trainer: bool) -> list[str]:
     """The words before the options: container, interpreter, launcher."""
     if plan.form == "launch":  # the trainer reads LOCAL_RANK; a script that old wants it as a flag
-        return [*plan.container, plan.python, "-m", "torch.distributed.launch", *(["--use-env"] if is_trainer else [])]
+        return [
+            *plan.container,
+            plan.python,
+            "-m",
+            "torch.distributed.launch",
+            *(["--use-env"] if is_trainer else []),
+        ]
     if plan.python == "python":
         return [*plan.container, "torchrun"]
     return [*plan.container, plan.python, "-m", "torch.distributed.run"]
@@ -166,7 +182,9 @@ def _check_names(environment: Environment, name: str, known: Mapping[str, Any]) 
         for wrong in sorted(meta.find_undeclared_variables(tree) - names):
             lines = [found.lineno for found in tree.find_all(nodes.Name) if found.name == wrong]
             faults.append(f"{file or current}:{min(lines)}: {_unknown(wrong, names)}")
-        pending += [each for each in meta.find_referenced_templates(tree) if each and each not in seen]
+        pending += [
+            each for each in meta.find_referenced_templates(tree) if each and each not in seen
+        ]
     if faults:
         raise UserError("\n".join(faults), f"known: {', '.join(sorted(known))}", WRONG_USAGE)
 
@@ -179,11 +197,22 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 def _explained(error: Exception) -> UserError:
     from traceback import walk_tb
 
-    line, file = getattr(error, "lineno", None), getattr(error, "filename", None) or getattr(error, "name", None)
-    for frame, number in walk_tb(error.__traceback__):  # an error of the run itself has its place in the traceback only
+    line, file = (
+        getattr(error, "lineno", None),
+        getattr(error, "filename", None) or getattr(error, "name", None),
+    )
+    for frame, number in walk_tb(
+        error.__traceback__
+    ):  # an error of the run itself has its place in the traceback only
         if frame.f_code.co_filename.endswith(".j2"):
             line, file = number, frame.f_code.co_filename
     where = f"{file or 'template'}{f':{line}' if line else ''}"
     if type(error).__name__ == "TemplateNotFound":
-        return UserError(f"there is no template {error}", f"known: {', '.join(known_templates())}", WRONG_USAGE)
-    return UserError(f"{where}: {getattr(error, 'message', None) or error}", "see templates/ for ours", WRONG_USAGE)
+        return UserError(
+            f"there is no template {error}", f"known: {', '.join(known_templates())}", WRONG_USAGE
+        )
+    return UserError(
+        f"{where}: {getattr(error, 'message', None) or error}",
+        "see templates/ for ours",
+        WRONG_USAGE,
+    )

@@ -28,7 +28,9 @@ BY_WORLD = (
 
 def verdict(checked: Checked, is_valid: bool) -> str:
     levels = [finding.level for finding in checked.findings]
-    counts = [count(levels.count(level), level) for level in ("error", "warning") if level in levels]
+    counts = [
+        count(levels.count(level), level) for level in ("error", "warning") if level in levels
+    ]
     if checked.is_valid:
         counts.insert(0, "valid" if is_valid else "not valid with --strict")
     return ", ".join(counts)
@@ -51,12 +53,24 @@ def summary(checked: Checked) -> list[tuple[str, str]]:
         length = count(run.Engine.num_train_epochs, "epoch")
     return [
         ("layout", f"{resolved.layout}{_stage(resolved)}"),
-        ("world", f"{count(machines.world, unit)}, {nodes}{guess} on cluster {checked.cluster.name}"),
-        ("batch", f"global {batch.global_size} = local {batch.local} × {count(replicas, 'replica')}"),
-        ("accumulation", f"{count(batch.accumulate, 'micro-batch', 'micro-batches')} of {batch.micro} per update"),
+        (
+            "world",
+            f"{count(machines.world, unit)}, {nodes}{guess} on cluster {checked.cluster.name}",
+        ),
+        (
+            "batch",
+            f"global {batch.global_size} = local {batch.local} × {count(replicas, 'replica')}",
+        ),
+        (
+            "accumulation",
+            f"{count(batch.accumulate, 'micro-batch', 'micro-batches')} of {batch.micro} per update",
+        ),
         ("tokens", f"{tokens:,} per update; {length}"),
         ("model", _model(resolved)),
-        ("parameters", f"{estimated.parameters:,} ({_millions(estimated.parameters)}{_guess(resolved)})"),
+        (
+            "parameters",
+            f"{estimated.parameters:,} ({_millions(estimated.parameters)}{_guess(resolved)})",
+        ),
         ("FLOPs", f"{estimated.flops_per_token:,} per token"),
         (f"memory per {unit}", _memory(estimated, checked)),
     ]
@@ -68,7 +82,9 @@ def count(number: int, one: str, many: str = "") -> str:
 
 def _stage(resolved: Resolved) -> str:
     return (
-        f", sharding stage {resolved.run.Distributed.sharding.sharding_stage}" if resolved.layout.sharding > 1 else ""
+        f", sharding stage {resolved.run.Distributed.sharding.sharding_stage}"
+        if resolved.layout.sharding > 1
+        else ""
     )
 
 
@@ -76,12 +92,8 @@ def _model(resolved: Resolved) -> str:
     model = resolved.run.Model
     vocab = "vocabulary from the data"
     if model.vocab_size:
-        vocab = (
-            f"vocabulary {model.vocab_size} (padded {padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)})"
-        )
-    sizes = (
-        f"{count(model.num_layers, 'layer')}, hidden {model.hidden_size}, {count(model.num_attention_heads, 'head')}"
-    )
+        vocab = f"vocabulary {model.vocab_size} (padded {padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)})"
+    sizes = f"{count(model.num_layers, 'layer')}, hidden {model.hidden_size}, {count(model.num_attention_heads, 'head')}"
     return f"{model.name}: {sizes}, {vocab}, {model.max_position_embeddings} positions"
 
 
@@ -96,7 +108,9 @@ def _millions(parameters: int) -> str:
 def _memory(estimated: Estimate, checked: Checked) -> str:
     limit = f" of {checked.cluster.gpu_memory_gb:g} GiB" if checked.cluster.gpu_memory_gb else ""
     size, unit = (GIB, "GiB") if estimated.memory.total >= GIB else (GIB >> 10, "MiB")
-    parts = ", ".join(f"{part} {getattr(estimated.memory, part) / size:.2f}" for part in estimated.memory._fields)
+    parts = ", ".join(
+        f"{part} {getattr(estimated.memory, part) / size:.2f}" for part in estimated.memory._fields
+    )
     return f"about {estimated.memory.total / size:.2f} {unit}{limit}: {parts}"
 
 
@@ -117,7 +131,11 @@ def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:
     report |= {
         "cluster": checked.cluster.name,
         "layout": dict(zip(AXES, resolved.layout)),
-        "world": {"nodes": machines.nodes, "gpus_per_node": machines.per_node, "world_size": machines.world},
+        "world": {
+            "nodes": machines.nodes,
+            "gpus_per_node": machines.per_node,
+            "world_size": machines.world,
+        },
         "batch": {
             "global_batch_size": batch.global_size,
             "local_batch_size": batch.local,
@@ -126,7 +144,9 @@ def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:
         },
         "parameters": estimated.parameters,
         "flops_per_token": estimated.flops_per_token,
-        "bytes_per_rank": {part: round(getattr(estimated.memory, part)) for part in estimated.memory._fields}
+        "bytes_per_rank": {
+            part: round(getattr(estimated.memory, part)) for part in estimated.memory._fields
+        }
         | {"total": round(estimated.memory.total)},
         "assumptions": list(ASSUMPTIONS),
     }
@@ -148,7 +168,9 @@ def _shown(checked: Checked) -> RunConfig:
         names = [key.partition(".")[2] for key in open_keys if key.startswith(section + ".")]
         return replace(getattr(run, section), **dict.fromkeys(names))
 
-    return replace(run, Global=opened("Global"), Engine=opened("Engine"), Distributed=opened("Distributed"))
+    return replace(
+        run, Global=opened("Global"), Engine=opened("Engine"), Distributed=opened("Distributed")
+    )
 
 
 def frozen_config(checked: Checked, site: Site) -> dict[str, Any]:
@@ -181,7 +203,9 @@ def resolved_yaml(checked: Checked) -> str:
     return "\n".join(lines)
 
 
-def _yaml_lines(cls: type, section: Any, path: str, origins: dict[str, str], depth: int) -> Iterator[str]:
+def _yaml_lines(
+    cls: type, section: Any, path: str, origins: dict[str, str], depth: int
+) -> Iterator[str]:
     for name, key in keys_of(cls).items():
         full = f"{path}.{name}" if path else name
         value = getattr(section, name)
@@ -222,7 +246,10 @@ def topo_rows(layout: Layout, machines: Machines, ranks: Iterable[int]) -> Itera
 def topo_groups(layout: Layout, ranks: Iterable[int]) -> dict[str, list[list[int]]]:
     """Each group of these ranks once, by axis."""
     ranks = list(ranks)
-    return {axis: [list(group) for group in dict.fromkeys(layout.group(axis, rank) for rank in ranks)] for axis in AXES}
+    return {
+        axis: [list(group) for group in dict.fromkeys(layout.group(axis, rank) for rank in ranks)]
+        for axis in AXES
+    }
 
 
 def group_text(group: range) -> str:

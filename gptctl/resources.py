@@ -26,4 +26,6 @@ def choose(what: str, name: str, files: Mapping[str, Path]) -> Path:
         return files[name]
     near = closest(name, files)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"no {what} is called {name}", f"{hint}known: {', '.join(sorted(files))}", WRONG_USAGE)
+    raise UserError(
+        f"no {what} is called {name}", f"{hint}known: {', '.join(sorted(files))}", WRONG_USAGE
+    )

@@ -25,5 +25,10 @@ MODULES = (
 
 
 def all_rules() -> list[Rule]:
-    rules = {rule for name in MODULES for rule in vars(import_module(name)).values() if isinstance(rule, Rule)}
+    rules = {
+        rule
+        for name in MODULES
+        for rule in vars(import_module(name)).values()
+        if isinstance(rule, Rule)
+    }
     return sorted(rules, key=lambda rule: rule.code)

@@ -24,9 +24,19 @@ from typing import Any, NamedTuple
 
 from trainer.durable import replacing
 
-COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "STOPPED"
+COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "STOPPED",
+)
 LOST, UNKNOWN, PENDING, RUNNING = "LOST", "UNKNOWN", "PENDING", "RUNNING"
-OUT_OF_MEMORY, PREEMPTED, NODE_FAIL = "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL"  # only schedulers know of these
+OUT_OF_MEMORY, PREEMPTED, NODE_FAIL = (
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "NODE_FAIL",
+)  # only schedulers know of these
 FINAL = (COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED, LOST, OUT_OF_MEMORY, PREEMPTED, NODE_FAIL)
 
 
@@ -93,7 +103,9 @@ class RunFolder:
         claim = read_json(self.claim)
         if not claim or claim.get("abandoned"):
             return claim
-        is_sound = isinstance(claim.get("host"), str) and is_scheduler_id(claim.get("scheduler_id", "0"))
+        is_sound = isinstance(claim.get("host"), str) and is_scheduler_id(
+            claim.get("scheduler_id", "0")
+        )
         return claim if is_sound else None
 
     def finish(self, state: str, reason: str) -> None:
@@ -105,7 +117,13 @@ class RunFolder:
         if not found or found.get("state") not in FINAL:
             return None
         kinds: dict[str, Any] = {"state": str, "reason": str, "ended": (int, float)}
-        return Result(**{name: found[name] for name, kind in kinds.items() if isinstance(found.get(name), kind)})
+        return Result(
+            **{
+                name: found[name]
+                for name, kind in kinds.items()
+                if isinstance(found.get(name), kind)
+            }
+        )
 
     def exit_codes(self, attempt: int, nodes: int) -> dict[int, int]:
         """The exit codes of the nodes that have ended."""
@@ -138,11 +156,17 @@ class RunFolder:
         """Whether a rank has said that starting again would end the same way."""
         return (self.attempt(attempt) / "cannot-be-helped").exists()
 
-    def judge(self, attempt: int, codes: Mapping[int, int], nnodes: str, output_dir: str, since: float) -> Result:
+    def judge(
+        self, attempt: int, codes: Mapping[int, int], nnodes: str, output_dir: str, since: float
+    ) -> Result:
         """How an attempt ended whose nodes have all ended; the first code that is not 0 is the one to name."""
         failed = {node: code for node, code in codes.items() if code}
         fewest, _, most = nnodes.partition(":")
-        enough_are_left = bool(most) and len(codes) - len(failed) >= int(fewest) and not self.cannot_be_helped(attempt)
+        enough_are_left = (
+            bool(most)
+            and len(codes) - len(failed) >= int(fewest)
+            and not self.cannot_be_helped(attempt)
+        )
         if not failed or enough_are_left:
             return Result(COMPLETED)
         if has_stopped_on_purpose(output_dir, since):
@@ -164,7 +188,9 @@ def is_scheduler_id(value: object) -> bool:
 def has_stopped_on_purpose(output_dir: str, since: float) -> bool:
     """Whether the trainer says that it stopped cleanly: torchrun's exit code cannot tell that from a failure."""
     status = read_json(Path(output_dir) / "status.json") if output_dir else None
-    return status is not None and status.get("state") == "stopped" and status.get("time", 0.0) >= since
+    return (
+        status is not None and status.get("state") == "stopped" and status.get("time", 0.0) >= since
+    )
 
 
 def read_text(file: Path) -> str:

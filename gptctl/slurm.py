@@ -17,7 +17,17 @@ from trainer.errors import OUT_OF_REACH, UserError
 
 EVERY = 5.0  # seconds between two queries
 PATIENCE = 60.0  # of one client; by then it has given up itself
-FIELDS = ("jobid", "state", "reason", "starttime", "nodelist", "restartcnt", "exit_code", "workdir", "comment")
+FIELDS = (
+    "jobid",
+    "state",
+    "reason",
+    "starttime",
+    "nodelist",
+    "restartcnt",
+    "exit_code",
+    "workdir",
+    "comment",
+)
 SEPARATOR = "\x1f"  # in no value: control characters are refused
 RECORDED = ("JobIDRaw", "State", "ExitCode", "NodeList", "WorkDir")
 HELD = "JobHeld"
@@ -76,7 +86,9 @@ class Seen(NamedTuple):
     @property
     def recorded(self) -> Recorded:
         """As the accounting would write it; `exit_code` is that of wait(2)."""
-        return Recorded(self.state, self.exit_code >> 8, self.exit_code & 0x7F, self.nodes, self.work_dir)
+        return Recorded(
+            self.state, self.exit_code >> 8, self.exit_code & 0x7F, self.nodes, self.work_dir
+        )
 
 
 def run(*command: str) -> str:
@@ -88,14 +100,27 @@ def _done(command: Sequence[str], text: str | None = None) -> subprocess.Complet
     environment = clean_environment()
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, timeout=PATIENCE, env=environment, text=True, errors="replace"
+            command,
+            input=text,
+            capture_output=True,
+            timeout=PATIENCE,
+            env=environment,
+            text=True,
+            errors="replace",
         )
     except FileNotFoundError:
-        raise SlurmError(f"there is no {command[0]} here", is_doubtful=False, is_missing=True) from None
+        raise SlurmError(
+            f"there is no {command[0]} here", is_doubtful=False, is_missing=True
+        ) from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} got no answer in {PATIENCE:.0f} s", is_doubtful=True) from None
+        raise SlurmError(
+            f"{command[0]} got no answer in {PATIENCE:.0f} s", is_doubtful=True
+        ) from None
     if done.returncode:
-        said = said_by(done.stderr or done.stdout) or f"{command[0]} ended with exit code {done.returncode}"
+        said = (
+            said_by(done.stderr or done.stdout)
+            or f"{command[0]} ended with exit code {done.returncode}"
+        )
         raise failure(said, is_killed=done.returncode < 0)
     return done
 
@@ -103,7 +128,9 @@ def _done(command: Sequence[str], text: str | None = None) -> subprocess.Complet
 def failure(said: str, is_killed: bool = False) -> SlurmError:
     """What a client's words mean."""
     is_missing = "configuration source" in said  # it is installed, but belongs to no cluster
-    return SlurmError(said, not is_missing and (is_killed or bool(_OUT_OF_REACH.search(said))), is_missing)
+    return SlurmError(
+        said, not is_missing and (is_killed or bool(_OUT_OF_REACH.search(said))), is_missing
+    )
 
 
 def said_by(text: str) -> str:
@@ -204,4 +231,6 @@ QUEUE = Queue()
 
 def with_token(token: str, run_dir: str) -> list[Seen]:
     """Jobs that were submitted with a token, or for a folder: a site's plugin may rewrite comments."""
-    return [job for job in queue().values() if token in job.comment.split() or job.work_dir == run_dir]
+    return [
+        job for job in queue().values() if token in job.comment.split() or job.work_dir == run_dir
+    ]

@@ -38,11 +38,22 @@ MOST_AT_ONCE = 32
 MOST_JUMPS = 8
 SSH_PORT = 22
 BEGINS = "gptctl begins"  # a line before what a command says: login shells may say something of their own first
-BASH = ("bash", "--norc", "-c")  # without it, bash reads what is meant for people when sshd starts it
+BASH = (
+    "bash",
+    "--norc",
+    "-c",
+)  # without it, bash reads what is meant for people when sshd starts it
 SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
 # Whatever else the kernel says is a file's fault, here or there, and not the way's.
 _OF_WAYS = (
-    *(errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT, errno.ENOTCONN),
+    *(
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.EPIPE,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+    ),
     *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET),
 )
 
@@ -93,7 +104,9 @@ class Way(NamedTuple):
 
 def ways(cluster: Cluster) -> list[Way]:
     """In the order of the profile, which is that of the nodes."""
-    logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)  # what it has to say comes as an exception, too
+    logging.getLogger("paramiko").setLevel(
+        logging.CRITICAL + 1
+    )  # what it has to say comes as an exception, too
     config = _read_config()
     found = at_once(lambda host: _way(host, cluster, config), cluster.hosts)
     return all_or_none(found)
@@ -106,7 +119,9 @@ def _read_config() -> paramiko.SSHConfig:
     try:
         return paramiko.SSHConfig.from_path(file) if os.path.exists(file) else paramiko.SSHConfig()
     except (OSError, UnicodeError, paramiko.ConfigParseError) as error:
-        raise UserError(f"{file} cannot be read: {error}", "mend it, or move it away", OUT_OF_REACH) from None
+        raise UserError(
+            f"{file} cannot be read: {error}", "mend it, or move it away", OUT_OF_REACH
+        ) from None
 
 
 def _way(host: Host, cluster: Cluster, config: paramiko.SSHConfig) -> Way:
@@ -121,11 +136,19 @@ def _way(host: Host, cluster: Cluster, config: paramiko.SSHConfig) -> Way:
 
 
 def _plain_way(
-    host: Host, cluster: Cluster, said: dict[str, Any], jumps: tuple[Way, ...] = (), command: str = ""
+    host: Host,
+    cluster: Cluster,
+    said: dict[str, Any],
+    jumps: tuple[Way, ...] = (),
+    command: str = "",
 ) -> Way:
     own = host.identity_file or cluster.identity_file
-    if own and not (os.path.isfile(os.path.expanduser(own)) and os.access(os.path.expanduser(own), os.R_OK)):
-        raise HostError(host.host, f"the key {own} cannot be read", "see identity_file in the profile")
+    if own and not (
+        os.path.isfile(os.path.expanduser(own)) and os.access(os.path.expanduser(own), os.R_OK)
+    ):
+        raise HostError(
+            host.host, f"the key {own} cannot be read", "see identity_file in the profile"
+        )
     if not str(said.get("port", SSH_PORT)).isdecimal():
         raise HostError(host.host, f"{said['port']} is no port", "see ~/.ssh/config")
     keys = [own] if own else said.get("identityfile", [])
@@ -152,9 +175,15 @@ def _hops(host: str, jump: str, cluster: Cluster, config: paramiko.SSHConfig) ->
         said = [_said(config, name.host) for name in names]
         hops = [*(_plain_way(name, cluster, words) for name, words in zip(names, said)), *hops]
         own = said[0].get("proxyjump", "none")
-        jump = "none" if _hop(own.split(",")[-1]).host == names[0].host else own  # `Host *` means the bastion, too
+        jump = (
+            "none" if _hop(own.split(",")[-1]).host == names[0].host else own
+        )  # `Host *` means the bastion, too
     if len(hops) > MOST_JUMPS:
-        raise HostError(host, f"more than {MOST_JUMPS} jump hosts", "see proxy_jump, and ProxyJump in the ssh config")
+        raise HostError(
+            host,
+            f"more than {MOST_JUMPS} jump hosts",
+            "see proxy_jump, and ProxyJump in the ssh config",
+        )
     return tuple(hops)
 
 
@@ -176,8 +205,14 @@ def _said(config: paramiko.SSHConfig, name: str) -> dict[str, Any]:
 
     try:
         return dict(config.lookup(name))
-    except (paramiko.SSHException, ImportError, ValueError) as error:  # `Match exec` needs a package of its own
-        raise HostError(name, f"the ssh config cannot be applied to it: {error}", "see ~/.ssh/config") from None
+    except (
+        paramiko.SSHException,
+        ImportError,
+        ValueError,
+    ) as error:  # `Match exec` needs a package of its own
+        raise HostError(
+            name, f"the ssh config cannot be applied to it: {error}", "see ~/.ssh/config"
+        ) from None
 
 
 class Connection:
@@ -241,14 +276,29 @@ class Connection:
             return []
         except UnicodeDecodeError:  # a name that is no UTF-8, which paramiko cannot read
             return self._found(folder)
-        return [Entry(each.filename, each.st_mode or 0, each.st_size or 0, each.st_mtime or 0) for each in found]
+        return [
+            Entry(each.filename, each.st_mode or 0, each.st_size or 0, each.st_mtime or 0)
+            for each in found
+        ]
 
     def _found(self, folder: str) -> list[Entry]:
-        words = ["find", folder, "-mindepth", "1", "-maxdepth", "1", "-printf", r"%f\0%y\0%s\0%Ts\0"]
+        words = [
+            "find",
+            folder,
+            "-mindepth",
+            "1",
+            "-maxdepth",
+            "1",
+            "-printf",
+            r"%f\0%y\0%s\0%Ts\0",
+        ]
         fields = os.fsdecode(self.run(words).out).split("\0")
         kinds = {"f": stat.S_IFREG, "d": stat.S_IFDIR}
         each = zip(*(fields[start::4] for start in range(4)))
-        return [Entry(name, kinds.get(kind, 0), int(size), int(changed)) for name, kind, size, changed in each]
+        return [
+            Entry(name, kinds.get(kind, 0), int(size), int(changed))
+            for name, kind, size, changed in each
+        ]
 
     def close(self) -> None:
         self._client.close()
@@ -277,7 +327,9 @@ def told(way: Way) -> Iterator[None]:
     except (EOFError, OSError, paramiko.SSHException, paramiko.SFTPError) as error:
         if isinstance(error, OSError) and error.errno and error.errno not in _OF_WAYS:
             raise
-        raise HostError(way.name, f"the connection is lost: {_words(error)}", is_lost=True) from None
+        raise HostError(
+            way.name, f"the connection is lost: {_words(error)}", is_lost=True
+        ) from None
 
 
 class Bastions:
@@ -382,7 +434,9 @@ def _load(keys: paramiko.HostKeys, hop: Way) -> None:
         except OSError as error:
             hint = "mend it, or see known_hosts in the profile"
             raise HostError(hop.name, f"{file} cannot be read: {error.strerror}", hint) from None
-    revoked = {line.split()[3] for line in lines if line.startswith("@revoked ") and len(line.split()) > 3}
+    revoked = {
+        line.split()[3] for line in lines if line.startswith("@revoked ") and len(line.split()) > 3
+    }
     for line in lines:
         words = line.split()
         if len(words) > 2 and not line.startswith(("#", "@")) and words[2] not in revoked:
@@ -407,32 +461,44 @@ def _refusal(hop: Way, error: Exception) -> HostError:
 
     place = f"{hop.user}@{hop.host}:{hop.port}"
     if isinstance(error, paramiko.BadHostKeyException):
-        what = (
-            f"its host key has CHANGED: it shows {fingerprint(error.key)}, pinned is {fingerprint(error.expected_key)}"
-        )
+        what = f"its host key has CHANGED: it shows {fingerprint(error.key)}, pinned is {fingerprint(error.expected_key)}"
         hint = f"somebody may be listening; only if you know why, delete its line from {_pinned_in(hop)}"
         return HostError(hop.name, what, hint)
     if isinstance(error, paramiko.PasswordRequiredException):
-        return HostError(hop.name, f"a key for {place} has a passphrase", "let ssh-agent keep it: ssh-add")
+        return HostError(
+            hop.name, f"a key for {place} has a passphrase", "let ssh-agent keep it: ssh-add"
+        )
     is_no_answer = "EOF" in str(error) or "timeout" in str(error)
     if isinstance(error, paramiko.AuthenticationException) and not is_no_answer:
         keys = ", ".join(hop.keys) or "any of your keys"
-        return HostError(hop.name, f"{place} does not accept {keys}", "see user and identity_file in the profile")
+        return HostError(
+            hop.name, f"{place} does not accept {keys}", "see user and identity_file in the profile"
+        )
     if "No authentication methods" in str(error):
-        return HostError(hop.name, f"there is no key for {place}", "see identity_file in the profile, or ssh-add")
+        return HostError(
+            hop.name, f"there is no key for {place}", "see identity_file in the profile, or ssh-add"
+        )
     if "not found in known_hosts" in str(error):
         hint = "`gptctl hosts trust CLUSTER` shows its fingerprint and pins it"
         return HostError(hop.name, f"its host key is not known in {_pinned_in(hop)}", hint)
     if "not a valid" in str(error) or "key file" in str(error):
-        return HostError(hop.name, f"{', '.join(hop.keys)}: {_words(error)}", "see identity_file in the profile")
+        return HostError(
+            hop.name, f"{', '.join(hop.keys)}: {_words(error)}", "see identity_file in the profile"
+        )
     if isinstance(error, socket.gaierror):
-        return HostError(hop.name, f"{hop.host} is the name of no machine", "see host in the profile")
+        return HostError(
+            hop.name, f"{hop.host} is the name of no machine", "see host in the profile"
+        )
     # The last: nobody spoke, and paramiko went on to authentication all the same.
     silences = ("timeout", "banner", "No existing session")
     if isinstance(error, TimeoutError) or any(words in str(error) for words in silences):
-        return HostError(hop.name, f"{place} does not answer", "is it on, and the network?", is_lost=True)
+        return HostError(
+            hop.name, f"{place} does not answer", "is it on, and the network?", is_lost=True
+        )
     if isinstance(error, OSError):
-        return HostError(hop.name, f"{place}: {_words(error)}", "is sshd running there?", is_lost=True)
+        return HostError(
+            hop.name, f"{place}: {_words(error)}", "is sshd running there?", is_lost=True
+        )
     return HostError(hop.name, f"{place}: {_words(error)}", "try it with ssh -v", is_lost=True)
 
 
@@ -460,7 +526,9 @@ def all_or_none(results: Sequence[R | Exception], so: str = "", hint: str = "") 
             raise result
     if wrong:
         found = [USABLE.found(error.host, None, error.what, error.hint) for error in wrong]
-        raise UserError(f"{so}{count(len(wrong), 'host')} cannot be used", hint, OUT_OF_REACH, found)
+        raise UserError(
+            f"{so}{count(len(wrong), 'host')} cannot be used", hint, OUT_OF_REACH, found
+        )
     return [result for result in results if not isinstance(result, Exception)]
 
 
@@ -468,7 +536,9 @@ def fingerprint(key: paramiko.PKey) -> str:
     return f"{key.get_name()} {key.fingerprint}"
 
 
-def at_once(work: Callable[[T], R], items: Sequence[T], most: int = MOST_AT_ONCE) -> list[R | Exception]:
+def at_once(
+    work: Callable[[T], R], items: Sequence[T], most: int = MOST_AT_ONCE
+) -> list[R | Exception]:
     """The results of all, or what each raised, in their order."""
 
     def guarded(item: T) -> R | Exception:
@@ -501,7 +571,9 @@ def shown_key(way: Way) -> ShownKey:
         with closing(paramiko.Transport(sock)) as transport:
             transport.banner_timeout = way.timeout
             options = transport.get_security_options()
-            options.key_types = sorted(options.key_types, key=lambda kind: _key_kind(kind) not in known)  # pinned first
+            options.key_types = sorted(
+                options.key_types, key=lambda kind: _key_kind(kind) not in known
+            )  # pinned first
             transport.start_client(timeout=way.timeout)
             key = transport.get_remote_server_key()
     except (OSError, EOFError, paramiko.SSHException) as error:
@@ -523,12 +595,18 @@ def pin(shown: ShownKey) -> None:
     """From now on this key, and no other one, is this host's."""
     file = Path(_pinned_in(shown.way))
     if file.exists() and not file.is_file():
-        raise UserError(f"{file} keeps nothing", "name a file as known_hosts in the profile", OUT_OF_REACH)
+        raise UserError(
+            f"{file} keeps nothing", "name a file as known_hosts in the profile", OUT_OF_REACH
+        )
     line = f"{_key_name(shown.way)} {shown.key.get_name()} {shown.key.get_base64()}\n"
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         before = file.read_text(encoding="utf-8") if file.exists() else ""
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as stream:
+        with open(
+            os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8"
+        ) as stream:
             stream.write(line if not before or before.endswith("\n") else f"\n{line}")
     except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}", "see known_hosts", OUT_OF_REACH) from None
+        raise UserError(
+            f"{file} cannot be written: {error.strerror}", "see known_hosts", OUT_OF_REACH
+        ) from None

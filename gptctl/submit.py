@@ -46,7 +46,9 @@ def this_site() -> Site:
     try:
         folder = os.getcwd()
     except FileNotFoundError:
-        raise UserError("the current folder has been deleted", "go to another one", WRONG_USAGE) from None
+        raise UserError(
+            "the current folder has been deleted", "go to another one", WRONG_USAGE
+        ) from None
     if any(not character.isprintable() for character in folder):
         message = "the name of the current folder has control characters, or is not UTF-8"
         raise UserError(message, "rename it, or go to another one", WRONG_USAGE)
@@ -69,7 +71,9 @@ def prepare(
     found = [*checked.findings, *check_surroundings(checked, plan, site)]
     if errors_in(found):
         raise UserError(f"{checked.name} is not submitted", findings=found)
-    return Prepared(checked, site, plan, _scripts(plan, templates), tuple(found), base, tuple(templates))
+    return Prepared(
+        checked, site, plan, _scripts(plan, templates), tuple(found), base, tuple(templates)
+    )
 
 
 def _scripts(plan: LaunchPlan, templates: Sequence[Path]) -> dict[str, str]:
@@ -88,19 +92,40 @@ def prepare_rerun(record: JobRecord, store: Store, overrides: Sequence[Override]
     if before is None:
         raise UserError(f"{folder} has no plan any more", "submit its config again", OUT_OF_REACH)
     if not (folder / "code" / "rank_log.py").is_file():
-        raise UserError(f"{folder}/code is gone or damaged", "submit its config again", OUT_OF_REACH)
+        raise UserError(
+            f"{folder}/code is gone or damaged", "submit its config again", OUT_OF_REACH
+        )
     site = Site(before["work_dir"], before["python"], str(folder / "code" / "trainer"))
     is_here = record.kind == "local" and os.path.isabs(before["python"])
     if is_here and not os.access(before["python"], os.X_OK):
-        raise UserError(f"the interpreter of {record.id} is gone: {before['python']}", "submit its config again")
+        raise UserError(
+            f"the interpreter of {record.id} is gone: {before['python']}", "submit its config again"
+        )
     kept = [Override("Engine.save_load.output_dir", "", "a folder of its own")]
-    kept += [Override("Launch.cluster", str(folder / "cluster.json"), "the job's own profile", verbatim=True)]
+    kept += [
+        Override(
+            "Launch.cluster", str(folder / "cluster.json"), "the job's own profile", verbatim=True
+        )
+    ]
     if not record.output_dir:
         script = os.path.basename(before["program"][1])
-        files = sorted(entry for entry in os.listdir(folder / "code") if entry not in (script, "rank_log.py"))
-        kept.append(Override("Launch.entrypoint", str(folder / "code" / script), "the job's own code", verbatim=True))
+        files = sorted(
+            entry for entry in os.listdir(folder / "code") if entry not in (script, "rank_log.py")
+        )
         kept.append(
-            Override("Launch.files", tuple(str(folder / "code" / file) for file in files), "the job's own code")
+            Override(
+                "Launch.entrypoint",
+                str(folder / "code" / script),
+                "the job's own code",
+                verbatim=True,
+            )
+        )
+        kept.append(
+            Override(
+                "Launch.files",
+                tuple(str(folder / "code" / file) for file in files),
+                "the job's own code",
+            )
         )
         site = site._replace(trainer=str(folder / "code"))
     checked = _with_first_origins(check_config(folder / "config.json", [*kept, *overrides]), folder)
@@ -112,12 +137,20 @@ def prepare_rerun(record: JobRecord, store: Store, overrides: Sequence[Override]
 
 def _with_first_origins(checked: Checked, folder: Path) -> Checked:
     """Values of a frozen config came from where they came from when it was frozen."""
-    config, first = str(folder / "config.json"), (read_json(folder / "config.json") or {}).get("origins", {})
+    config, first = (
+        str(folder / "config.json"),
+        (read_json(folder / "config.json") or {}).get("origins", {}),
+    )
 
     def before(origins: Mapping[str, str]) -> dict[str, str]:
-        return {key: first.get(key, origin) if origin.startswith(config) else origin for key, origin in origins.items()}
+        return {
+            key: first.get(key, origin) if origin.startswith(config) else origin
+            for key, origin in origins.items()
+        }
 
-    resolved = checked.resolved and checked.resolved._replace(origins=before(checked.resolved.origins))
+    resolved = checked.resolved and checked.resolved._replace(
+        origins=before(checked.resolved.origins)
+    )
     return checked._replace(resolved=resolved, launch_origins=before(checked.launch_origins))
 
 
@@ -172,7 +205,9 @@ def submit(prepared: Prepared, store: Store) -> JobRecord:
             raise Interrupted(record, _words(error)) from error
         if isinstance(error, OSError):
             hint = "check run_root in the cluster profile, and the space there"
-            raise UserError(f"cannot write {record.run_dir}: {_reason(error)}", hint, OUT_OF_REACH) from None
+            raise UserError(
+                f"cannot write {record.run_dir}: {_reason(error)}", hint, OUT_OF_REACH
+            ) from None
         raise
     return record
 
@@ -241,10 +276,22 @@ def _freeze(prepared: Prepared, record: JobRecord) -> None:
     part = _part(record)
     with private_files():
         part.parent.mkdir(parents=True, exist_ok=True)
-        freeze(part, prepared.plan, prepared.checked, prepared.site, prepared.scripts, prepared.templates, git)
+        freeze(
+            part,
+            prepared.plan,
+            prepared.checked,
+            prepared.site,
+            prepared.scripts,
+            prepared.templates,
+            git,
+        )
         (part / TOKEN).write_text(record.token, encoding="utf-8")
         if os.path.lexists(record.run_dir):
-            raise UserError(f"{record.run_dir} has just been made by somebody else", "submit again", OUT_OF_REACH)
+            raise UserError(
+                f"{record.run_dir} has just been made by somebody else",
+                "submit again",
+                OUT_OF_REACH,
+            )
         os.rename(part, record.run_dir)
 
 
@@ -257,7 +304,9 @@ def undo(record: JobRecord, store: Store) -> bool:
     """Takes a half-submitted job back; False when it has started."""
     import shutil
 
-    if record.token and read_text(record.run_folder / TOKEN) == record.token:  # else the folder is another's
+    if (
+        record.token and read_text(record.run_folder / TOKEN) == record.token
+    ):  # else the folder is another's
         if not backend_of(record.kind).abandon(record):
             return False
         shutil.rmtree(record.run_dir, ignore_errors=True)
@@ -275,7 +324,9 @@ def sweep(store: Store) -> list[str]:
             continue
         try:
             if undo(record, store):
-                notes.append(f"{record.id} was never started, since its gptctl was killed; its files are removed")
+                notes.append(
+                    f"{record.id} was never started, since its gptctl was killed; its files are removed"
+                )
             else:
                 adopt(record, store)
         except (OSError, UserError) as error:

@@ -62,7 +62,9 @@ class Supervised(Protocol):
 class Supervisor:
     """Keeps the nodes of a job in step: all begin an attempt together, and when one has failed the others end."""
 
-    def __init__(self, plan: LaunchPlan, nodes: Sequence[Supervised], head: Node, host: str = "") -> None:
+    def __init__(
+        self, plan: LaunchPlan, nodes: Sequence[Supervised], head: Node, host: str = ""
+    ) -> None:
         self.folder, self.plan = RunFolder(plan.run_dir), plan
         self.nodes, self.head = nodes, head
         self.host = host or plan.master_addr
@@ -73,7 +75,9 @@ class Supervisor:
 
     def choose_port(self, attempt: int) -> int:
         """Where the ranks of an attempt will meet, for all to read."""
-        here = "" if self.plan.kind == "ssh" else self.host  # by which name others know this host is not asked
+        here = (
+            "" if self.plan.kind == "ssh" else self.host
+        )  # by which name others know this host is not asked
         self.port = self.plan.master_port or free_port(here)
         self.folder.attempt(attempt).mkdir(exist_ok=True)
         with replacing(self.folder.attempt(attempt) / "endpoint.json") as stream:
@@ -83,10 +87,16 @@ class Supervisor:
     def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """To the job's end, of which it leaves word; `on_ready` is called once the job exists."""
         signal.signal(signal.SIGTERM, self._on_signal)
-        log = f"{self.plan.run_dir}/agent.0.log on its first host" if self.plan.kind == "ssh" else "supervisor.log"
+        log = (
+            f"{self.plan.run_dir}/agent.0.log on its first host"
+            if self.plan.kind == "ssh"
+            else "supervisor.log"
+        )
         state, reason = FAILED, f"gptctl failed to look after it: see {log}"
         try:
-            self.choose_port(0)  # before gptctl is told that the job exists, and says where it meets
+            self.choose_port(
+                0
+            )  # before gptctl is told that the job exists, and says where it meets
             on_ready()
             state, reason = self._attempts()
         except Stopped as stop:
@@ -133,7 +143,9 @@ class Supervisor:
         port = self.port or self.choose_port(number)
         self.port = None
         if self.plan.hosts:
-            (self.folder.attempt(number) / "hosts").write_text("\n".join(self.plan.hosts) + "\n", encoding="utf-8")
+            (self.folder.attempt(number) / "hosts").write_text(
+                "\n".join(self.plan.hosts) + "\n", encoding="utf-8"
+            )
         for node in self.nodes:
             node.start(number, self.host, port)
         try:
@@ -209,7 +221,10 @@ def main() -> None:
     run_dir = sys.argv[1]
     folder = RunFolder(run_dir)
     os.umask(0o077)
-    for number in (signal.SIGHUP, signal.SIGINT):  # they belong to terminals; ignored, they would be for the ranks too
+    for number in (
+        signal.SIGHUP,
+        signal.SIGINT,
+    ):  # they belong to terminals; ignored, they would be for the ranks too
         signal.signal(number, lambda number, frame: None)
     adopt_orphans()
     plan = LaunchPlan.from_json(read_json(folder.path / "plan.json") or {})

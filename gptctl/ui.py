@@ -27,7 +27,11 @@ def clean(text: str) -> str:
 
 def print_json(value: Any) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    print(_CONTROL.sub(lambda found: "".join(f"\\u{ord(character):04x}" for character in found[0]), text))
+    print(
+        _CONTROL.sub(
+            lambda found: "".join(f"\\u{ord(character):04x}" for character in found[0]), text
+        )
+    )
 
 
 def print_text(text: str) -> None:
@@ -116,7 +120,12 @@ def print_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(clean(title), style="bold"), title_justify="left", show_header=False, box=box.SIMPLE)
+    table = Table(
+        title=Text(clean(title), style="bold"),
+        title_justify="left",
+        show_header=False,
+        box=box.SIMPLE,
+    )
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
     for name, text in pairs:
@@ -124,11 +133,16 @@ def print_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
     Console().print(table)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], by_first: bool = False) -> None:
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], by_first: bool = False
+) -> None:
     """A table; `by_first` draws a line where the first column changes."""
     cells = [[clean(str(cell)) for cell in row] for row in rows]
     if not sys.stdout.isatty():
-        widths = [max([len(name), *(len(row[index]) for row in cells)]) for index, name in enumerate(columns)]
+        widths = [
+            max([len(name), *(len(row[index]) for row in cells)])
+            for index, name in enumerate(columns)
+        ]
         print(clean(title))
         for row in [list(columns), *cells]:
             print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip())
@@ -139,7 +153,10 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
     from rich.text import Text
 
     table = Table(
-        title=Text(clean(title), style="bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=Text(clean(title), style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.pad_edge = False
     for index, name in enumerate(columns):

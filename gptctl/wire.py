@@ -106,7 +106,9 @@ def join(address: str, port: int, node: int, key: bytes, silence: float) -> Wire
 def admit(wire: Wire, asked: str, message: dict[str, Any], key: bytes) -> int | None:
     """The number of the node that answered the challenge as it should, after telling it so; None for anybody else."""
     node = message.get("node")
-    if not isinstance(node, int) or not is_proof(message.get("proof"), key, "peer", asked, str(node)):
+    if not isinstance(node, int) or not is_proof(
+        message.get("proof"), key, "peer", asked, str(node)
+    ):
         return None
     wire.send(proof=prove(key, "head", str(message.get("challenge"))))
     return node

@@ -143,7 +143,9 @@ def _report(error: UserError) -> None:
 
     rank = os.environ.get("RANK", "0")
     prefix = f"rank {rank}: " if rank.isdecimal() and rank != "0" else ""
-    lines = [line for finding in error.findings for line in (f"{prefix}{finding}", _hint(finding.hint))]
+    lines = [
+        line for finding in error.findings for line in (f"{prefix}{finding}", _hint(finding.hint))
+    ]
     lines += [f"{prefix}error: {error.message}", _hint(error.hint)]
     # A config is the same for all ranks of a node: one of them says what is wrong with it.
     if not error.findings or os.environ.get("LOCAL_RANK", "0") == "0":

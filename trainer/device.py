@@ -38,7 +38,11 @@ def group_options(backend: str, device: torch.device) -> dict[str, Any]:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    return (
+        torch.cuda.default_generators[device.index]
+        if device.type == "cuda"
+        else torch.default_generator
+    )
 
 
 def can_pin() -> bool:

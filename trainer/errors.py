@@ -73,8 +73,12 @@ class Rule(NamedTuple):
     level: Level = "error"
     uses: tuple[str, ...] = ()
 
-    def found(self, key: str, value: Any, message: str, hint: str = "", place: Place | None = None) -> Finding:
-        return Finding(self.code, self.level, self.text, key, message, hint, value, place, self.uses)
+    def found(
+        self, key: str, value: Any, message: str, hint: str = "", place: Place | None = None
+    ) -> Finding:
+        return Finding(
+            self.code, self.level, self.text, key, message, hint, value, place, self.uses
+        )
 
     def using(self, *keys: str) -> Rule:
         """The same rule where it looks at these keys only."""
@@ -85,7 +89,11 @@ class UserError(Exception):
     """A mistake of the user's: a message, a hint and an exit code; never shown with a traceback."""
 
     def __init__(
-        self, message: str, hint: str = "", exit_code: int = ANSWER_IS_NO, findings: Iterable[Finding] = ()
+        self,
+        message: str,
+        hint: str = "",
+        exit_code: int = ANSWER_IS_NO,
+        findings: Iterable[Finding] = (),
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -118,7 +126,9 @@ def closest(word: str, known: Iterable[str], likeness: float = 0.7) -> list[str]
     from difflib import get_close_matches  # slow to import, needed only for mistakes
 
     by_folded = {name.lower(): name for name in known}
-    return [by_folded[match] for match in get_close_matches(word.lower()[:100], by_folded, 1, likeness)]
+    return [
+        by_folded[match] for match in get_close_matches(word.lower()[:100], by_folded, 1, likeness)
+    ]
 
 
 def one_of(choices: Sequence[object]) -> str:

@@ -53,7 +53,10 @@ class Estimate(NamedTuple):
 
 
 def estimate(run: RunConfig, layout: Layout) -> Estimate:
-    heaviest = max((stage_memory(run, layout, stage) for stage in range(layout.pp)), key=lambda memory: memory.total)
+    heaviest = max(
+        (stage_memory(run, layout, stage) for stage in range(layout.pp)),
+        key=lambda memory: memory.total,
+    )
     return Estimate(count_parameters(run.Model), flops_per_token(run), heaviest)
 
 
@@ -61,7 +64,11 @@ def count_parameters(model: Model) -> int:
     """Exact, with the tied embedding counted once and without padding."""
     h = model.hidden_size
     vocab = model.vocab_size or UNKNOWN_VOCAB
-    return (vocab + model.max_position_embeddings) * h + model.num_layers * layer_parameters(model, 1) + 2 * h
+    return (
+        (vocab + model.max_position_embeddings) * h
+        + model.num_layers * layer_parameters(model, 1)
+        + 2 * h
+    )
 
 
 def layer_parameters(model: Model, mp: int) -> int:
@@ -111,7 +118,9 @@ def _end_shapes(model: Model, layout: Layout, stage: int) -> list[tuple[int, int
     return shapes
 
 
-def _state_bytes(run: RunConfig, layout: Layout, stage: int, num_layers: int) -> tuple[float, float, float, float]:
+def _state_bytes(
+    run: RunConfig, layout: Layout, stage: int, num_layers: int
+) -> tuple[float, float, float, float]:
     """Parameters, gradients, optimizer state, and what is gathered for a moment."""
     amp, sharding = run.Engine.mix_precision, run.Distributed.sharding
     kept, used, per_gradient, per_moment = (4, 4, 4, 8)  # used: a parameter while the passes run
@@ -122,10 +131,14 @@ def _state_bytes(run: RunConfig, layout: Layout, stage: int, num_layers: int) ->
     whole, own = _elements(shapes), _elements(shapes, layout.sharding)
     if layout.sharding == 1:
         return whole * used, whole * per_gradient, whole * per_moment, 0
-    accumulates = run.Engine.accumulate_steps > 1 and (sharding.sharding_stage == 1 or layout.pp > 1)
+    accumulates = run.Engine.accumulate_steps > 1 and (
+        sharding.sharding_stage == 1 or layout.pp > 1
+    )
     gradients = (whole if accumulates else own) * per_gradient
     gathered, passing = (
-        (0, _elements([*ends, *layer * 2]) * used) if sharding.sharding_stage == 3 else (whole * used, 0)
+        (0, _elements([*ends, *layer * 2]) * used)
+        if sharding.sharding_stage == 3
+        else (whole * used, 0)
     )
     if sharding.sharding_offload and run.Global.device == "gpu":
         return gathered, gradients if accumulates else 0, 0, passing
@@ -142,12 +155,16 @@ def _activation_bytes(run: RunConfig, layout: Layout, stage: int, layers: Sequen
     exempt = frozenset(run.Model.no_recompute_layers)
     kept = sum(_kept(run, layout, sizes, layer in exempt) for layer in layers)
     schedule = run.Distributed.pp_schedule
-    alive = _chunks_alive(layout, run.Model.virtual_pp_degree, stage, run.Engine.accumulate_steps, schedule)
+    alive = _chunks_alive(
+        layout, run.Model.virtual_pp_degree, stage, run.Engine.accumulate_steps, schedule
+    )
     share = alive / run.Model.virtual_pp_degree  # `kept` covers all chunks of the stage
     return kept * share + _working_set(run, layout, sizes) + _logits(run, layout, stage)
 
 
-def _chunks_alive(layout: Layout, virtual_pp: int, stage: int, accumulate: int, schedule: str) -> int:
+def _chunks_alive(
+    layout: Layout, virtual_pp: int, stage: int, accumulate: int, schedule: str
+) -> int:
     """How many chunk activations a stage holds at most before their backward passes."""
     if layout.pp == 1:
         return virtual_pp
@@ -203,7 +220,11 @@ def _working_set(run: RunConfig, layout: Layout, sizes: _LayerActivations) -> fl
     """What a recomputed layer needs again while its backward pass runs."""
     if not run.Model.use_recompute:
         return 0.0
-    dropped = {"full": sizes.total, "full_attn": sizes.attention + sizes.scores, "core_attn": sizes.scores}
+    dropped = {
+        "full": sizes.total,
+        "full_attn": sizes.attention + sizes.scores,
+        "core_attn": sizes.scores,
+    }
     together = run.Distributed.pp_recompute_interval if layout.pp > 1 else 1
     return dropped[run.Model.recompute_granularity] * together
 
@@ -212,7 +233,9 @@ def _logits(run: RunConfig, layout: Layout, stage: int) -> float:
     """Logits with their gradient on the last stage: of all tokens, or of a chunk with the embedding's gradient."""
     if stage != layout.pp - 1:
         return 0.0
-    per_logit = 10 if run.Engine.mix_precision.enable else 8  # half logits, fp32 copy, fp32 gradient
+    per_logit = (
+        10 if run.Engine.mix_precision.enable else 8
+    )  # half logits, fp32 copy, fp32 gradient
     rows = _vocab(run.Model) / layout.mp
     logits = run.Data.Train.dataset.max_seq_len * run.Global.micro_batch_size * rows
     chunk = CHUNK_LOGITS["cuda" if run.Global.device == "gpu" else "cpu"]
@@ -226,7 +249,9 @@ def savings(run: RunConfig, layout: Layout, limit: float) -> list[str]:
     model, batch, sharding = run.Model, run.Global, run.Distributed.sharding
     changes: list[tuple[str, RunConfig]] = []
     if not model.use_recompute:
-        changes.append(("Model.use_recompute: True", replace(run, Model=replace(model, use_recompute=True))))
+        changes.append(
+            ("Model.use_recompute: True", replace(run, Model=replace(model, use_recompute=True)))
+        )
     smaller = [size for size in divisors(batch.local_batch_size) if size < batch.micro_batch_size]
     if smaller:
         engine = replace(run.Engine, accumulate_steps=batch.local_batch_size // smaller[-1])

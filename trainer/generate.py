@@ -12,7 +12,13 @@ from trainer.stop import StopRequest
 
 @torch.no_grad()
 def generate(
-    model: GPT, prompt: list[int], vocab_size: int, context: int, settings: Generation, seed: int, stop: StopRequest
+    model: GPT,
+    prompt: list[int],
+    vocab_size: int,
+    context: int,
+    settings: Generation,
+    seed: int,
+    stop: StopRequest,
 ) -> list[int]:
     """The tokens that follow a prompt, fewer when it is stopped. The model sees at most `context` of them at a time."""
     device = model.word_embeddings.weight.device

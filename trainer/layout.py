@@ -36,9 +36,15 @@ _MP = ("Model.name", "Distributed.mp_degree")
 _PP = ("Model.name", "Model.num_layers", "Model.virtual_pp_degree", "Distributed.pp_degree")
 
 WORLD = Rule(
-    "L001", "mp_degree × sharding_degree × pp_degree × dp_degree = number of GPUs", uses=(*_DEGREES, *MACHINE_KEYS)
+    "L001",
+    "mp_degree × sharding_degree × pp_degree × dp_degree = number of GPUs",
+    uses=(*_DEGREES, *MACHINE_KEYS),
 )
-HEADS = Rule("L002", "num_attention_heads is divisible by mp_degree", uses=("Model.num_attention_heads", *_MP))
+HEADS = Rule(
+    "L002",
+    "num_attention_heads is divisible by mp_degree",
+    uses=("Model.num_attention_heads", *_MP),
+)
 HIDDEN = Rule(
     "L003",
     "hidden_size is divisible by num_attention_heads",
@@ -50,7 +56,9 @@ VOCAB = Rule(
     uses=("Model.vocab_size", "Model.vocab_size_divisible_unit", "Data.Train.dataset.name", *_MP),
 )
 FFN = Rule(
-    "L005", "ffn_hidden_size is divisible by mp_degree", uses=("Model.ffn_hidden_size", "Model.hidden_size", *_MP)
+    "L005",
+    "ffn_hidden_size is divisible by mp_degree",
+    uses=("Model.ffn_hidden_size", "Model.hidden_size", *_MP),
 )
 LAYERS = Rule("L006", "every pipeline stage has at least one layer per chunk", uses=_PP)
 INTERLEAVED = Rule(
@@ -58,16 +66,27 @@ INTERLEAVED = Rule(
     "virtual_pp_degree > 1: pp · virtual_pp divides num_layers, pp divides accumulate_steps",
     uses=(*_PP, *_BATCH),
 )
-MICRO_BATCHES = Rule("L008", "an update has at least pp_degree micro-batches", uses=("Distributed.pp_degree", *_BATCH))
+MICRO_BATCHES = Rule(
+    "L008",
+    "an update has at least pp_degree micro-batches",
+    uses=("Distributed.pp_degree", *_BATCH),
+)
 SEQUENCE = Rule(
     "L009",
     "sequence_parallel: max_seq_len is divisible by mp_degree",
     uses=("Data.Train.dataset.max_seq_len", "Model.sequence_parallel", "Distributed.mp_degree"),
 )
-MP_IN_NODE = Rule("L010", "an mp group stays inside one node", "warning", uses=("Distributed.mp_degree", *MACHINE_KEYS))
+MP_IN_NODE = Rule(
+    "L010",
+    "an mp group stays inside one node",
+    "warning",
+    uses=("Distributed.mp_degree", *MACHINE_KEYS),
+)
 UNEVEN = Rule("L011", "pipeline stages have the same number of layers", "warning", uses=_PP)
 
-GLOBAL_BATCH = Rule("B001", "global_batch_size = local_batch_size × dp_degree × sharding_degree", uses=_BATCH)
+GLOBAL_BATCH = Rule(
+    "B001", "global_batch_size = local_batch_size × dp_degree × sharding_degree", uses=_BATCH
+)
 MICRO = Rule("B002", "local_batch_size is divisible by micro_batch_size", uses=_BATCH)
 
 
@@ -175,7 +194,9 @@ def segments(num_layers: int, parts: int) -> tuple[range, ...]:
     return tuple(range(first, last) for first, last in pairwise(bounds))
 
 
-def own_chunks(layout: Layout, num_layers: int, virtual_pp: int, rank: int) -> list[tuple[int, range]]:
+def own_chunks(
+    layout: Layout, num_layers: int, virtual_pp: int, rank: int
+) -> list[tuple[int, range]]:
     """The pipeline chunks of a rank with their layers: with several per stage, chunks go round the stages."""
     chunks = list(enumerate(segments(num_layers, layout.pp * virtual_pp)))
     return chunks[layout.coordinates(rank).pp :: layout.pp]
@@ -193,12 +214,12 @@ def solve_layout(dp: int | None, pp: int, sharding: int, mp: int, world: int | N
     return Layout(dp, pp, sharding, mp)
 
 
-def check_world(layout: Layout, machines: Machines | None, dp_written: bool, unit: str = "GPUs") -> Iterator[Finding]:
+def check_world(
+    layout: Layout, machines: Machines | None, dp_written: bool, unit: str = "GPUs"
+) -> Iterator[Finding]:
     if machines is None or layout.world == machines.world:
         return
-    there = (
-        f"{machines.nodes} {'node' if machines.nodes == 1 else 'nodes'} × {machines.per_node} = {machines.world} {unit}"
-    )
+    there = f"{machines.nodes} {'node' if machines.nodes == 1 else 'nodes'} × {machines.per_node} = {machines.world} {unit}"
     factors = f"mp_degree {layout.mp} × sharding_degree {layout.sharding} × pp_degree {layout.pp}"
     if dp_written:
         message = f"{factors} × dp_degree {layout.dp} = {layout.world}, but {there}"
@@ -217,7 +238,9 @@ def check_mp_in_node(layout: Layout, machines: Machines | None) -> Iterator[Find
         yield MP_IN_NODE.found(DEGREE_KEYS["mp"], layout.mp, message, hint)
 
 
-def solve_batch(global_size: int | None, local: int | None, micro: int, replicas: int) -> tuple[Batch, list[Finding]]:
+def solve_batch(
+    global_size: int | None, local: int | None, micro: int, replicas: int
+) -> tuple[Batch, list[Finding]]:
     """The three batch sizes from those that are given; a violated rule is a finding with sizes that would fit."""
     given = local
     if local is None:
@@ -255,13 +278,17 @@ def _micro_mismatch(given: int | None, local: int, micro: int, replicas: int) ->
         step = micro * replicas
         sizes = [
             size
-            for size in dict.fromkeys((local * replicas // step * step, -(-local * replicas // step) * step))
+            for size in dict.fromkeys(
+                (local * replicas // step * step, -(-local * replicas // step) * step)
+            )
             if size
         ]
         hint = f"use micro_batch_size {one_of(near)}, or global_batch_size {one_of(sizes)}"
         return MICRO.found("Global.micro_batch_size", micro, message, hint)
     message = f"{local} samples per replica are not a multiple of micro_batch_size {micro}"
-    return MICRO.found("Global.local_batch_size", local, message, f"use micro_batch_size {one_of(near)}")
+    return MICRO.found(
+        "Global.local_batch_size", local, message, f"use micro_batch_size {one_of(near)}"
+    )
 
 
 def check_model(shape: Shape, layout: Layout, batch: Batch) -> Iterator[Finding]:
@@ -278,21 +305,35 @@ def _check_tensor_split(shape: Shape, mp: int) -> Iterator[Finding]:
     """One finding, whatever mp does not divide: the degrees it proposes divide all of them."""
     # A vocabulary that is counted in the data later surely works only where mp divides the unit it is padded to.
     vocab = padded_vocab(shape.vocab, shape.vocab_unit) if shape.vocab else shape.vocab_unit
-    fitting = [degree for degree in divisors(shape.heads) if shape.ffn % degree == 0 and vocab % degree == 0]
+    fitting = [
+        degree
+        for degree in divisors(shape.heads)
+        if shape.ffn % degree == 0 and vocab % degree == 0
+    ]
     key, hint = DEGREE_KEYS["mp"], f"use {one_of(fitting)}"
     if shape.heads % mp:
-        yield HEADS.found(key, mp, f"{shape.heads} attention heads cannot be split over mp_degree {mp}", hint)
+        yield HEADS.found(
+            key, mp, f"{shape.heads} attention heads cannot be split over mp_degree {mp}", hint
+        )
     elif shape.ffn % mp:
-        yield FFN.found(key, mp, f"ffn_hidden_size {shape.ffn} cannot be split over mp_degree {mp}", hint)
+        yield FFN.found(
+            key, mp, f"ffn_hidden_size {shape.ffn} cannot be split over mp_degree {mp}", hint
+        )
     elif vocab % mp:
         what = (
-            f"vocabulary of {shape.vocab}, padded to {vocab}," if shape.vocab else f"vocab_size_divisible_unit {vocab}"
+            f"vocabulary of {shape.vocab}, padded to {vocab},"
+            if shape.vocab
+            else f"vocab_size_divisible_unit {vocab}"
         )
         unit = f"Model.vocab_size_divisible_unit: {math.lcm(shape.vocab_unit, mp)}"
-        yield VOCAB.found(key, mp, f"{what} cannot be split over mp_degree {mp}", f"{hint}, or set {unit}")
+        yield VOCAB.found(
+            key, mp, f"{what} cannot be split over mp_degree {mp}", f"{hint}, or set {unit}"
+        )
     if shape.sequence_parallel and mp > 1 and shape.seq_len % mp:
         message = f"sequences of {shape.seq_len} tokens cannot be split over mp_degree {mp}"
-        yield SEQUENCE.found(key, mp, message, f"use a divisor of {shape.seq_len}, or sequence_parallel: False")
+        yield SEQUENCE.found(
+            key, mp, message, f"use a divisor of {shape.seq_len}, or sequence_parallel: False"
+        )
 
 
 def _check_pipeline(shape: Shape, pp: int, batch: Batch, replicas: int) -> Iterator[Finding]:
@@ -308,7 +349,9 @@ def _check_pipeline(shape: Shape, pp: int, batch: Batch, replicas: int) -> Itera
         yield LAYERS.found(key, pp, message, hint)
     elif shape.virtual_pp > 1 and shape.layers % chunks:
         message = f"{shape.layers} layers cannot be cut into {chunks} equal chunks"
-        yield INTERLEAVED.using(*_PP).found("Model.virtual_pp_degree", shape.virtual_pp, message, "use 1")
+        yield INTERLEAVED.using(*_PP).found(
+            "Model.virtual_pp_degree", shape.virtual_pp, message, "use 1"
+        )
     elif shape.virtual_pp > 1 and accumulate % pp:
         message = f"{accumulate} micro-batches per update are not a multiple of {pp} stages"
         yield INTERLEAVED.found("Model.virtual_pp_degree", shape.virtual_pp, message, "use 1")
@@ -319,21 +362,25 @@ def _check_pipeline(shape: Shape, pp: int, batch: Batch, replicas: int) -> Itera
     if accumulate < pp:
         count = "1 micro-batch" if accumulate == 1 else f"{accumulate} micro-batches"
         message = f"{count} per update cannot fill {pp} pipeline stages"
-        hint = (
-            f"raise local_batch_size to {pp * batch.micro} (global_batch_size to {pp * batch.micro * replicas}) or more"
-        )
+        hint = f"raise local_batch_size to {pp * batch.micro} (global_batch_size to {pp * batch.micro * replicas}) or more"
         yield MICRO_BATCHES.found(key, pp, message, hint)
 
 
 def propose(
-    wish: Layout, machines: Machines, dp_written: bool, fits: Callable[[Layout], bool], count: int = 3
+    wish: Layout,
+    machines: Machines,
+    dp_written: bool,
+    fits: Callable[[Layout], bool],
+    count: int = 3,
 ) -> list[Layout]:
     """The layouts nearest to the wish that fit. A change of dp costs least, of mp most; mp stays inside a node."""
     prices = {"dp": 1.0 if dp_written else 0.0, "sharding": 1.2, "pp": 2.0, "mp": 2.5}
 
     def distance(layout: Layout) -> tuple[bool, float]:
         changes = zip(AXES, layout, wish)
-        price = sum(prices[axis] * abs(math.log2(degree / wanted)) for axis, degree, wanted in changes)
+        price = sum(
+            prices[axis] * abs(math.log2(degree / wanted)) for axis, degree, wanted in changes
+        )
         return machines.per_node % layout.mp > 0, price
 
     nearest = sorted(factorings(machines.world), key=distance)[:MAX_TRIED]

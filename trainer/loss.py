@@ -19,7 +19,9 @@ from trainer.estimate import CHUNK_LOGITS, LARGE_VOCAB
 IGNORED = -100  # the label of a token that is not predicted
 
 
-def next_token_loss(x: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, factor: float) -> Tensor:
+def next_token_loss(
+    x: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, factor: float
+) -> Tensor:
     """factor · the sum of cross entropies over the true vocabulary: logits of padding rows take no part."""
     if weight.shape[0] >= LARGE_VOCAB:
         return chunked_loss(x, weight, labels, vocab_size, factor)
@@ -90,7 +92,9 @@ class _ChunkedLoss(torch.autograd.Function):
         return dx, dw, None, None, None, None, None
 
 
-def _entropy(logits: Tensor, labels: Tensor, first_row: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _entropy(
+    logits: Tensor, labels: Tensor, first_row: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
     """The sum of cross entropies, and its gradient in the place of the logits. Two small messages, whatever V is."""
     highest = logits.amax(-1)
     if group:

@@ -41,7 +41,10 @@ class Pulse:
         self.ticks, self.since, self.where = 0, time.monotonic(), "before the first step"
 
     def tick(self, where: str) -> None:
-        self.since, self.where = time.monotonic(), where  # first: nobody is to see a new tick with an old time
+        self.since, self.where = (
+            time.monotonic(),
+            where,
+        )  # first: nobody is to see a new tick with an old time
         self.ticks += 1
 
 
@@ -51,8 +54,12 @@ class Mesh:
     rank: int
     local_rank: int
     device: torch.device
-    cpu_group: dist.ProcessGroup | None = None  # beside that of the training loop: for checkpoints, and for objects
-    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # of the axes with more than one rank
+    cpu_group: dist.ProcessGroup | None = (
+        None  # beside that of the training loop: for checkpoints, and for objects
+    )
+    groups: Mapping[str, dist.ProcessGroup] = field(
+        default_factory=dict
+    )  # of the axes with more than one rank
     pulse: Pulse = field(default_factory=Pulse)
     disks: int = 1  # more: every node has its own, and a whole copy of everything that is kept
     disk_group: dist.ProcessGroup | None = None  # the ranks that see the same disk
@@ -85,10 +92,16 @@ class Mesh:
     def states(self) -> DeviceMesh:
         """The ranks that hold the same layers: parameters are spread along `sharding`, and the same along `dp`."""
         axes = ("dp", "sharding") if self.layout.dp > 1 else ("sharding",)
-        ranks = torch.arange(self.world).view(tuple(self.layout)).movedim(1, -2)[..., self.at.pp, self.at.mp]
+        ranks = (
+            torch.arange(self.world)
+            .view(tuple(self.layout))
+            .movedim(1, -2)[..., self.at.pp, self.at.mp]
+        )
         ranks = ranks if self.layout.dp > 1 else ranks[0]
         groups = [self.groups[axis] for axis in axes]
-        from torch.distributed.device_mesh import DeviceMesh  # takes a third of a second, and few layouts need it
+        from torch.distributed.device_mesh import (
+            DeviceMesh,
+        )  # takes a third of a second, and few layouts need it
 
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=axes)
 
@@ -154,9 +167,13 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
         yield Mesh(layout, rank, local_rank, device)
         return
     limit = 60 * run.Distributed.timeout_minutes
-    timeout = timedelta(seconds=limit + 1.75 * answer_time(limit))  # the watchdog says more, and has to come first
+    timeout = timedelta(
+        seconds=limit + 1.75 * answer_time(limit)
+    )  # the watchdog says more, and has to come first
     where = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
-    waiting = threading.Timer(PATIENCE, _say_waiting, [f"rank {rank} waits for {layout.world} ranks at {where}"])
+    waiting = threading.Timer(
+        PATIENCE, _say_waiting, [f"rank {rank} waits for {layout.world} ranks at {where}"]
+    )
     waiting.daemon = True
     waiting.start()
     try:
@@ -174,7 +191,9 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
     disks = _disks(layout, environ)
     disk_group = _disk_group(layout.world // disks) if disks > 1 else cpu_group
     groups = _groups(layout, timeout)
-    yield Mesh(layout, rank, local_rank, device, cpu_group, groups, disks=disks, disk_group=disk_group)
+    yield Mesh(
+        layout, rank, local_rank, device, cpu_group, groups, disks=disks, disk_group=disk_group
+    )
     dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
 
 
@@ -213,7 +232,9 @@ def _groups(layout: Layout, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
 
     torch wants all ranks to make all groups, in one order. Not init_device_mesh: it leaves the timeout at 30 minutes.
     """
-    members = {axis: {tuple(layout.group(axis, rank)) for rank in range(layout.world)} for axis in AXES}
+    members = {
+        axis: {tuple(layout.group(axis, rank)) for rank in range(layout.world)} for axis in AXES
+    }
     members["tied"] = {(pipeline[0], pipeline[-1]) for pipeline in members["pp"]}
     groups = {}
     for name, lists in members.items():

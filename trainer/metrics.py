@@ -21,7 +21,16 @@ from trainer.logline import TrainLine, prefixed
 from trainer.mesh import Mesh
 
 # Dense half-precision peaks in TFLOP/s, as the vendors state them; the longest matching name counts.
-GPU_PEAKS = {"V100": 125, "A100": 312, "A800": 312, "A10": 125, "H100": 989, "H800": 989, "H200": 989, "B200": 2250}
+GPU_PEAKS = {
+    "V100": 125,
+    "A100": 312,
+    "A800": 312,
+    "A10": 125,
+    "H100": 989,
+    "H800": 989,
+    "H200": 989,
+    "B200": 2250,
+}
 GPU_PEAKS |= {"L40": 181, "L4": 121, "T4": 65, "RTX 4090": 165, "RTX 3090": 71}
 GEMM_SIZE = 768
 
@@ -33,7 +42,9 @@ class Log:
         self.style, self.rank = style, rank
         self.stream = stream or sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stdout is closed
         if isinstance(self.stream, TextIOWrapper):
-            self.stream.reconfigure(errors="replace")  # a terminal that knows ASCII only must not end a run
+            self.stream.reconfigure(
+                errors="replace"
+            )  # a terminal that knows ASCII only must not end a run
         self.coloured = self.stream.isatty() and not os.environ.get("NO_COLOR")
 
     def info(self, text: str) -> None:
@@ -57,7 +68,11 @@ class Log:
     def write(self, text: str, level: str, **fields: Any) -> None:
         if self.style == "json":
             moment = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-            self.plain(json.dumps({"time": moment, "level": level, "rank": self.rank, "message": text, **fields}))
+            self.plain(
+                json.dumps(
+                    {"time": moment, "level": level, "rank": self.rank, "message": text, **fields}
+                )
+            )
         else:
             for line in text.splitlines():
                 self.plain(prefixed(line, level, datetime.now(), self.coloured))
@@ -99,10 +114,14 @@ class Metrics:
         self.peak = peak_flops(mesh.device, run.Engine.mix_precision.enable)
         self.clock = Clock()
 
-    def logged(self, step: int, epoch: int, batch: int, loss: float, lr: float, norm: float, scale: float) -> None:
+    def logged(
+        self, step: int, epoch: int, batch: int, loss: float, lr: float, norm: float, scale: float
+    ) -> None:
         reader, cost = self.clock.read()
         rate = self.tokens_per_step / cost
-        line = TrainLine(step, epoch, batch, loss, reader, cost, 1 / cost, rate, rate / self.world, lr)
+        line = TrainLine(
+            step, epoch, batch, loss, reader, cost, 1 / cost, rate, rate / self.world, lr
+        )
         mfu = rate / self.world * self.flops_per_token / self.peak if self.peak else None
         fields = {
             "step": step,

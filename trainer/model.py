@@ -24,7 +24,9 @@ from trainer.layout import padded_vocab
 from trainer.loss import next_token_loss
 from trainer.slices import Slice
 
-INIT_BLOCK = 1 << 22  # elements that one random stream fills, so that a rank can make only the rows it holds
+INIT_BLOCK = (
+    1 << 22
+)  # elements that one random stream fills, so that a rank can make only the rows it holds
 
 
 class Linear(nn.Linear):
@@ -42,16 +44,27 @@ class SelfAttention(nn.Module):
         super().__init__()
         hidden = model.hidden_size
         self.head_dim = hidden // model.num_attention_heads
-        self.qkv_proj = Linear(hidden, 3 * hidden)  # rows are (head, 3, D): cutting them cuts between heads
+        self.qkv_proj = Linear(
+            hidden, 3 * hidden
+        )  # rows are (head, 3, D): cutting them cuts between heads
         self.out_proj = Linear(hidden, hidden)
-        self.dropout, self.out_dropout = model.attention_probs_dropout_prob, model.hidden_dropout_prob
+        self.dropout, self.out_dropout = (
+            model.attention_probs_dropout_prob,
+            model.hidden_dropout_prob,
+        )
         self.recompute_core = _recomputes(model, layer, "core_attn")
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv_proj(x)
         batch, length = qkv.shape[:2]
-        q, k, v = qkv.view(batch, length, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4).unbind(0)  # B, H, T, D each
-        core = _recomputed(self._core, self.dropout) if self.recompute_core and self.training else self._core
+        q, k, v = (
+            qkv.view(batch, length, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4).unbind(0)
+        )  # B, H, T, D each
+        core = (
+            _recomputed(self._core, self.dropout)
+            if self.recompute_core and self.training
+            else self._core
+        )
         y = core(q, k, v).transpose(1, 2).reshape(batch, length, -1)
         return _dropped(self.out_proj(y), self.out_dropout, self.training)
 
@@ -101,12 +114,16 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, model: Model, layers: range | None = None, recompute_interval: int = 1) -> None:
+    def __init__(
+        self, model: Model, layers: range | None = None, recompute_interval: int = 1
+    ) -> None:
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
         self.first_layer = layers.start
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.num_layers
-        assert model.vocab_size is not None, "a character vocabulary is counted before the model is built"
+        assert model.vocab_size is not None, (
+            "a character vocabulary is counted before the model is built"
+        )
         if self.is_first or self.is_last:
             vocab = padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)
             self.word_embeddings = Embedding(vocab, model.hidden_size)
@@ -130,7 +147,11 @@ class GPT(nn.Module):
             x = _dropped(x, self.dropout, self.training)
         for run in self.runs:
             x = run(x)
-        return self.head(self.norm(x), self.word_embeddings.weight, labels, factor) if self.is_last else x
+        return (
+            self.head(self.norm(x), self.word_embeddings.weight, labels, factor)
+            if self.is_last
+            else x
+        )
 
 
 def _runs(blocks: list[Any], interval: int) -> list[Callable[[Tensor], Tensor]]:
@@ -191,7 +212,9 @@ def initial_value(name: str, piece: Slice, model: Model, seed: int) -> Tensor:
     if "norm" in name:
         return torch.ones(piece.sizes)
     std = model.initializer_range
-    if name.endswith(("out_proj.weight", "linear2.weight")):  # they add to the residual stream, twice per layer
+    if name.endswith(
+        ("out_proj.weight", "linear2.weight")
+    ):  # they add to the residual stream, twice per layer
         std /= math.sqrt(2 * model.num_layers)
     (rows, width), (first, left), (count, columns) = piece.whole, piece.offsets, piece.sizes
     length = max(1, INIT_BLOCK // width)  # rows of a block
@@ -211,7 +234,11 @@ def _dropped(x: Tensor, probability: float, training: bool) -> Tensor:
 
 
 def _recomputes(model: Model, layer: int, granularity: str) -> bool:
-    return model.use_recompute and model.recompute_granularity == granularity and layer not in model.no_recompute_layers
+    return (
+        model.use_recompute
+        and model.recompute_granularity == granularity
+        and layer not in model.no_recompute_layers
+    )
 
 
 def _recomputed(function: Callable[..., Tensor], dropout: float) -> Callable[..., Tensor]:

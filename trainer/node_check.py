@@ -107,7 +107,9 @@ def of_libraries() -> dict[str, Any]:
         import numpy
 
         known["numpy"] = str(numpy.__version__)
-        known["gpus"] = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        known["gpus"] = [
+            torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())
+        ]
     except (Exception, SystemExit) as error:
         words = str(error).strip().splitlines()
         known["error"] = f"{type(error).__name__}: {words[0] if words else ''}"
@@ -149,7 +151,9 @@ def measure(device: str) -> dict[str, Any]:
         values = torch.ones(BYTES // 4, device=mesh.device)
         first = mesh.read(mesh.summed(values)[:1])[0]  # also warms up
         seconds = min(_seconds(mesh, values.fill_(1)) for _ in range(REPEATS))
-        smallest = sorted(_seconds(mesh, values[:1].fill_(1)) for _ in range(SMALL_REPEATS))[SMALL_REPEATS // 2]
+        smallest = sorted(_seconds(mesh, values[:1].fill_(1)) for _ in range(SMALL_REPEATS))[
+            SMALL_REPEATS // 2
+        ]
         mesh.barrier()
         clocks = mesh.gather((int(os.environ.get("GPTCTL_NODE", "0")), time.time()))
         return {

@@ -100,7 +100,11 @@ class Weight:
     @property
     def optimizer_bytes(self) -> int:
         """Moments, and the master copy of O2."""
-        return sum(tensor.nbytes for tensor in (self.exp_avg, self.exp_avg_sq, self.master) if tensor is not None)
+        return sum(
+            tensor.nbytes
+            for tensor in (self.exp_avg, self.exp_avg_sq, self.master)
+            if tensor is not None
+        )
 
     @property
     def gradient(self) -> Tensor:
@@ -128,10 +132,16 @@ class Optimizer:
     def squared_norm(self) -> Tensor:
         """This rank's share in the square of the gradient's global norm: over all ranks, every element counts once."""
         counted = [weight for weights, _ in self.groups for weight in weights if not weight.is_copy]
-        parts = [(part, weight.holders.total) for weight in counted for part in _summable(weight.gradient)]
+        parts = [
+            (part, weight.holders.total)
+            for weight in counted
+            for part in _summable(weight.gradient)
+        ]
         if not parts:
             return torch.zeros((), dtype=torch.float64)
-        norms = torch._foreach_norm([part for part, _ in parts], 2, torch.float32)  # half gradients are not copied
+        norms = torch._foreach_norm(
+            [part for part, _ in parts], 2, torch.float32
+        )  # half gradients are not copied
         squares = torch.stack(norms).double().square()
         if self._shares is None:  # once: a copy to a GPU makes the host wait
             self._shares = squares.new_tensor([1 / holders for _, holders in parts])
@@ -154,7 +164,9 @@ class Optimizer:
                 weight.local.copy_(weight.master)
 
     @torch.no_grad()
-    def _update(self, weights: list[Weight], lr: float, weight_decay: float, divisor: float) -> None:
+    def _update(
+        self, weights: list[Weight], lr: float, weight_decay: float, divisor: float
+    ) -> None:
         device = weights[0].exp_avg.device
         adamw(
             [weight.fp32 for weight in weights],
@@ -200,7 +212,9 @@ class Optimizer:
 
 
 @torch.no_grad()
-def new_weight(name: str, parameter: nn.Parameter, at: Slice, value: Tensor, has_master: bool) -> Weight:
+def new_weight(
+    name: str, parameter: nn.Parameter, at: Slice, value: Tensor, has_master: bool
+) -> Weight:
     """With its initial value, and moments that know nothing yet."""
     local = _local(parameter)
     assert tuple(local.shape) == at.sizes, (name, local.shape, at)
@@ -208,7 +222,9 @@ def new_weight(name: str, parameter: nn.Parameter, at: Slice, value: Tensor, has
     local.copy_(value)
     moments = torch.zeros_like(value)
     step = torch.zeros((), device=value.device)
-    return Weight(name, parameter, at, value if has_master else None, moments, torch.zeros_like(moments), step)
+    return Weight(
+        name, parameter, at, value if has_master else None, moments, torch.zeros_like(moments), step
+    )
 
 
 def _summable(gradient: Tensor) -> Sequence[Tensor]:

@@ -13,8 +13,12 @@ from __future__ import annotations
 import os
 import sys
 
-if __name__ == "__main__":  # a program beside this file may be called json.py; nothing of its folder is meant here
-    sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(os.path.abspath(__file__))]
+if (
+    __name__ == "__main__"
+):  # a program beside this file may be called json.py; nothing of its folder is meant here
+    sys.path[:] = [
+        entry for entry in sys.path if entry != os.path.dirname(os.path.abspath(__file__))
+    ]
 
 import signal
 import time
@@ -34,7 +38,9 @@ def main(arguments: list[str]) -> int:
         return 2
     redirect(os.environ.get("GPTCTL_LOG_DIR", ""))
     attempt = os.environ.get("GPTCTL_ATTEMPT_DIR")
-    if attempt and os.path.exists(os.path.join(attempt, "cannot-be-helped")):  # torchrun restarts all the same
+    if attempt and os.path.exists(
+        os.path.join(attempt, "cannot-be-helped")
+    ):  # torchrun restarts all the same
         return CANNOT_BE_HELPED
     folder = os.environ.get("GPTCTL_WORK_DIR", "")
     if os.path.isdir(folder):  # a container may have another one
@@ -48,7 +54,9 @@ def redirect(folder: str) -> None:
         return
     try:
         file = os.open(
-            os.path.join(folder, f"workerlog.{rank()}"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
+            os.path.join(folder, f"workerlog.{rank()}"),
+            os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC,
+            0o600,
         )
     except OSError as error:
         print(f"rank {rank()} has no log file: {error.filename}: {error.strerror}", file=sys.stderr)
@@ -62,7 +70,11 @@ def ends_with_a_line() -> bool:
     """Whether this rank's file does, so that last words stay a line of their own."""
     try:
         with open(os.path.join(os.environ["GPTCTL_LOG_DIR"], f"workerlog.{rank()}"), "rb") as file:
-            return not file.seek(0, os.SEEK_END) or not file.seek(-1, os.SEEK_END) or file.read() == b"\n"
+            return (
+                not file.seek(0, os.SEEK_END)
+                or not file.seek(-1, os.SEEK_END)
+                or file.read() == b"\n"
+            )
     except (KeyError, OSError):
         return True
 
@@ -75,7 +87,9 @@ def watch(command: list[str]) -> int:
     """Starts the program, waits for its end, notes it, and returns its exit code or dies of the same signal."""
     die_with_parent(os.getppid())
     signals = [getattr(signal, name) for name in FORWARDED]
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # none gets lost between fork and the handlers
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, signals
+    )  # none gets lost between fork and the handlers
     child = os.fork()
     if not child:
         become(command, signals)
@@ -86,7 +100,9 @@ def watch(command: list[str]) -> int:
     _, status, usage = os.wait4(child, 0)
     for number in signals:
         signal.signal(number, signal.SIG_IGN)  # its process number may be another's from now on
-    code, killer = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
+    code, killer = (
+        (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
+    )
     note("end", child, exit=code, signal=killer, max_rss_mb=usage.ru_maxrss >> 10)
     if code == CANNOT_BE_HELPED:
         append("cannot-be-helped", "")
@@ -137,7 +153,10 @@ def die_of(number: int) -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core that matters is the program's own
-    signal.signal(number, signal.SIG_DFL) if number not in (signal.SIGKILL, signal.SIGSTOP) else None
+    signal.signal(number, signal.SIG_DFL) if number not in (
+        signal.SIGKILL,
+        signal.SIGSTOP,
+    ) else None
     os.kill(os.getpid(), number)
     os._exit(128 + number)
 
@@ -148,7 +167,14 @@ def note(event: str, child: int, **facts: int | None) -> None:
 
     node = os.environ.get("GPTCTL_NODE", "0")
     who = {"rank": rank(), "local_rank": int(os.environ.get("LOCAL_RANK", "0")), "node": int(node)}
-    line = {"event": event, **who, "host": os.uname().nodename, "pid": child, "time": time.time(), **facts}
+    line = {
+        "event": event,
+        **who,
+        "host": os.uname().nodename,
+        "pid": child,
+        "time": time.time(),
+        **facts,
+    }
     append(f"ranks.{node}.jsonl", json.dumps(line) + "\n")
 
 

@@ -35,7 +35,9 @@ def output_dir(run: RunConfig) -> Path:
 @contextmanager
 def output_folder(run: RunConfig, mesh: Mesh, log: Log) -> Iterator[Checkpoints]:
     """The run's own folder, which no other run writes to meanwhile."""
-    checkpoints = Checkpoints(output_dir(run), run.Engine.save_load.keep_last, mesh, log.info, log.warn)
+    checkpoints = Checkpoints(
+        output_dir(run), run.Engine.save_load.keep_last, mesh, log.info, log.warn
+    )
     mesh.once_per_disk(checkpoints.store.open_for_writing)
     try:
         yield checkpoints
@@ -51,7 +53,9 @@ def choose_checkpoint(run: RunConfig, mesh: Mesh, checkpoints: Checkpoints) -> P
     keeping, own = run.Engine.save_load, checkpoints.store
     if keeping.snapshot_path:
         if keeping.ckpt_dir:
-            raise UserError("ckpt_dir and snapshot_path are two ways to go on", "leave one of them empty")
+            raise UserError(
+                "ckpt_dir and snapshot_path are two ways to go on", "leave one of them empty"
+            )
         return None
     folder = checkpoints.find("auto") if _is_restart(mesh) else None
     if folder is None and keeping.ckpt_dir:
@@ -97,7 +101,9 @@ def _state_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 def _is_restart(mesh: Mesh) -> bool:
     """Whether ranks were started again. Only the torchrun whose rank failed counts it: all are asked."""
-    counts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "GPTCTL_ATTEMPT")]
+    counts = [
+        os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "GPTCTL_ATTEMPT")
+    ]
     return mesh.total(any(count != "0" for count in counts))[0] > 0
 
 
@@ -107,8 +113,12 @@ def _restore_snapshot(t: Training, file: Path) -> None:
         t.log.plain("Snapshot not found. Training model from scratch")
         return
     if not all(seen):
-        raise UserError(f"rank {seen.index(False)} does not see {file}", "put it where all nodes can read it")
-    facts, finished_epoch = load_snapshot(file, t.optimizer.tensors(), lambda facts: _check_same_model(t, facts, file))
+        raise UserError(
+            f"rank {seen.index(False)} does not see {file}", "put it where all nodes can read it"
+        )
+    facts, finished_epoch = load_snapshot(
+        file, t.optimizer.tensors(), lambda facts: _check_same_model(t, facts, file)
+    )
     _take_over(t, _in_our_steps(t, facts, finished_epoch, file))
     t.log.plain(f"Resuming training from snapshot at Epoch {finished_epoch}")
 
@@ -129,7 +139,9 @@ def _take_over(t: Training, facts: Facts) -> None:
     t.precision.restore(facts["scaler"])
     t.optimizer.loaded(facts["updates"])
     if facts["order"] != _order(t) and t.mesh.is_first:
-        t.log.warn("the data, its seed or its number of epochs is not the checkpoint's: samples come in another order")
+        t.log.warn(
+            "the data, its seed or its number of epochs is not the checkpoint's: samples come in another order"
+        )
 
 
 def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
@@ -142,7 +154,11 @@ def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
         try:
             save_snapshot(Path(snapshot_path), t.optimizer.tensors(), _facts_of(t), epoch)
             checkpoints.saved_step, checkpoints.failure = t.progress.step, ""
-            t.log.plain(f"Snapshot saved at epoch {epoch}" if is_regular else f"Save model to {snapshot_path}")
+            t.log.plain(
+                f"Snapshot saved at epoch {epoch}"
+                if is_regular
+                else f"Save model to {snapshot_path}"
+            )
         except OSError as error:
             checkpoints.failure = f"{snapshot_path}: {error.strerror}"
             t.log.warn(f"{snapshot_path} is not saved: {error.strerror}; the one before is kept")
@@ -181,13 +197,19 @@ def _check_same_model(t: Training, facts: Facts, where: Path) -> None:
     if strange := _strange_facts(t, facts):
         raise UserError(f"{where} is refused: {strange}", "use a checkpoint of this program")
     there, here = facts["config"]["Model"], asdict(t.run.Model)
-    different = [f"{key} {there.get(key)} there, {here[key]} here" for key in MODEL_KEYS if there.get(key) != here[key]]
+    different = [
+        f"{key} {there.get(key)} there, {here[key]} here"
+        for key in MODEL_KEYS
+        if there.get(key) != here[key]
+    ]
     vocabulary = t.splits.characters.vocabulary if t.splits.characters else None
     if not different and facts["vocabulary"] != vocabulary:
         different = ["its vocabulary has other characters"]
     if different:
         message = f"{where} is a checkpoint of another model: {'; '.join(different)}"
-        raise UserError(message, "use the config it was made with, or leave Engine.save_load.ckpt_dir empty")
+        raise UserError(
+            message, "use the config it was made with, or leave Engine.save_load.ckpt_dir empty"
+        )
 
 
 def _strange_facts(t: Training, facts: Facts) -> str:
@@ -196,8 +218,14 @@ def _strange_facts(t: Training, facts: Facts) -> str:
     lacking = [key for key in expected if key not in facts]
     if lacking:
         return f"it does not say its {lacking[0]}"
-    wrong = [key for key in ("step", "updates", "samples") if not isinstance(facts[key], int) or facts[key] < 0]
+    wrong = [
+        key
+        for key in ("step", "updates", "samples")
+        if not isinstance(facts[key], int) or facts[key] < 0
+    ]
     wrong += [key for key in ("scaler", "config") if not isinstance(facts[key], dict)]
-    if not wrong and (facts["scaler"].keys() != expected["scaler"].keys() or "Model" not in facts["config"]):
+    if not wrong and (
+        facts["scaler"].keys() != expected["scaler"].keys() or "Model" not in facts["config"]
+    ):
         wrong = ["config"]
     return f"its {wrong[0]} makes no sense" if wrong else ""

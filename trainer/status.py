@@ -47,6 +47,8 @@ def tell_failure(folder: Path, reason: str) -> None:
 
 
 def _write(file: Path, state: str, **facts: Any) -> None:
-    text = json.dumps({"state": state, "time": time.time(), "host": socket.gethostname(), **facts}, indent=1)
+    text = json.dumps(
+        {"state": state, "time": time.time(), "host": socket.gethostname(), **facts}, indent=1
+    )
     with _writing, replacing(file) as stream:  # another thread may tell that the run has failed
         stream.write(f"{text}\n".encode())

@@ -31,7 +31,9 @@ from trainer.state import Progress, Training
 from trainer.status import told_status
 from trainer.stop import StopRequest
 
-MAX_SKIPPED = 100  # updates in a row without a finite gradient: nothing will come of this run any more
+MAX_SKIPPED = (
+    100  # updates in a row without a finite gradient: nothing will come of this run any more
+)
 MINGPT_FREQ = 100  # iterations between the lines of minGPT
 
 
@@ -48,7 +50,9 @@ def train(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> None:
             else:
                 save_unless_checking(t, checkpoints)
                 tell("stopped", step=t.progress.step, signal=stop.signal or "sent to another rank")
-                log.info(f"Stopped on purpose at global step {t.progress.step}; ckpt_dir: auto goes on from here.")
+                log.info(
+                    f"Stopped on purpose at global step {t.progress.step}; ckpt_dir: auto goes on from here."
+                )
 
 
 def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training:
@@ -59,7 +63,9 @@ def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training
     optimizer = Optimizer(parallel.weights, run.Optimizer)
     metrics = Metrics(run, mesh, log, output_dir(run))
     announce(run, mesh, log, splits, length, parallel.weights)
-    return Training(run, mesh, log, stop, splits, length, parallel, precision, optimizer, metrics, Progress())
+    return Training(
+        run, mesh, log, stop, splits, length, parallel, precision, optimizer, metrics, Progress()
+    )
 
 
 def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
@@ -73,7 +79,9 @@ def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
         clock.data_is_here()
         t.mesh.pulse.tick(f"at global step {t.progress.step + 1}")
         # One small sum over all ranks per step: the tokens to average over, and whether any rank was told to stop.
-        num_predicted, stops = t.mesh.total(batch.num_predicted / t.mesh.layout.readers, bool(t.stop.signal))
+        num_predicted, stops = t.mesh.total(
+            batch.num_predicted / t.mesh.layout.readers, bool(t.stop.signal)
+        )
         if stops:
             return False
         loss, norm = compute_gradients(t, batch, num_predicted)
@@ -120,7 +128,9 @@ def update_weights(t: Training, norm: float) -> None:
     progress.step += 1
     progress.samples += t.run.Global.global_batch_size
     if is_finite:
-        t.optimizer.step(learning_rate(t.run.Optimizer.lr, progress.updates + 1), norm, t.precision.scale)
+        t.optimizer.step(
+            learning_rate(t.run.Optimizer.lr, progress.updates + 1), norm, t.precision.scale
+        )
         progress.updates, progress.skipped = progress.updates + 1, 0
     else:
         progress.skipped += 1
@@ -133,7 +143,9 @@ def update_weights(t: Training, norm: float) -> None:
 def warn_of_skip(t: Training, norm: float) -> None:
     scale = f", loss scale is now {t.precision.scale:g}" if t.precision.is_dynamic else ""
     if t.mesh.is_first:
-        t.log.warn(f"global step {t.progress.step}: the gradient norm is {norm}, update skipped{scale}")
+        t.log.warn(
+            f"global step {t.progress.step}: the gradient norm is {norm}, update skipped{scale}"
+        )
     if t.progress.skipped == MAX_SKIPPED:
         hint = "lower Optimizer.lr.max_lr, use bfloat16, or look at the data of these steps"
         raise UserError(f"no progress: {MAX_SKIPPED} updates in a row had no finite gradient", hint)
@@ -168,7 +180,9 @@ def evaluation_is_due(t: Training) -> bool:
 def evaluate_and_log(t: Training) -> None:
     engine = t.run.Engine
     if t.log.style == "mingpt":
-        everything = math.ceil(t.splits.valid.size / t.run.Global.global_batch_size) if t.splits.valid else 0
+        everything = (
+            math.ceil(t.splits.valid.size / t.run.Global.global_batch_size) if t.splits.valid else 0
+        )
         evaluate(t, "valid", 0, everything)
     else:  # every evaluation goes on where the one before ended
         period = t.length.steps_per_epoch if engine.run_mode == "epoch" else engine.eval_freq
@@ -187,7 +201,9 @@ def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
     t.parallel.train(False)
     for number in range(iterations):
         t.mesh.pulse.tick(f"evaluating at global step {t.progress.step}, batch {number + 1}")
-        if t.mesh.total(bool(t.stop.signal))[0]:  # whoever wants the run to end does not wait for this
+        if t.mesh.total(bool(t.stop.signal))[
+            0
+        ]:  # whoever wants the run to end does not wait for this
             t.parallel.train()
             return
         batch = batches.read((first + number) * t.run.Global.global_batch_size)
@@ -232,10 +248,17 @@ def write_sample(t: Training, checkpoints: Checkpoints) -> None:
     if t.mesh.world > t.mesh.layout.dp:
         model = whole_model(t, checkpoints)
     context = t.run.Data.Train.dataset.max_seq_len
-    prompt = reader(t, "test" if t.splits.test else "train").read(0).inputs[0, : context // 2 + 1].tolist()
+    prompt = (
+        reader(t, "test" if t.splits.test else "train")
+        .read(0)
+        .inputs[0, : context // 2 + 1]
+        .tolist()
+    )
     for number in range(samples):
         seed = t.run.Global.seed + number
-        tokens = generate(model, prompt, len(characters.vocabulary), context, t.run.Generation, seed, t.stop)
+        tokens = generate(
+            model, prompt, len(characters.vocabulary), context, t.run.Generation, seed, t.stop
+        )
         t.log.info(f"A sample, after {characters.decode(prompt)!r}:\n{characters.decode(tokens)}")
 
 
@@ -243,7 +266,9 @@ def reader(t: Training, name: str) -> Reader:
     split, batch = getattr(t.splits, name), batch_of(t.run)
     part = getattr(t.run.Data, {"train": "Train", "valid": "Eval", "test": "Test"}[name])
     # In epoch mode every epoch begins with a whole batch; otherwise one sample follows another without a gap.
-    by_epoch = t.run.Engine.run_mode == "epoch" and name == "train" and t.splits.characters is not None
+    by_epoch = (
+        t.run.Engine.run_mode == "epoch" and name == "train" and t.splits.characters is not None
+    )
     epoch_length = t.length.steps_per_epoch * batch.global_size if by_epoch else split.size
     shuffle_key = t.run.Global.seed if part.sampler.shuffle else None
     return Reader(split, batch, t.mesh.data_rank, epoch_length, shuffle_key, t.mesh.device)

@@ -60,7 +60,9 @@ class Backend(Protocol):
 
 
 def output_seen_here(record: JobRecord) -> tuple[str, list[str]]:
-    return record.output_dir, os.listdir(record.output_dir) if os.path.isdir(record.output_dir) else []
+    return record.output_dir, os.listdir(record.output_dir) if os.path.isdir(
+        record.output_dir
+    ) else []
 
 
 def backend_of(kind: str) -> Backend:

@@ -15,7 +15,15 @@ from typing import Any
 from gptctl.backends import State, output_seen_here
 from gptctl.jobs import JobRecord, private_files
 from gptctl.launch_plan import LaunchPlan
-from gptctl.processes import clean_environment, is_alive, is_here, is_same_boot, kill_all, processes_of, send
+from gptctl.processes import (
+    clean_environment,
+    is_alive,
+    is_here,
+    is_same_boot,
+    kill_all,
+    processes_of,
+    send,
+)
 from gptctl.run_folder import (
     CANCELLED,
     LOST,
@@ -47,7 +55,9 @@ def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
         )
     os.close(writing)
     answered, _, _ = select.select([reading], [], [], START_PATIENCE)
-    answer = os.read(reading, 1) if answered else b""  # or nothing, when it ended before it could answer
+    answer = (
+        os.read(reading, 1) if answered else b""
+    )  # or nothing, when it ended before it could answer
     os.close(reading)
     claim = RunFolder(plan.run_dir).claimed_by()
     if answer != b"1" or not claim:
@@ -78,7 +88,11 @@ def state(record: JobRecord) -> State:
         return State(UNKNOWN, f"it runs on {owner.get('host')}: ask there")
     if not claim:
         alive = is_alive(record.submitter)
-        return State(PENDING, "being submitted") if alive else State(LOST, "gptctl ended before the job was started")
+        return (
+            State(PENDING, "being submitted")
+            if alive
+            else State(LOST, "gptctl ended before the job was started")
+        )
     if not folder.path.is_dir():
         runs = is_alive(claim) or (is_same_boot(claim) and processes_of(record.run_dir))
         return State(RUNNING if runs else LOST, f"its folder {record.run_dir} is gone")
@@ -124,7 +138,9 @@ def cancel(record: JobRecord, now: bool) -> None:
         _ask_torchrun(folder)
         _wait_while(lambda: bool(processes_of(record.run_dir)), STOP_PATIENCE)
     if left := kill_all(record.run_dir):
-        raise UserError(f"processes {left} of {record.id} cannot be ended", "are they yours?", OUT_OF_REACH)
+        raise UserError(
+            f"processes {left} of {record.id} cannot be ended", "are they yours?", OUT_OF_REACH
+        )
     if has_folder and not folder.result():
         folder.finish(CANCELLED, "cancelled")
 

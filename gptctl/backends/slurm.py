@@ -46,7 +46,8 @@ LATE = 3600.0  # seconds after which the accounting knows a job, if it ever will
 
 # Such as `slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2024-05-01T10:00:00 DUE TO PREEMPTION ***`
 LAST_WORDS = re.compile(
-    r"^(?:srun|slurmstepd\S*): error: (Node failure on .*|\*\*\* JOB .* DUE TO .*? \*\*\*)", re.MULTILINE
+    r"^(?:srun|slurmstepd\S*): error: (Node failure on .*|\*\*\* JOB .* DUE TO .*? \*\*\*)",
+    re.MULTILINE,
 )
 
 STATES = {
@@ -78,7 +79,9 @@ def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
     job, was_doubtful = _send_once(plan, record, deadline)
     handle = {"scheduler_id": job, "host": os.uname().nodename}
     if not RunFolder(plan.run_dir).take(handle):
-        raise UserError(f"{plan.job_id} was given up by another gptctl", "submit it again", OUT_OF_REACH)
+        raise UserError(
+            f"{plan.job_id} was given up by another gptctl", "submit it again", OUT_OF_REACH
+        )
     if was_doubtful:
         _cancel(other.id for other in _found(record, deadline) if other.id != job)
     _release(job, record, deadline)
@@ -124,7 +127,13 @@ def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
                 return file.read()
 
         def _make_submission_command(self, submission_file_path: Any) -> list[str]:
-            return [*_clean_prefix(), "sbatch", "--hold", f"--comment={comment}", str(submission_file_path)]
+            return [
+                *_clean_prefix(),
+                "sbatch",
+                "--hold",
+                f"--comment={comment}",
+                str(submission_file_path),
+            ]
 
     try:
         with private_files(), redirect_stderr(io.StringIO()):  # submitit prints what it raises
@@ -134,7 +143,9 @@ def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
         said = slurm.said_by(str(error)) or "sbatch was killed"
         raise slurm.failure(said) from None
     except RuntimeError as error:  # without srun submitit believes in no cluster
-        raise SlurmError(f"there is no Slurm here: {error}", is_doubtful=False, is_missing=True) from None
+        raise SlurmError(
+            f"there is no Slurm here: {error}", is_doubtful=False, is_missing=True
+        ) from None
 
 
 def _sent(plan: LaunchPlan) -> str:
@@ -155,7 +166,9 @@ def _found(record: JobRecord, deadline: float) -> list[Seen]:
     has_said = False
     while True:
         try:
-            return sorted(slurm.with_token(record.token, record.run_dir), key=lambda job: int(job.id))
+            return sorted(
+                slurm.with_token(record.token, record.run_dir), key=lambda job: int(job.id)
+            )
         except SlurmError as error:
             if not error.is_doubtful or time.monotonic() > deadline:
                 raise
@@ -200,7 +213,9 @@ def abandon(record: JobRecord) -> bool:
             return True
         raise
     has_begun = any(job.id == owner and not job.is_held for job in jobs)
-    if owner and owner not in {job.id for job in jobs}:  # forgotten after it ran, or lost before it was released
+    if owner and owner not in {
+        job.id for job in jobs
+    }:  # forgotten after it ran, or lost before it was released
         has_begun = folder.attempts() > 0 or folder.result() is not None
     _cancel(job.id for job in jobs if job.id != owner or not has_begun)
     return not has_begun
@@ -209,7 +224,9 @@ def abandon(record: JobRecord) -> bool:
 def expect(records: Sequence[JobRecord]) -> None:
     QUEUE.look()
     with suppress(SlurmError):  # then each says so itself
-        QUEUE.look_up([record.handle["scheduler_id"] for record in records if "scheduler_id" in record.handle])
+        QUEUE.look_up(
+            [record.handle["scheduler_id"] for record in records if "scheduler_id" in record.handle]
+        )
 
 
 def following(record: JobRecord) -> AbstractContextManager[None]:
@@ -227,13 +244,21 @@ def state(record: JobRecord) -> State:
     if claim.get("abandoned"):
         return State(CANCELLED, "given up before it was submitted")
     if not job and not is_here(record.submitter):
-        return State(UNKNOWN, f"it is being submitted on {record.submitter.get('host')}, or was: ask there")
+        return State(
+            UNKNOWN, f"it is being submitted on {record.submitter.get('host')}, or was: ask there"
+        )
     if not job:
         alive = is_alive(record.submitter)
-        return State(PENDING, "being submitted") if alive else State(LOST, "gptctl ended before the job was submitted")
+        return (
+            State(PENDING, "being submitted")
+            if alive
+            else State(LOST, "gptctl ended before the job was submitted")
+        )
     QUEUE.look()
     seen = QUEUE.jobs.get(job)
-    if seen and seen.work_dir == record.run_dir:  # a controller that lost its state gives the same ids out again
+    if (
+        seen and seen.work_dir == record.run_dir
+    ):  # a controller that lost its state gives the same ids out again
         return _silence(_as_seen(seen, folder, record))
     if QUEUE.silent_since is not None:
         return _silence(State(UNKNOWN))
@@ -242,11 +267,16 @@ def state(record: JobRecord) -> State:
     try:
         known = QUEUE.record(job)
     except SlurmError as error:
-        return State(UNKNOWN, f"the controller has forgotten it, and the accounting does not answer: {error.said}")
+        return State(
+            UNKNOWN,
+            f"the controller has forgotten it, and the accounting does not answer: {error.said}",
+        )
     if known and known.work_dir == record.run_dir:
         return _ended(known, folder, record)
     if QUEUE.has_accounting and time.time() - record.created < LATE:
-        return State(UNKNOWN, f"the controller does not know job {job} any more, and the accounting not yet")
+        return State(
+            UNKNOWN, f"the controller does not know job {job} any more, and the accounting not yet"
+        )
     where = "" if folder.path.is_dir() else f", and its folder {record.run_dir} is gone"
     return State(LOST, f"Slurm does not know job {job} any more, and it has left no result{where}")
 
@@ -262,14 +292,18 @@ def _silence(state: State) -> State:
 def _as_seen(seen: Seen, folder: RunFolder, record: JobRecord) -> State:
     kind = STATES.get(seen.state, UNKNOWN)
     if kind == PENDING:
-        return State(PENDING, "; ".join(filter(None, [_requeued(seen, folder, record), _why(seen)])))
+        return State(
+            PENDING, "; ".join(filter(None, [_requeued(seen, folder, record), _why(seen)]))
+        )
     if kind == RUNNING:
         begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
         again = f"attempt {folder.attempts() - 1}" if folder.attempts() > 1 else ""
         stage = "" if begun else "starting"
         if seen.state != "RUNNING":
             stage = seen.state.lower()
-        return State(RUNNING, ", ".join(filter(None, [again, stage, _requeued(seen, folder, record)])))
+        return State(
+            RUNNING, ", ".join(filter(None, [again, stage, _requeued(seen, folder, record)]))
+        )
     if kind == UNKNOWN:
         return State(UNKNOWN, f"Slurm calls it {seen.state}")
     if result := folder.result():
@@ -280,10 +314,16 @@ def _as_seen(seen: Seen, folder: RunFolder, record: JobRecord) -> State:
 
 
 def _why(seen: Seen) -> str:
-    expected = "" if seen.start in ("", "N/A", "Unknown") else f", expected to start {seen.start.replace('T', ' ')}"
+    expected = (
+        ""
+        if seen.start in ("", "N/A", "Unknown")
+        else f", expected to start {seen.start.replace('T', ' ')}"
+    )
     reason = "" if seen.reason in ("", "None") else seen.reason
     if HOPELESS.search(reason):
-        return f"{reason}: that does not pass by itself; cancel it, and ask for what the cluster has"
+        return (
+            f"{reason}: that does not pass by itself; cancel it, and ask for what the cluster has"
+        )
     return f"{reason}{expected}" if reason else expected.removeprefix(", ")
 
 
@@ -311,12 +351,22 @@ def _ended(end: Recorded, folder: RunFolder, record: JobRecord) -> State:
     if kind == COMPLETED:
         return State(COMPLETED, "Slurm says so; the job could not write its own result")
     if kind == CANCELLED:
-        return _kept(State(CANCELLED, "cancelled" if folder.cancelled.exists() else "cancelled with scancel"), folder)
+        return _kept(
+            State(
+                CANCELLED, "cancelled" if folder.cancelled.exists() else "cancelled with scancel"
+            ),
+            folder,
+        )
     if end.signal == CANNOT_START and not folder.attempts():
         words = f"Slurm could not start its script on {end.nodes or 'a node'}: do the nodes see {record.run_dir}?"
         return _kept(State(kind, f"{words} gptctl doctor --cluster {record.cluster}"), folder)
     facts = {"exit code": end.code, "signal": end.signal, "on": end.nodes}
-    words = ", ".join([f"Slurm calls it {end.state}", *(f"{name} {value}" for name, value in facts.items() if value)])
+    words = ", ".join(
+        [
+            f"Slurm calls it {end.state}",
+            *(f"{name} {value}" for name, value in facts.items() if value),
+        ]
+    )
     return _kept(State(kind, f"{words}{_ending_words(record, folder)}"), folder)
 
 
@@ -337,7 +387,11 @@ def cancel(record: JobRecord, now: bool) -> None:
     if any(job.state == "RUNNING" for job in jobs.values()) and folder.path.is_dir() and not now:
         _ask(jobs, record)
     QUEUE.look(now=True)
-    left = [job.id for job in QUEUE.jobs.values() if job.id in jobs and STATES.get(job.state) in (PENDING, RUNNING)]
+    left = [
+        job.id
+        for job in QUEUE.jobs.values()
+        if job.id in jobs and STATES.get(job.state) in (PENDING, RUNNING)
+    ]
     if left:
         if now:
             _try("scancel", "--signal=KILL", "--full", *left)
@@ -375,10 +429,16 @@ def _wait_until_ended(jobs: set[str], record: JobRecord) -> None:
     while time.monotonic() < deadline:
         QUEUE.look(now=True)
         left = [QUEUE.jobs[job] for job in jobs if job in QUEUE.jobs]
-        if QUEUE.silent_since is None and not any(STATES.get(job.state) in (PENDING, RUNNING) for job in left):
+        if QUEUE.silent_since is None and not any(
+            STATES.get(job.state) in (PENDING, RUNNING) for job in left
+        ):
             return
         time.sleep(1)
-    raise UserError(f"{record.id} has not ended in {STOP_PATIENCE:.0f} s", "ask again: gptctl status", OUT_OF_REACH)
+    raise UserError(
+        f"{record.id} has not ended in {STOP_PATIENCE:.0f} s",
+        "ask again: gptctl status",
+        OUT_OF_REACH,
+    )
 
 
 output = output_seen_here

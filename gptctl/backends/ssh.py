@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 MOST_JOBS = 4  # that are asked for at once: sshd lets only few come in at the same time
 END_PATIENCE = 120.0  # seconds that a host has to end a job
 
-MIRRORS: dict[str, Mirror] = {}  # of every job that this process has asked for, with open connections
+MIRRORS: dict[
+    str, Mirror
+] = {}  # of every job that this process has asked for, with open connections
 
 
 def mirror_of(record: JobRecord) -> Mirror:
@@ -56,7 +58,9 @@ def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
 def _arm(launch: Launch, folder: RunFolder) -> None:
     try:
         launch.arm()
-    except BaseException:  # an interruption, too: nothing runs anywhere; where we cannot, the agents take it back
+    except (
+        BaseException
+    ):  # an interruption, too: nothing runs anywhere; where we cannot, the agents take it back
         folder.take({"abandoned": True})
         launch.take_back()
         raise
@@ -64,7 +68,9 @@ def _arm(launch: Launch, folder: RunFolder) -> None:
 
 def expect(records: Sequence[JobRecord]) -> None:
     started = [record for record in records if record.handle]
-    with private_files():  # around all threads: a umask is the whole process's, and each would restore what it found
+    with (
+        private_files()
+    ):  # around all threads: a umask is the whole process's, and each would restore what it found
         at_once(lambda record: mirror_of(record).refresh(), started, MOST_JOBS)
 
 
@@ -87,14 +93,24 @@ def state(record: JobRecord) -> State:
 
 def _half_submitted(record: JobRecord) -> State:
     if not is_here(record.submitter):
-        return State(UNKNOWN, f"it is being submitted on {record.submitter.get('host')}, or was: ask there")
+        return State(
+            UNKNOWN, f"it is being submitted on {record.submitter.get('host')}, or was: ask there"
+        )
     alive = is_alive(record.submitter)
     if not alive and RunFolder(record.run_dir).in_doubt.exists():
-        return State(UNKNOWN, "whether it was started is not known: its first host was lost at that moment")
-    return State(PENDING, "being submitted") if alive else State(LOST, "gptctl ended before the job was started")
+        return State(
+            UNKNOWN, "whether it was started is not known: its first host was lost at that moment"
+        )
+    return (
+        State(PENDING, "being submitted")
+        if alive
+        else State(LOST, "gptctl ended before the job was started")
+    )
 
 
-def _as_seen(name: str, seen: Mapping[str, Any] | None, record: JobRecord, away: Sequence[str]) -> State:
+def _as_seen(
+    name: str, seen: Mapping[str, Any] | None, record: JobRecord, away: Sequence[str]
+) -> State:
     """By what its first host says."""
     if seen is None:
         return State(LOST, f"its folder on {name} is gone")
@@ -105,9 +121,13 @@ def _as_seen(name: str, seen: Mapping[str, Any] | None, record: JobRecord, away:
     if seen["result"]:  # which is not here yet: another gptctl writes the copy
         return State(*seen["result"][:2])
     if seen["processes"]:
-        return State(RUNNING, f"its agent on {name} is gone: nobody restarts it or keeps the time limit")
+        return State(
+            RUNNING, f"its agent on {name} is gone: nobody restarts it or keeps the time limit"
+        )
     is_same_boot = seen["boot"] == record.handle.get("boot")
-    return State(LOST, f"its agent on {name} was killed" if is_same_boot else f"{name} was restarted")
+    return State(
+        LOST, f"its agent on {name} was killed" if is_same_boot else f"{name} was restarted"
+    )
 
 
 def cancel(record: JobRecord, now: bool) -> None:
@@ -127,8 +147,14 @@ def cancel(record: JobRecord, now: bool) -> None:
     mirror.refresh(0.0)
     _note(record, wrong)
     if wrong:
-        message = f"{record.id} is not ended everywhere: {'; '.join(error.message for error in wrong)}"
-        raise UserError(message, f"cancel it again when they can be reached: gptctl cancel {record.id}", OUT_OF_REACH)
+        message = (
+            f"{record.id} is not ended everywhere: {'; '.join(error.message for error in wrong)}"
+        )
+        raise UserError(
+            message,
+            f"cancel it again when they can be reached: gptctl cancel {record.id}",
+            OUT_OF_REACH,
+        )
     if not RunFolder(record.run_dir).result():
         with private_files():
             RunFolder(record.run_dir).finish(CANCELLED, "cancelled")

@@ -83,7 +83,9 @@ def _profile_rows(name: str, profile: Profile) -> Iterator[Row]:
 
 
 def _is_about(finding: Finding, file: str) -> bool:
-    return finding.key == "Launch.cluster" or (finding.place is not None and finding.place.file == file)
+    return finding.key == "Launch.cluster" or (
+        finding.place is not None and finding.place.file == file
+    )
 
 
 @contextmanager
@@ -93,7 +95,9 @@ def _guarded(rows: list[Row], root: str) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename if isinstance(error.filename, str) else root
-        rows.append(wrong("run_root", f"{where}: {error.strerror}", "choose a folder that you may write to"))
+        rows.append(
+            wrong("run_root", f"{where}: {error.strerror}", "choose a folder that you may write to")
+        )
 
 
 def _on_this_machine(visit: Visit, cluster: Cluster) -> list[Row]:
@@ -103,7 +107,12 @@ def _on_this_machine(visit: Visit, cluster: Cluster) -> list[Row]:
         rows.append(ok("run_root", f"{root}, writable"))
         gpus = visible_gpus()
         plan = plan_probe(
-            visit.name, visit.site, folder, 1, cluster.gpus_per_node or gpus or 1, "gpu" if gpus else "cpu"
+            visit.name,
+            visit.site,
+            folder,
+            1,
+            cluster.gpus_per_node or gpus or 1,
+            "gpu" if gpus else "cpu",
         )
         fill(folder, plan, visit.site)
         visit.say("looking at this machine …")
@@ -111,7 +120,9 @@ def _on_this_machine(visit: Visit, cluster: Cluster) -> list[Row]:
         if seen := here.gpus_seen(folder):
             visit.say("measuring an all-reduce …")
             here.run_here(folder, "reduce", GPTCTL_GPUS=seen)
-        promised = (cluster.gpus_per_node or gpus) if gpus else 0  # without any, a number means ranks
+        promised = (
+            (cluster.gpus_per_node or gpus) if gpus else 0
+        )  # without any, a number means ranks
         wanted = Wanted(promised, cluster.gpus_per_node or gpus or 1, several=False)
         rows += rows_of(folder, [here.this_host()], Sightings(folder, 1), wanted)
     return rows
@@ -123,7 +134,13 @@ def _on_hosts(visit: Visit, cluster: Cluster, rows: list[Row]) -> Report:
 
     nodes = visit.nodes or len(cluster.hosts)
     if nodes > len(cluster.hosts):
-        rows.append(wrong("nodes", f"{nodes} asked for, the profile lists {len(cluster.hosts)}", "list more hosts"))
+        rows.append(
+            wrong(
+                "nodes",
+                f"{nodes} asked for, the profile lists {len(cluster.hosts)}",
+                "list more hosts",
+            )
+        )
         return Report(cluster.name, rows)
     hosts = Hosts(cluster, ways(cluster)[:nodes])
     visit.say(f"connecting to {count(nodes, 'host')} …")
@@ -156,7 +173,9 @@ def _seen_on_hosts(visit: Visit, hosts: Hosts, plan: LaunchPlan, folder: Path) -
         visit.say("measuring an all-reduce …")
         head |= {"MASTER_PORT": str(first["port"]), "GPTCTL_GPUS": min(gpus, key=int)}
         hosts.act("reduce", plan, folder, **head)
-    has_gpus = any(number not in ("", "0") for number in gpus)  # without any, a number in the profile means ranks
+    has_gpus = any(
+        number not in ("", "0") for number in gpus
+    )  # without any, a number in the profile means ranks
     wanted = Wanted(plan.per_node if has_gpus else 0, plan.per_node, several=plan.nodes > 1)
     away = {name for number, name in enumerate(names) if number not in hosts.open}
     return [row for row in [*rows, *rows_of(folder, names, None, wanted)] if row.node not in away]
@@ -185,13 +204,21 @@ def _on_nodes(visit: Visit, cluster: Cluster, sight: slurm_side.Sight, rows: lis
             rows.append(Row("nodes", "", "notice", "not looked at", "see what is wrong above"))
             return
         if nodes > sight.most:
-            rows.append(wrong("nodes", f"{nodes} asked for, a job can have {sight.most}", f"--nodes {sight.most}"))
+            rows.append(
+                wrong(
+                    "nodes",
+                    f"{nodes} asked for, a job can have {sight.most}",
+                    f"--nodes {sight.most}",
+                )
+            )
             return
         is_gpu = cluster.gpu_request != "none" and sight.gpus(nodes) > 0
         promised = cluster.gpus_per_node or (sight.gpus(nodes) if is_gpu else 1)
         # A number that no node has is told above: the rest is looked at with what there is.
         per_node = min(promised, sight.gpus(nodes)) if is_gpu else promised
-        plan = plan_probe(visit.name, visit.site, folder, nodes, per_node, "gpu" if is_gpu else "cpu")
+        plan = plan_probe(
+            visit.name, visit.site, folder, nodes, per_node, "gpu" if is_gpu else "cpu"
+        )
         fill(folder, plan, visit.site)
         sightings = Sightings(folder, nodes)
         rows.append(run_on_nodes(folder, nodes, visit.timeout, sightings, visit.say))

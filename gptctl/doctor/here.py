@@ -18,15 +18,25 @@ PATIENCE = 120.0
 
 def run_here(folder: Path, *words: str, **variables: str) -> None:
     """Runs the script of a node; none of its processes stays."""
-    own = {"GPTCTL_NODE": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port(LOOPBACK)), **variables}
+    own = {
+        "GPTCTL_NODE": "0",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(free_port(LOOPBACK)),
+        **variables,
+    }
     command = ["bash", str(folder / NODE_SCRIPT), *words]
     with subprocess.Popen(
-        command, env={**clean_environment(), **own}, stdin=subprocess.DEVNULL, start_new_session=True
+        command,
+        env={**clean_environment(), **own},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
     ) as process:
         try:
             process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            (folder / f"{words[0]}.failed").write_text(f"it did not come to an end in {PATIENCE:.0f} s")
+            (folder / f"{words[0]}.failed").write_text(
+                f"it did not come to an end in {PATIENCE:.0f} s"
+            )
         finally:
             with undisturbed():
                 process.kill()

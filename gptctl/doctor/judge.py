@@ -51,7 +51,12 @@ def judge_nodes(nodes: Sequence[Node], wanted: Wanted) -> list[Row]:
 def _judge(node: Node, wanted: Wanted) -> Iterator[Row]:
     facts = node.facts
     if node.unseen:
-        yield wrong("run_root", node.unseen, "it must be one folder that every node sees and may write to", node.name)
+        yield wrong(
+            "run_root",
+            node.unseen,
+            "it must be one folder that every node sees and may write to",
+            node.name,
+        )
         return
     if facts is None:
         yield _silent(node)
@@ -73,7 +78,10 @@ def _silent(node: Node) -> Row:
     if not node.failed:
         said = f"; its last words: {node.said}" if node.said else ""
         return wrong(
-            "node", f"it told nothing{said}", "gptctl doctor once more; then ask those who run the cluster", node.name
+            "node",
+            f"it told nothing{said}",
+            "gptctl doctor once more; then ask those who run the cluster",
+            node.name,
         )
     fixes = {
         "setup": "try that line of the profile's `setup` in a shell on the node",
@@ -95,13 +103,20 @@ def _space(name: str, free: int) -> Row:
 def _python(name: str, facts: Mapping[str, Any]) -> Row:
     found = f"{facts['version']}, {facts['python']}"
     if numbers(facts["version"]) < OLDEST_PYTHON:
-        return wrong("python", found, f"the trainer needs Python {dotted(OLDEST_PYTHON)} or newer; {ENVIRONMENT}", name)
+        return wrong(
+            "python",
+            found,
+            f"the trainer needs Python {dotted(OLDEST_PYTHON)} or newer; {ENVIRONMENT}",
+            name,
+        )
     return ok("python", found, name)
 
 
 def _libraries(node: Node, facts: Mapping[str, Any], wanted: Wanted) -> Iterator[Row]:
     if "error" in facts:
-        yield wrong("torch", facts["error"], f"pip install torch numpy there; {ENVIRONMENT}", node.name)
+        yield wrong(
+            "torch", facts["error"], f"pip install torch numpy there; {ENVIRONMENT}", node.name
+        )
         return
     if "gpus" not in facts:
         said = f"; its last words: {node.said}" if node.said else ""
@@ -109,7 +124,9 @@ def _libraries(node: Node, facts: Mapping[str, Any], wanted: Wanted) -> Iterator
         return
     found = f"{facts['torch']}, numpy {facts['numpy']}"
     if numbers(facts["torch"]) < OLDEST_TORCH:
-        yield warning("torch", found, f"tested with torch {dotted(OLDEST_TORCH)} and newer", node.name)
+        yield warning(
+            "torch", found, f"tested with torch {dotted(OLDEST_TORCH)} and newer", node.name
+        )
     else:
         yield ok("torch", found, node.name)
     yield _gpus(node.name, facts["gpus"], wanted)
@@ -119,7 +136,9 @@ def _gpus(name: str, seen: Sequence[str], wanted: Wanted) -> Row:
     kinds = ", ".join(dict.fromkeys(seen))
     found = f"torch sees {len(seen)}{f' ({kinds})' if kinds else ''}"
     if len(seen) >= wanted.gpus:
-        return ok("GPUs", found if seen or wanted.gpus else "none: jobs need Global.device: cpu", name)
+        return ok(
+            "GPUs", found if seen or wanted.gpus else "none: jobs need Global.device: cpu", name
+        )
     fix = "is torch built for CUDA, is the driver there (nvidia-smi), does the job get its GPUs?"
     if not seen:
         fix += " For jobs without GPUs: gpu_request: none"
@@ -140,7 +159,9 @@ def _network(name: str, facts: Mapping[str, Any]) -> Row:
         return wrong("network", f"no interface leads to node 0 at {facts['head']}", fix, name)
     if not address:
         fix = "let `interface` of the ssh host, or GLOO_ and NCCL_SOCKET_IFNAME in env, name one that it has"
-        return wrong("network", f"there is no interface {interface}, or it has no IPv4 address", fix, name)
+        return wrong(
+            "network", f"there is no interface {interface}, or it has no IPv4 address", fix, name
+        )
     if address.startswith("127."):
         fix = "ranks on other nodes cannot reach it: choose another `interface`, or GLOO_SOCKET_IFNAME"
         return wrong("network", f"{interface} has the loopback address {address}", fix, name)
@@ -165,7 +186,9 @@ def judge_clock(name: str, clock: float, sighting: Sighting) -> Row:
     fix = "let chrony or ntpd set the clock of each machine"
     if max(ahead, behind) > SMALL_SKEW:
         row = wrong if max(ahead, behind) > LARGE_SKEW else warning
-        found = f"{max(ahead, behind):.0f} s {'ahead of' if ahead > behind else 'behind'} this machine"
+        found = (
+            f"{max(ahead, behind):.0f} s {'ahead of' if ahead > behind else 'behind'} this machine"
+        )
         return row("clock", found, fix, name)
     if sighting.missing - clock > SMALL_SKEW:
         found = f"{sighting.missing - clock:.0f} s behind this machine, or files of nodes arrive here so late"
@@ -176,7 +199,9 @@ def judge_clock(name: str, clock: float, sighting: Sighting) -> Row:
 def judge_port(name: str, facts: Mapping[str, Any]) -> Row:
     """Of the first host, where ranks meet."""
     if not facts["port"]:
-        return wrong("port", "none is free for ranks to meet", "end what listens on all of them", name)
+        return wrong(
+            "port", "none is free for ranks to meet", "end what listens on all of them", name
+        )
     words = f"{facts['port']} is free for ranks to meet"
     return ok("port", words, name)
 
@@ -189,7 +214,9 @@ def _compared(nodes: Sequence[Node]) -> Iterator[Row]:
             if node.facts and key in node.facts:
                 names.setdefault(node.facts[key], []).append(node.name)
         if len(names) > 1:
-            found = "; ".join(f"{version} on {', '.join(those)}" for version, those in names.items())
+            found = "; ".join(
+                f"{version} on {', '.join(those)}" for version, those in names.items()
+            )
             yield wrong(check, found, f"all ranks need the same: {ENVIRONMENT}")
         elif sum(map(len, names.values())) > 1:
             yield ok(check, f"{next(iter(names))} on all nodes")
@@ -205,7 +232,11 @@ def judge_reduce(measured: Mapping[str, Any], nodes: Sequence[str]) -> list[Row]
     )
     if not measured["is_right"]:
         return [
-            wrong("all-reduce", f"its sum is wrong; {found}", "set NCCL_DEBUG=INFO and look for a broken link or GPU")
+            wrong(
+                "all-reduce",
+                f"its sum is wrong; {found}",
+                "set NCCL_DEBUG=INFO and look for a broken link or GPU",
+            )
         ]
     return [ok("all-reduce", found), *_clocks(dict(measured["clocks"]), nodes)]
 
@@ -216,7 +247,9 @@ def _clocks(clocks: Mapping[int, float], nodes: Sequence[str]) -> Iterator[Row]:
         return
     first, last = (choose(clocks, key=lambda number: clocks[number]) for choose in (min, max))
     skew = clocks[last] - clocks[first]
-    names = {number: nodes[number] if number < len(nodes) else f"node {number}" for number in clocks}
+    names = {
+        number: nodes[number] if number < len(nodes) else f"node {number}" for number in clocks
+    }
     if skew <= SMALL_SKEW:
         yield ok("same clock", f"within {duration(max(skew, 1e-3))}")
         return
@@ -227,7 +260,13 @@ def _clocks(clocks: Mapping[int, float], nodes: Sequence[str]) -> Iterator[Row]:
 
 def judge_no_reduce(failed: str, is_possible: bool) -> Row:
     if not is_possible:
-        return Row("all-reduce", "", "notice", "not tried", "it is when every node has python, torch and numpy")
+        return Row(
+            "all-reduce",
+            "",
+            "notice",
+            "not tried",
+            "it is when every node has python, torch and numpy",
+        )
     fix = "can the nodes reach each other on all ports? NCCL_DEBUG=INFO in the profile's env says more"
     return wrong("all-reduce", failed or "it did not come to an end", fix)
 

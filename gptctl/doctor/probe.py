@@ -56,7 +56,9 @@ def _remove(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def plan_probe(cluster: str, site: Site, folder: Path, nodes: int, per_node: int, device: str) -> LaunchPlan:
+def plan_probe(
+    cluster: str, site: Site, folder: Path, nodes: int, per_node: int, device: str
+) -> LaunchPlan:
     """As for a job of this cluster, so that all on the way to the ranks is the same."""
     asked = {
         "Launch.cluster": cluster,
@@ -67,7 +69,8 @@ def plan_probe(cluster: str, site: Site, folder: Path, nodes: int, per_node: int
         "Global.device": device,
     }
     overrides = [
-        Override(key, value, "gptctl doctor", verbatim=key == "Launch.cluster") for key, value in asked.items()
+        Override(key, value, "gptctl doctor", verbatim=key == "Launch.cluster")
+        for key, value in asked.items()
     ]
     checked = check_config(None, overrides)
     if not checked.is_valid:
@@ -78,12 +81,19 @@ def plan_probe(cluster: str, site: Site, folder: Path, nodes: int, per_node: int
     options |= {"time": str(MINUTES), "output": "/dev/null"}
     for name in ("error", "signal", "open-mode"):
         options.pop(name, None)
-    return plan._replace(program=("-m", "trainer.node_check", "reduce", str(folder)), sbatch=options)
+    return plan._replace(
+        program=("-m", "trainer.node_check", "reduce", str(folder)), sbatch=options
+    )
 
 
 def fill(folder: Path, plan: LaunchPlan, site: Site) -> None:
     with private_files():
-        shutil.copytree(site.trainer, folder / "code" / "trainer", ignore=_NO_CODE, copy_function=shutil.copyfile)
+        shutil.copytree(
+            site.trainer,
+            folder / "code" / "trainer",
+            ignore=_NO_CODE,
+            copy_function=shutil.copyfile,
+        )
         names = [NODE_SCRIPT, BATCH_SCRIPT] if plan.kind == "slurm" else [NODE_SCRIPT]
         for name in names:
             (folder / name).write_text(render(plan, name), encoding="utf-8")
@@ -148,7 +158,9 @@ def last_line(file: Path) -> str:
     return lines[-1][:300] if lines else ""
 
 
-def rows_of(folder: Path, names: Sequence[str], sightings: Sightings | None, wanted: Wanted) -> list[Row]:
+def rows_of(
+    folder: Path, names: Sequence[str], sightings: Sightings | None, wanted: Wanted
+) -> list[Row]:
     """Everything that the nodes told."""
     nodes = read_nodes(folder, names, sightings)
     rows = judge_nodes(nodes, wanted)

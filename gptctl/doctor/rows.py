@@ -39,7 +39,13 @@ def of_finding(finding: Finding) -> Row:
     """A rule of profiles that was broken."""
     states: dict[str, State] = {"error": "wrong", "warning": "warning", "notice": "notice"}
     where = f" ({finding.place})" if finding.place else ""
-    return Row("profile", "", states[finding.level], f"{finding.key}{where}: {finding.message}", finding.hint)
+    return Row(
+        "profile",
+        "",
+        states[finding.level],
+        f"{finding.key}{where}: {finding.message}",
+        finding.hint,
+    )
 
 
 def is_wrong(rows: Iterable[Row]) -> bool:
@@ -65,5 +71,9 @@ def tally(rows: Sequence[Row]) -> str:
     """`2 wrong, 1 warning`"""
     count = {state: sum(row.state == state for row in rows) for state in STATES}
     words = [f"{count['wrong']} wrong" if count["wrong"] else "nothing is wrong"]
-    words += [f"{count[state]} {state}{'s' * (count[state] > 1)}" for state in ("warning", "notice") if count[state]]
+    words += [
+        f"{count[state]} {state}{'s' * (count[state] > 1)}"
+        for state in ("warning", "notice")
+        if count[state]
+    ]
     return ", ".join(words)

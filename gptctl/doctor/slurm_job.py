@@ -39,7 +39,9 @@ def run_on_nodes(folder: Path, nodes: int, timeout: float, sightings: Sightings,
 
 
 class ShortJob:
-    def __init__(self, name: str, folder: Path, timeout: float, sightings: Sightings, say: Say) -> None:
+    def __init__(
+        self, name: str, folder: Path, timeout: float, sightings: Sightings, say: Say
+    ) -> None:
         self.name, self.folder, self.timeout = name, folder, timeout
         self.sightings, self.say = sightings, say
         self.doubt: SlurmError | None = None  # what sbatch said when it got no answer
@@ -49,7 +51,12 @@ class ShortJob:
     def submit(self) -> None:
         # Long after it was given up; what a profile says of the rest is in the script, which these win over.
         deadline = int(self.timeout) + 2 * 60 * MINUTES
-        own = [f"--job-name={self.name}", f"--comment={self.name}", f"--deadline=now+{deadline}", "--no-requeue"]
+        own = [
+            f"--job-name={self.name}",
+            f"--comment={self.name}",
+            f"--deadline=now+{deadline}",
+            "--no-requeue",
+        ]
         self.sightings.not_yet()
         try:
             slurm.run("sbatch", "--parsable", *own, str(self.folder / BATCH_SCRIPT))
@@ -110,7 +117,9 @@ class ShortJob:
         if job is None:
             if waited < SETTLE:
                 return None
-            raise self.doubt or SlurmError(f"it does not know job {self.name} any more", is_doubtful=True)
+            raise self.doubt or SlurmError(
+                f"it does not know job {self.name} any more", is_doubtful=True
+            )
         if job.state in WAITING:
             reason = "" if job.reason in ("", "None") else f": {job.reason}"
             if waited > 1:
@@ -118,7 +127,9 @@ class ShortJob:
             if waited <= self.timeout:
                 return None
             fix = f"squeue and sinfo -R say more; to wait longer: --timeout {max(600, 2 * int(self.timeout))}"
-            return wrong("job", f"job {job.id} waited for more than {self.timeout:g} s{reason}", fix)
+            return wrong(
+                "job", f"job {job.id} waited for more than {self.timeout:g} s{reason}", fix
+            )
         if job.state in GOING and time.monotonic() - self._since < 60 * MINUTES + PATIENCE:
             return None
         return self._settled(job)
@@ -131,19 +142,31 @@ class ShortJob:
             if (self.folder / "ended").exists():
                 return self._came_to_an_end()
             if reason := read_text(self.folder / "head.failed").strip():
-                return wrong("job", reason, "set master_interface in the profile, or mend the names of the nodes")
+                return wrong(
+                    "job",
+                    reason,
+                    "set master_interface in the profile, or mend the names of the nodes",
+                )
             if job.exit_code >> 8 == NO_FOLDER:
-                return wrong("run_root", f"{self.folder.parent} is not there", NOT_SHARED, job.nodes)
+                return wrong(
+                    "run_root", f"{self.folder.parent} is not there", NOT_SHARED, job.nodes
+                )
             time.sleep(0.2)
         if job.state == "COMPLETED":
-            return wrong("run_root", "what nodes write there is not seen here", NOT_SHARED, job.nodes)
+            return wrong(
+                "run_root", "what nodes write there is not seen here", NOT_SHARED, job.nodes
+            )
         return wrong(
-            "job", f"job {job.id} on {job.nodes or 'no node'} ended as {job.state}", "sinfo -R; sacct; try again"
+            "job",
+            f"job {job.id} on {job.nodes or 'no node'} ended as {job.state}",
+            "sinfo -R; sacct; try again",
         )
 
     def _came_to_an_end(self) -> Row:
         waited = self._since - self._sent
-        return ok("job", f"it started {'at once' if waited < 2 * EVERY else f'after {waited:.0f} s'}")
+        return ok(
+            "job", f"it started {'at once' if waited < 2 * EVERY else f'after {waited:.0f} s'}"
+        )
 
     def remove(self) -> None:
         """Returns when it is gone from the queue."""
@@ -162,9 +185,13 @@ class ShortJob:
                     slurm.run("scancel", f"--name={self.name}", job.id)
             except SlurmError as error:
                 if time.monotonic() > deadline:
-                    self.say(f"warning: {error.said}: see to it yourself: scancel --name={self.name}")
+                    self.say(
+                        f"warning: {error.said}: see to it yourself: scancel --name={self.name}"
+                    )
                     return
             if time.monotonic() > deadline:
-                self.say(f"warning: job {self.name} is still in the queue: scancel --name={self.name}")
+                self.say(
+                    f"warning: job {self.name} is still in the queue: scancel --name={self.name}"
+                )
                 return
             time.sleep(0.3)

@@ -20,8 +20,12 @@ NEEDED = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 CLIENTS = (*NEEDED, "sacct")
 # Partition (the default one with *), availability, nodes, time limit, gres, state, nodes of one job.
 SINFO = "%P|%a|%D|%l|%G|%t|%s"
-ABLE = re.compile(r"(idle|mix|mixed|alloc|allocated|comp|completing|plnd|planned|resv|reserved)[~#!%$@^-]*")
-WITHOUT_ACCOUNTING = "without it gptctl forgets the states of jobs that ended long ago; jobs run all the same"
+ABLE = re.compile(
+    r"(idle|mix|mixed|alloc|allocated|comp|completing|plnd|planned|resv|reserved)[~#!%$@^-]*"
+)
+WITHOUT_ACCOUNTING = (
+    "without it gptctl forgets the states of jobs that ended long ago; jobs run all the same"
+)
 MAX_LISTED = 8
 
 
@@ -168,7 +172,11 @@ def choose_partition(groups: Sequence[Group], name: str | None) -> tuple[list[Gr
     known = [*dict.fromkeys(group.partition for group in groups)]
     own = [group for group in groups if (group.partition == name if name else group.is_default)]
     if not own and not name:
-        return [], wrong("partition", "Slurm has no default one", f"set partition in the profile: {', '.join(known)}")
+        return [], wrong(
+            "partition",
+            "Slurm has no default one",
+            f"set partition in the profile: {', '.join(known)}",
+        )
     if not own:
         near = closest(str(name), known)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -179,7 +187,9 @@ def choose_partition(groups: Sequence[Group], name: str | None) -> tuple[list[Gr
     counted = ", ".join(f"{number} {state}" for state, number in states.items())
     found = f"{own[0].partition}: {'up' if own[0].is_up else 'not up'}, nodes: {counted}, time limit {own[0].limit}"
     if not own[0].is_up:
-        return own, wrong("partition", found, "choose another one, or ask those who run the cluster")
+        return own, wrong(
+            "partition", found, "choose another one, or ask those who run the cluster"
+        )
     if not any(group.is_able for group in own):
         return own, wrong("partition", found, "no node can run a job: sinfo -R says why")
     if not all(group.is_able for group in own):
@@ -234,6 +244,8 @@ def _account(cluster: Cluster) -> Iterator[Row]:
     known = sorted(set(text.split()))
     if known and cluster.account not in known:
         fix = f"set account in the profile: {', '.join(known)}"
-        yield warning("account", f"{user} has no account {cluster.account}", fix)  # where it matters sbatch refuses it
+        yield warning(
+            "account", f"{user} has no account {cluster.account}", fix
+        )  # where it matters sbatch refuses it
     elif known:
         yield ok("account", cluster.account)

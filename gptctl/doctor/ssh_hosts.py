@@ -52,9 +52,17 @@ class Hosts:
             way = self.ways[number]
             if isinstance(result, Connection):
                 self.open[number] = result
-                through = f" through {', '.join(jump.name for jump in way.jumps)}" if way.jumps else ""
+                through = (
+                    f" through {', '.join(jump.name for jump in way.jumps)}" if way.jumps else ""
+                )
                 place = f"{way.user}@{way.host}:{way.port}"
-                rows.append(ok("ssh", f"{place}{through}: authenticated, its host key is the pinned one", way.name))
+                rows.append(
+                    ok(
+                        "ssh",
+                        f"{place}{through}: authenticated, its host key is the pinned one",
+                        way.name,
+                    )
+                )
             elif isinstance(result, UserError):
                 what = result.what if isinstance(result, HostError) else result.message
                 rows.append(wrong("ssh", what, result.hint or "try it with ssh -v", way.name))
@@ -67,7 +75,12 @@ class Hosts:
         own = self.cluster.hosts[0].address
         if own or 0 not in self.open:
             return own or self.ways[0].host
-        said = self.open[0].run(["sh", "-c", 'echo "$SSH_CONNECTION"']).out.decode(errors="replace").split()
+        said = (
+            self.open[0]
+            .run(["sh", "-c", 'echo "$SSH_CONNECTION"'])
+            .out.decode(errors="replace")
+            .split()
+        )
         return said[2] if len(said) > 2 else self.ways[0].host
 
     def clocks(self) -> list[Row]:
@@ -86,7 +99,9 @@ class Hosts:
 
         def run(connection: Connection, number: int) -> Any:
             is_made = self.cluster.shared_fs and number > 0
-            return connection.run(_shell(MAKE, run_dir, "there" if is_made else ""), b"" if is_made else archive)
+            return connection.run(
+                _shell(MAKE, run_dir, "there" if is_made else ""), b"" if is_made else archive
+            )
 
         for number, done in self._each(run):
             name = self.ways[number].name
@@ -96,7 +111,14 @@ class Hosts:
                 words = done.err.splitlines()[0] if done.err else f"exit code {done.code}"
                 if "File exists" in words:
                     words = f"{self.cluster.run_root} is one folder that hosts share: set shared_fs: true"
-                rows.append(wrong("run_root", words, "choose a folder that you may write to on every host", name))
+                rows.append(
+                    wrong(
+                        "run_root",
+                        words,
+                        "choose a folder that you may write to on every host",
+                        name,
+                    )
+                )
             else:
                 self._made[number] = done.out.decode(errors="replace").splitlines()
                 continue
@@ -107,9 +129,13 @@ class Hosts:
         """Has every host run its script at the same time, and takes over what each has written."""
 
         def run(connection: Connection, number: int) -> Any:
-            own = [f"{name}={value}" for name, value in {**variables, "GPTCTL_NODE": str(number)}.items()]
+            own = [
+                f"{name}={value}"
+                for name, value in {**variables, "GPTCTL_NODE": str(number)}.items()
+            ]
             return connection.run(
-                ["env", *own, *_shell(ACT, plan.run_dir, str(PATIENCE), what)], patience=PATIENCE + 20
+                ["env", *own, *_shell(ACT, plan.run_dir, str(PATIENCE), what)],
+                patience=PATIENCE + 20,
             )
 
         for _, done in self._each(run):
@@ -117,7 +143,11 @@ class Hosts:
                 unpack(done.out, folder)
 
     def remove(self, run_dir: str) -> None:
-        self._each(lambda connection, number: connection.run(_shell(REMOVE, run_dir, *self._made.get(number, []))))
+        self._each(
+            lambda connection, number: connection.run(
+                _shell(REMOVE, run_dir, *self._made.get(number, []))
+            )
+        )
         for connection in self.open.values():
             connection.close()
 
@@ -135,7 +165,11 @@ def unpack(archive: bytes, folder: Path) -> None:
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as entries:
             for entry in entries:
-                is_plain = entry.isreg() and PurePosixPath(entry.name).name == entry.name and entry.size <= LARGEST
+                is_plain = (
+                    entry.isreg()
+                    and PurePosixPath(entry.name).name == entry.name
+                    and entry.size <= LARGEST
+                )
                 content = entries.extractfile(entry) if is_plain else None
                 if content:
                     (folder / entry.name).write_bytes(content.read())

@@ -95,7 +95,9 @@ def find_failure(runs: Iterable[RankRun], node_exits: Mapping[int, int]) -> Fail
     failed = [run for run in latest.values() if run.has_failed]
     failed = [run for run in failed if run.round == newest_round] or failed
     never = float("inf")
-    failed.sort(key=lambda run: (run.is_victim, never if run.ended is None else run.ended, run.rank))
+    failed.sort(
+        key=lambda run: (run.is_victim, never if run.ended is None else run.ended, run.rank)
+    )
     first, cascade = (failed[0], failed[1:]) if failed else (None, [])
     cascade.sort(key=lambda run: (never if run.ended is None else run.ended, run.rank))
     silent = tuple(run for run in latest.values() if not run.is_over)
@@ -164,7 +166,9 @@ def _whole(value: Any) -> int | None:
 
 def _number(value: Any) -> float | None:
     """A finite one: JSON as Python reads it knows NaN and Infinity."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
+    is_number = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
+    )
     return float(value) if is_number else None
 
 
@@ -177,4 +181,8 @@ def signal_name(number: int) -> str:
 
 def _run_json(run: RankRun, delay: float | None) -> dict[str, Any]:
     fields = run._asdict()
-    return {**fields, "signal_name": None if run.signal is None else signal_name(run.signal), "delay": delay}
+    return {
+        **fields,
+        "signal_name": None if run.signal is None else signal_name(run.signal),
+        "delay": delay,
+    }

@@ -29,7 +29,9 @@ class LogFile(NamedTuple):
     identity: tuple[int, ...] = ()  # device and inode; empty where a transport knows none
 
     def grown(self, size: int, changed: float) -> LogFile:
-        return LogFile(self.attempt, self.kind, self.number, self.name, size, changed, self.identity)
+        return LogFile(
+            self.attempt, self.kind, self.number, self.name, size, changed, self.identity
+        )
 
     @property
     def label(self) -> str:
@@ -118,7 +120,11 @@ class Wanted:
 
     def is_sure(self, files: LogFiles, file: LogFile) -> bool:
         """Whether it is known on which node a rank is; a log file is there before the record that tells."""
-        return self.node is None or file.kind != "rank" or file.number in node_of_ranks(files.records(file.attempt))
+        return (
+            self.node is None
+            or file.kind != "rank"
+            or file.number in node_of_ranks(files.records(file.attempt))
+        )
 
     def _has(self, file: LogFile, nodes: Mapping[int, int]) -> bool:
         if self.ranks is not None and not (
@@ -134,6 +140,11 @@ class Wanted:
 
 
 def node_of_ranks(records: Mapping[str, bytes]) -> dict[int, int]:
-    events = [event for name in records if name.startswith("ranks.") for event in json_lines(records[name])]
+    events = [
+        event
+        for name in records
+        if name.startswith("ranks.")
+        for event in json_lines(records[name])
+    ]
     pairs = [(event.get("rank"), event.get("node")) for event in events]
     return {rank: node for rank, node in pairs if isinstance(rank, int) and isinstance(node, int)}

@@ -36,7 +36,9 @@ class Assembler:
 
     def __init__(self, longest: int = LONGEST_LINE) -> None:
         self._longest = longest
-        self._open = bytearray()  # after the last newline; of a long line: its newest text between two \r
+        self._open = (
+            bytearray()
+        )  # after the last newline; of a long line: its newest text between two \r
         self._long = False
         self._cut = 0  # bytes of that text that were not kept
         self._over = False  # a \r has come after it: the next byte begins a new text
@@ -198,7 +200,9 @@ def parse_since(text: str, now: float | None = None) -> float:
         ) from None
 
 
-def start_of_last(count: int, size: int, read: Callable[[int, int], bytes], block: int = 1 << 16) -> int:
+def start_of_last(
+    count: int, size: int, read: Callable[[int, int], bytes], block: int = 1 << 16
+) -> int:
     """Where the last `count` lines begin, reading backwards; `read` takes an offset and a size."""
     if count <= 0:
         return size

@@ -82,7 +82,9 @@ def _open_exactly(path: str, identity: tuple[int, ...]) -> int | None:
 
 def _open_if_same(path: str, identity: tuple[int, ...]) -> int | None:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not hang us
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        )  # a pipe must not hang us
     except FileNotFoundError:
         return None
     status = os.fstat(descriptor)
@@ -97,8 +99,12 @@ class LocalLogFiles:
 
     def __init__(self, log_dir: Path, run_dir: Path) -> None:
         self._log_dir, self._run_dir = log_dir, run_dir
-        self._descriptors = Descriptors(lambda file: f"{log_dir}/attempt-{file.attempt}/{file.name}")
-        self._last: dict[int, dict[str, LogFile]] = {}  # by attempt and name, as the last scan saw them
+        self._descriptors = Descriptors(
+            lambda file: f"{log_dir}/attempt-{file.attempt}/{file.name}"
+        )
+        self._last: dict[
+            int, dict[str, LogFile]
+        ] = {}  # by attempt and name, as the last scan saw them
 
     def attempts(self) -> list[int]:
         return sorted({*_attempts(self._log_dir), *_attempts(self._run_dir)})
@@ -169,7 +175,9 @@ def _described(path: str, attempt: int, kind: Kind, number: int) -> LogFile | No
     if not stat.S_ISREG(status.st_mode):
         return None
     identity = (status.st_dev, status.st_ino)
-    return LogFile(attempt, kind, number, os.path.basename(path), status.st_size, status.st_mtime, identity)
+    return LogFile(
+        attempt, kind, number, os.path.basename(path), status.st_size, status.st_mtime, identity
+    )
 
 
 def _attempts(folder: Path) -> list[int]:

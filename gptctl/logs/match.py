@@ -61,7 +61,11 @@ class Grep:
                 self._regex = re.compile(pattern.encode("utf-8", "surrogateescape"), re.MULTILINE)
                 self._needles = _needles(pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            at = f" at character {error.pos + 1}" if isinstance(error, re.error) and error.pos is not None else ""
+            at = (
+                f" at character {error.pos + 1}"
+                if isinstance(error, re.error) and error.pos is not None
+                else ""
+            )
             what = error.msg if isinstance(error, re.error) else "the expression is too big"
             raise UserError(
                 f"--grep {pattern[:100]!r}{at}: {what}",
@@ -102,10 +106,17 @@ class Grep:
 def _needles(pattern: str) -> tuple[bytes, ...]:
     """Bytes of which every match must hold at least one; none if the expression does not say."""
     try:
-        parser = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+        parser = importlib.import_module(
+            "re._parser" if sys.version_info >= (3, 11) else "sre_parse"
+        )
         parsed = parser.parse(pattern.encode("utf-8", "surrogateescape"), re.MULTILINE)
         return () if parsed.state.flags & re.IGNORECASE else _needed(parsed)
-    except (ImportError, AttributeError, TypeError, ValueError):  # not a public part of Python: do without
+    except (
+        ImportError,
+        AttributeError,
+        TypeError,
+        ValueError,
+    ):  # not a public part of Python: do without
         return ()
 
 
@@ -127,7 +138,11 @@ def _needed(parsed: Any) -> tuple[bytes, ...]:
             found = _needed(argument[2])
         elif str(operation) == "BRANCH":
             sides = [_needed(side) for side in argument[1]]
-            found = tuple(needle for side in sides for needle in side) if all(sides) and len(sides) <= 8 else ()
+            found = (
+                tuple(needle for side in sides for needle in side)
+                if all(sides) and len(sides) <= 8
+                else ()
+            )
         best = max(best, found, key=_worth)
     return best
 
@@ -143,7 +158,9 @@ _ERROR = re.compile(
     rb"|^(?:\[rank\d+\]: ?)?\[?[EF]\d{4} \d\d:\d\d:\d\d"
 )
 _ERROR_NEEDLES = (  # every match of _ERROR holds one of them
-    *b"ERROR FATAL CRITICAL rror Exception Killed oom-kill ignal SIG nan inf [E0 [E1 [F0 [F1 \nE \nF".split(b" "),
+    *b"ERROR FATAL CRITICAL rror Exception Killed oom-kill ignal SIG nan inf [E0 [E1 [F0 [F1 \nE \nF".split(
+        b" "
+    ),
     *(b"NCCL WARN", b"f memory", b"f Memory", b"egmentation fault", b"core dumped", b"Traceback ("),
 )
 _TRACEBACK = b"Traceback (most recent call last)"

@@ -27,7 +27,9 @@ class ProgressLine:
         self._show.expect(files)
 
     def line(self, line: Line) -> None:
-        if b"global step" in line.text and (found := parse_train_line(line.text.decode(errors="replace"))):
+        if b"global step" in line.text and (
+            found := parse_train_line(line.text.decode(errors="replace"))
+        ):
             self._latest = found
         self._erase()
         self._show.line(line)

@@ -18,7 +18,14 @@ from trainer.logline import TrainLine, parse_train_line
 
 LAST_LINES = 20
 MOST_BLAMED = 4  # files of which the last lines are shown when nobody in particular is to blame
-_FORMATS = {"step": "{}", "loss": "{:.9f}", "ips": "{:.0f}", "ips_total": "{:.0f}", "speed": "{:.2f}", "lr": "{:.5e}"}
+_FORMATS = {
+    "step": "{}",
+    "loss": "{:.9f}",
+    "ips": "{:.0f}",
+    "ips_total": "{:.0f}",
+    "speed": "{:.2f}",
+    "lr": "{:.5e}",
+}
 
 
 def last_lines(files: LogFiles, file: LogFile, count: int = LAST_LINES) -> list[str]:
@@ -33,13 +40,17 @@ def failure_of(files: LogFiles, attempt: int | None = None) -> tuple[int, Failur
     return attempt, find_failure(rank_runs(records), node_exits(records))
 
 
-def print_failure(files: LogFiles, attempt: int | None = None, as_json: bool = False, **of_job: str) -> bool:
+def print_failure(
+    files: LogFiles, attempt: int | None = None, as_json: bool = False, **of_job: str
+) -> bool:
     """`gptctl logs --failed`; says whether anything has failed."""
     attempt, failure = failure_of(files, attempt)
     kind, number = ("rank", failure.first.rank) if failure.first else ("node", failure.first_node)
     listed = [file for file in files.scan(attempt) if file.attempt == attempt and file.size]
     blamed = [file for file in listed if (file.kind, file.number) == (kind, number)]
-    if not failure.is_failure and of_job.get("state") == FAILED:  # before a node could say how it ended
+    if (
+        not failure.is_failure and of_job.get("state") == FAILED
+    ):  # before a node could say how it ended
         blamed = [file for file in listed if file.kind in ("node", "batch")][:MOST_BLAMED]
     last = {file.name: last_lines(files, file) for file in blamed}
     if as_json:
@@ -74,7 +85,9 @@ def _failure_text(attempt: int, failure: Failure, is_of_job: bool) -> Iterator[s
         for node, code in sorted(failure.node_exits.items()):
             yield f"  the launch script of node {node} ended with {_exit_text(code)}"
     if first and failure.silent:
-        ranks = ", ".join(str(run.rank) for run in failure.silent[:8]) + (", …" if len(failure.silent) > 8 else "")
+        ranks = ", ".join(str(run.rank) for run in failure.silent[:8]) + (
+            ", …" if len(failure.silent) > 8 else ""
+        )
         silent = count(len(failure.silent), "rank")
         yield f"  no end is recorded of {silent} ({ranks}): running, or killed with their node"
 
@@ -95,20 +108,30 @@ def _or_unknown(value: object) -> object:
 
 def _moment(seconds: float | None) -> str:
     try:
-        return "at an unknown time" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+        return (
+            "at an unknown time"
+            if seconds is None
+            else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+        )
     except (ValueError, OverflowError, OSError):
         return "at an unknown time"
 
 
 def _lasted(run: RankRun) -> str:
-    return "" if run.started is None or run.ended is None else f", after {run.ended - run.started:.1f} s"
+    return (
+        ""
+        if run.started is None or run.ended is None
+        else f", after {run.ended - run.started:.1f} s"
+    )
 
 
 def list_rows(files: LogFiles, wanted: Wanted, job_is_over: bool = False) -> list[dict[str, Any]]:
     """`gptctl logs --list`: one row a file."""
     listed = wanted.now(files)
     records = {attempt: files.records(attempt) for attempt in {file.attempt for file in listed}}
-    runs = {attempt: {run.rank: run for run in rank_runs(each)} for attempt, each in records.items()}
+    runs = {
+        attempt: {run.rank: run for run in rank_runs(each)} for attempt, each in records.items()
+    }
     codes = {attempt: node_exits(each) for attempt, each in records.items()}
     rows = []
     for file in listed:
@@ -130,13 +153,17 @@ def list_rows(files: LogFiles, wanted: Wanted, job_is_over: bool = False) -> lis
     return rows
 
 
-def print_list(files: LogFiles, wanted: Wanted, as_json: bool = False, job_is_over: bool = False) -> None:
+def print_list(
+    files: LogFiles, wanted: Wanted, as_json: bool = False, job_is_over: bool = False
+) -> None:
     rows = list_rows(files, wanted, job_is_over)
     if as_json:
         ui.print_json(rows)
         return
     columns = ["attempt", "file", "rank", "node", "host", "size", "last write", "ended"]
-    shown = [{**row, "changed": _moment(row["changed"]), "size": f"{row['size']:,}"} for row in rows]
+    shown = [
+        {**row, "changed": _moment(row["changed"]), "size": f"{row['size']:,}"} for row in rows
+    ]
     cells = [["" if cell is None else cell for cell in row.values()] for row in shown]
     ui.print_table(count(len(rows), "log file"), columns, cells, by_first=True)
 
@@ -145,7 +172,9 @@ def metric_rows(files: LogFiles, wanted: Wanted) -> list[dict[str, Any]]:
     """`gptctl logs --metrics`: each step of an attempt once, from the lowest rank that tells it."""
     steps: dict[tuple[int, int], TrainLine] = {}
     for file in wanted.now(files):
-        told = {(file.attempt, line.step): line for line in _train_lines(files, file)}  # a step done again counts
+        told = {
+            (file.attempt, line.step): line for line in _train_lines(files, file)
+        }  # a step done again counts
         steps = {**told, **steps}
     return [
         {

@@ -41,13 +41,18 @@ def show_logs(
     if ended:
         follow(files, wanted, lines, printer, ended)
     elif not read_all(files, wanted, lines, printer):
-        raise UserError("there is no such log", "`gptctl logs --list` shows what there is; a pending job has none yet")
+        raise UserError(
+            "there is no such log",
+            "`gptctl logs --list` shows what there is; a pending job has none yet",
+        )
 
 
 class Printer:
     def __init__(self, out: BinaryIO, style: Style = "text", coloured: bool | None = None) -> None:
         self._out, self._style = out, style
-        self._coloured = out.isatty() and not os.environ.get("NO_COLOR") if coloured is None else coloured
+        self._coloured = (
+            out.isatty() and not os.environ.get("NO_COLOR") if coloured is None else coloured
+        )
         self._held: list[bytes] = []
         self._line_is_open = False  # a raw line without newline was written last
         self._names: dict[Speaker, str] = {}
@@ -57,9 +62,14 @@ class Printer:
         """Prefixes are as wide as the widest, and name attempts if there are several."""
         self._names.update({_speaker(file): file.label for file in files})
         several = len({attempt for attempt, _, _ in self._names}) > 1
-        names = {who: f"[{who[0]}/{name}]" if several else f"[{name}]" for who, name in self._names.items()}
+        names = {
+            who: f"[{who[0]}/{name}]" if several else f"[{name}]"
+            for who, name in self._names.items()
+        }
         width = max(map(len, names.values()), default=0)
-        self._prefixes = {who: self._painted(who, f"{name:<{width}} ") for who, name in names.items()}
+        self._prefixes = {
+            who: self._painted(who, f"{name:<{width}} ") for who, name in names.items()
+        }
 
     def _painted(self, who: Speaker, name: str) -> str:
         _, kind, number = who
@@ -70,12 +80,18 @@ class Printer:
 
     def line(self, line: Line) -> None:
         if self._style == "raw":
-            self._held.append((b"\n" if self._line_is_open else b"") + line.text + (b"\n" if line.has_newline else b""))
+            self._held.append(
+                (b"\n" if self._line_is_open else b"")
+                + line.text
+                + (b"\n" if line.has_newline else b"")
+            )
             self._line_is_open = not line.has_newline
         elif self._style == "json":
             self._held.append(_as_json(line).encode() + b"\n")
         else:
-            self._held.append(f"{self._prefixes[_speaker(line.file)]}{readable(line.text)}\n".encode())
+            self._held.append(
+                f"{self._prefixes[_speaker(line.file)]}{readable(line.text)}\n".encode()
+            )
         if len(self._held) >= WRITE_AT:
             self._write()
 
@@ -100,7 +116,14 @@ def _speaker(file: LogFile) -> Speaker:
 
 def _as_json(line: Line) -> str:
     file = line.file
-    who = {file.kind: file.number if file.kind in ("rank", "node") else True if file.kind == "batch" else file.name}
+    who = {
+        file.kind: file.number
+        if file.kind in ("rank", "node")
+        else True
+        if file.kind == "batch"
+        else file.name
+    }
     return json.dumps(
-        {"attempt": file.attempt, **who, "time": line.time, "text": readable(line.text)}, ensure_ascii=False
+        {"attempt": file.attempt, **who, "time": line.time, "text": readable(line.text)},
+        ensure_ascii=False,
     )

@@ -19,7 +19,10 @@ from gptctl.logs.match import Errors, Grep, Span, every_line
 
 CHUNK = 1 << 20
 MEMORY = 16 << 20  # of all the chunks that a merge holds at once
-BUSY, IDLE = 0.25, 0.6  # seconds between two looks while there is output, and when there was none for a while
+BUSY, IDLE = (
+    0.25,
+    0.6,
+)  # seconds between two looks while there is output, and when there was none for a while
 BAR_EVERY = 10.0  # seconds between two states of a progress bar
 ASK_EVERY = 1.0  # seconds between two questions whether the job has ended
 SILENCE = 30.0  # seconds after which nothing more is expected of a file that lost its name
@@ -61,7 +64,9 @@ class Show(Protocol):
 class Source:
     """One log file as far as it was read."""
 
-    def __init__(self, files: LogFiles, file: LogFile, lines: Lines, from_start: bool = True) -> None:
+    def __init__(
+        self, files: LogFiles, file: LogFile, lines: Lines, from_start: bool = True
+    ) -> None:
         self.file = file
         self.order = 0
         self.look = 0  # the last one that found the file under its name
@@ -75,9 +80,13 @@ class Source:
         if not from_start and lines.since is not None and file.changed < lines.since:
             self.offset = file.size
         elif not from_start and lines.tail is not None:
-            self.offset = start_of_last(lines.tail, file.size, lambda at, size: files.read(file, at, size))
+            self.offset = start_of_last(
+                lines.tail, file.size, lambda at, size: files.read(file, at, size)
+            )
             self._look_back()
-        self._head = files.read(file, 0, min(HEAD, self.offset))  # opens it, even if it is still empty
+        self._head = files.read(
+            file, 0, min(HEAD, self.offset)
+        )  # opens it, even if it is still empty
 
     def _look_back(self) -> None:
         """Lines without a time belong with a line before them, even if that one is not read."""
@@ -115,7 +124,10 @@ class Source:
 
     @property
     def has_bar(self) -> bool:
-        return not (self._lines.raw or self._lines.grep or self._lines.errors) and self._assembler.has_bar
+        return (
+            not (self._lines.raw or self._lines.grep or self._lines.errors)
+            and self._assembler.has_bar
+        )
 
     def wanted(self, block: bytes) -> Iterator[Line]:
         clock, since = self._clock, self._lines.since
@@ -123,12 +135,16 @@ class Source:
         for start, end in self._matches(block):
             stamp = clock.visit(block, start, end)
             if since is None or not float("-inf") < clock.now < since:
-                yield Line(clock.now, self.order, stamp, block[start:end], self.file, end < len(block))
+                yield Line(
+                    clock.now, self.order, stamp, block[start:end], self.file, end < len(block)
+                )
 
     def _matches(self, block: bytes) -> Iterator[Span]:
         grep = self._lines.grep
         if self._lines.errors:
-            return (span for span in self._errors(block) if not grep or grep.has(block[slice(*span)]))
+            return (
+                span for span in self._errors(block) if not grep or grep.has(block[slice(*span)])
+            )
         return grep(block) if grep else every_line(block)
 
     def was_replaced(self) -> bool:
@@ -191,7 +207,9 @@ def follow(
         pause = BUSY if follower.look(last=over) else min(IDLE, pause * 1.2)
         if over:
             return
-        sleep(max(pause, time.monotonic() - begin))  # a slow file system gets as much rest as it had work
+        sleep(
+            max(pause, time.monotonic() - begin)
+        )  # a slow file system gets as much rest as it had work
 
 
 class Follower:
@@ -220,10 +238,14 @@ class Follower:
         grown = [source for source in known if last or source.file.size != source.offset]
         # What a new file holds came before the end that it has in a file of the same attempt, such as torchrun's.
         newest = chosen[-1].attempt if chosen else -1
-        news += [self._catch_up(source, now, last) for source in grown if source.file.attempt < newest]
+        news += [
+            self._catch_up(source, now, last) for source in grown if source.file.attempt < newest
+        ]
         if chosen:
             news.append(self._begin(chosen, now))
-        news += [self._catch_up(source, now, last) for source in grown if source.file.attempt >= newest]
+        news += [
+            self._catch_up(source, now, last) for source in grown if source.file.attempt >= newest
+        ]
         self._show_bars(now)
         if last:
             for source in list(self._sources.values()):
@@ -256,7 +278,9 @@ class Follower:
     def _catch_up(self, source: Source, now: float, last: bool) -> bool:
         file = source.file
         if last:
-            self._files.release(file)  # over NFS only a fresh descriptor is sure to see what dead processes wrote
+            self._files.release(
+                file
+            )  # over NFS only a fresh descriptor is sure to see what dead processes wrote
         if file.size < source.offset or source.was_replaced():
             self._show.say(f"{file.name} was emptied: reading it from its start")
             self._pass_on(source, source.reset(), now)
@@ -264,7 +288,9 @@ class Follower:
 
     def _chosen(self, new: list[LogFile]) -> list[LogFile]:
         chosen = self._wanted.choose(self._files, new)
-        self._unwanted |= {_key(file) for file in {*new} - {*chosen} if self._wanted.is_sure(self._files, file)}
+        self._unwanted |= {
+            _key(file) for file in {*new} - {*chosen} if self._wanted.is_sure(self._files, file)
+        }
         self._show.expect(chosen)
         return chosen
 
@@ -287,7 +313,9 @@ class Follower:
     def _leave_old_attempts(self, newest: int) -> None:
         """The one before the newest may have last words; those before it do not."""
         self._first = max(self._first, newest - 1)
-        for source in [source for source in self._sources.values() if source.file.attempt < self._first]:
+        for source in [
+            source for source in self._sources.values() if source.file.attempt < self._first
+        ]:
             self._finish(source)
 
     def _pass_on(self, source: Source, lines: Iterable[Line], now: float) -> bool:

@@ -29,11 +29,18 @@ OVERHEAD = 1.05  # headers, manifest and metadata, when free space is looked at
 
 class Checkpoints:
     def __init__(
-        self, output: Path, keep_last: int | None, mesh: Mesh, say: Callable[[str], None], warn: Callable[[str], None]
+        self,
+        output: Path,
+        keep_last: int | None,
+        mesh: Mesh,
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self.store, self.keep_last, self.mesh = Store(output), keep_last, mesh
         self.say, self.warn = say, warn
-        self.saved_step: int | None = None  # of the newest checkpoint that this run wrote or began from
+        self.saved_step: int | None = (
+            None  # of the newest checkpoint that this run wrote or began from
+        )
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self.failure = ""  # what went wrong with the last save
@@ -42,8 +49,12 @@ class Checkpoints:
         """The newest whole checkpoint at a path, or of this run (`auto`); None when `auto` finds nothing at all."""
         where = self.store.folder if ckpt_dir == "auto" else Path(ckpt_dir)
         named = os.path.exists(where / NAME)  # and False where the folder may not be looked into
-        everywhere = self.mesh.gather([where] if named else Store(where).checkpoints())[:: self.mesh.per_disk]
-        candidates = [folder for folder in everywhere[0] if all(folder in others for others in everywhere)]
+        everywhere = self.mesh.gather([where] if named else Store(where).checkpoints())[
+            :: self.mesh.per_disk
+        ]
+        candidates = [
+            folder for folder in everywhere[0] if all(folder in others for others in everywhere)
+        ]
         for folder in candidates:
             damage = damage_of(folder, self.mesh.rank_on_disk, self.mesh.per_disk)
             damage = next(filter(None, self.mesh.gather(damage)), "")
@@ -61,13 +72,20 @@ class Checkpoints:
         return None
 
     def load(
-        self, folder: Path, pieces: dict[str, Piece], shapes: dict[str, Shape], check: Callable[[Facts], None]
+        self,
+        folder: Path,
+        pieces: dict[str, Piece],
+        shapes: dict[str, Shape],
+        check: Callable[[Facts], None],
     ) -> Facts:
         """Overwrites the pieces with a checkpoint that `find` returned, once `check` agrees with its facts.
 
         `shapes` are those of all tensors of the whole model: a checkpoint has them all, whoever wrote it.
         """
-        from trainer.checkpoint.shards import Untrusted, load_shards  # torch's part takes a second to import
+        from trainer.checkpoint.shards import (
+            Untrusted,
+            load_shards,
+        )  # torch's part takes a second to import
 
         self.say(f"Try to load checkpoint from {folder}")
         facts = read_manifest(folder)
@@ -80,12 +98,15 @@ class Checkpoints:
             ) from None
         except ValueError as error:
             raise UserError(
-                f"{folder} is a checkpoint of another model: {error}", "use the config it was made with"
+                f"{folder} is a checkpoint of another model: {error}",
+                "use the config it was made with",
             ) from None
         except BaseException as error:  # torch's CheckpointException is no Exception
             if isinstance(error, KeyboardInterrupt):
                 raise
-            raise UserError(f"{folder} is refused: {_reason(error)}", "use another checkpoint") from None
+            raise UserError(
+                f"{folder} is refused: {_reason(error)}", "use another checkpoint"
+            ) from None
         self.say("successfully load checkpoints")
         return facts
 
@@ -94,7 +115,10 @@ class Checkpoints:
         if max(map(len, everywhere)) > 1:
             lacking = [str(node) for node, folders in enumerate(everywhere) if not folders]
             hint = "copy the folder of another node there, or delete it everywhere to begin anew"
-            raise UserError(f"{self.store.folder} has no checkpoint on node {', '.join(lacking)}, but on others", hint)
+            raise UserError(
+                f"{self.store.folder} has no checkpoint on node {', '.join(lacking)}, but on others",
+                hint,
+            )
 
     def go_on_from(self, step: int) -> None:
         """This run goes on from an own checkpoint; newer ones, damaged or not wanted, step aside."""
@@ -146,7 +170,9 @@ class Checkpoints:
             wanted = sum(self._on_disk(sum(piece.tensor.nbytes for piece in pieces.values())))
             failure = self._agree(lambda: self._prepare(part, int(OVERHEAD * wanted)))
             failure = failure or self._agree(lambda: files.update(self._write_shards(part, pieces)))
-            everything = {name: known for share in self._on_disk(files) for name, known in share.items()}
+            everything = {
+                name: known for share in self._on_disk(files) for name, known in share.items()
+            }
             failure = failure or self._agree(lambda: self._commit(part, facts, everything))
         except RuntimeError as error:  # a rank is gone; the training loop will notice as well
             failure = _reason(error)
@@ -155,12 +181,16 @@ class Checkpoints:
             if failure and self.mesh.rank_on_disk == 0:
                 self.store.discard(part)
             if failure and self.mesh.is_first:
-                self.warn(f"checkpoint of step {step} is not saved: {failure}; those before are kept")
+                self.warn(
+                    f"checkpoint of step {step} is not saved: {failure}; those before are kept"
+                )
             if not failure:
                 self.saved_step = step
                 self.say(f"Save model to {part.with_suffix('')}")
         if not failure and self.keep_last and self.mesh.rank_on_disk == 0:
-            self.store.prune(self.keep_last)  # last: it reads whole checkpoints, and no rank waits for it
+            self.store.prune(
+                self.keep_last
+            )  # last: it reads whole checkpoints, and no rank waits for it
 
     def _on_disk(self, value: Any) -> list[Any]:
         """The values of the ranks that write to the same disk."""
@@ -188,7 +218,10 @@ class Checkpoints:
         from trainer.checkpoint.shards import save_shards
 
         save_shards(part, pieces, self.mesh.disk_group)
-        return {file.name: file_facts(file, sync=True) for file in part.glob(f"__{self.mesh.rank_on_disk}_*")}
+        return {
+            file.name: file_facts(file, sync=True)
+            for file in part.glob(f"__{self.mesh.rank_on_disk}_*")
+        }
 
     def _commit(self, part: Path, facts: Facts, files: dict[str, Facts]) -> None:
         if self.mesh.rank_on_disk:
@@ -203,7 +236,11 @@ def own_share(pieces: dict[str, Piece], disks: int = 1) -> list[str]:
     largest piece on. Of ranks that follow each other as replicas do, those of a disk do, too."""
     names = []
     for holders in {piece.holders for piece in pieces.values()}:
-        alike = [name for name, piece in pieces.items() if piece.holders == holders and piece.tensor.numel()]
+        alike = [
+            name
+            for name, piece in pieces.items()
+            if piece.holders == holders and piece.tensor.numel()
+        ]
         by_size = sorted(alike, key=lambda name: (-pieces[name].tensor.numel(), name))
         here = holders.total // disks
         names += by_size[holders.number % here :: here]

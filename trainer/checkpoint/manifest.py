@@ -46,7 +46,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if checksum != _checksum(manifest):
         raise ValueError(f"{NAME} is damaged: its checksum is another")
     if manifest["version"] != VERSION:
-        raise ValueError(f"it has format version {manifest['version']}, this program reads {VERSION}")
+        raise ValueError(
+            f"it has format version {manifest['version']}, this program reads {VERSION}"
+        )
     return manifest
 
 

@@ -38,12 +38,18 @@ _PLAIN_CLASSES = {
     ).split(),
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
     "torch.serialization": ["_get_layout"],
-    "torch": ["Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))],
+    "torch": [
+        "Size",
+        *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
+    ],
     "pathlib": ["PosixPath", "PurePosixPath"],
 }
 
 
-_AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # names and pieces are flat already
+_AS_IT_IS = {
+    "flatten_state_dict": False,
+    "flatten_sharded_tensors": False,
+}  # names and pieces are flat already
 
 
 class Untrusted(Exception):
@@ -81,7 +87,9 @@ class _Shard:
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         (chunk,) = self.__create_chunk_list__()
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.tensor), self.size())
-        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        return [
+            WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+        ]
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -90,7 +98,9 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+    ) -> None:
         """Without looking for tensors to make: ours are there."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
@@ -105,12 +115,19 @@ def save_shards(folder: Path, pieces: dict[str, Piece], group: dist.ProcessGroup
         writer = FileSystemWriter(folder, sync_files=True)
         shards = {name: _Shard(piece) for name, piece in pieces.items()}
         save(
-            shards, storage_writer=writer, planner=_SavePlanner(**_AS_IT_IS), process_group=group, no_dist=group is None
+            shards,
+            storage_writer=writer,
+            planner=_SavePlanner(**_AS_IT_IS),
+            process_group=group,
+            no_dist=group is None,
         )
 
 
 def load_shards(
-    folder: Path, pieces: dict[str, Piece], shapes: dict[str, Shape], files: dict[str, dict[str, Any]]
+    folder: Path,
+    pieces: dict[str, Piece],
+    shapes: dict[str, Shape],
+    files: dict[str, dict[str, Any]],
 ) -> None:
     """Overwrites the pieces, wherever in the checkpoint they are. Its names and shapes have to be exactly `shapes`."""
     metadata = read_metadata(folder, files)
@@ -118,7 +135,12 @@ def load_shards(
     shards = {name: _Shard(piece) for name, piece in pieces.items() if piece.tensor.numel()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        load(shards, storage_reader=_Reader(folder, metadata), planner=_LoadPlanner(**_AS_IT_IS), no_dist=True)
+        load(
+            shards,
+            storage_reader=_Reader(folder, metadata),
+            planner=_LoadPlanner(**_AS_IT_IS),
+            no_dist=True,
+        )
 
 
 def read_metadata(folder: Path, files: dict[str, dict[str, Any]]) -> Metadata:
@@ -129,14 +151,22 @@ def read_metadata(folder: Path, files: dict[str, dict[str, Any]]) -> Metadata:
         raise
     except Exception as error:  # crafted pickles raise anything
         raise Untrusted(f"its metadata cannot be read: {error}") from None
-    tables = (getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None))
+    tables = (
+        getattr(metadata, "state_dict_metadata", None),
+        getattr(metadata, "storage_data", None),
+    )
     if not isinstance(metadata, Metadata) or not all(isinstance(table, dict) for table in tables):
         raise Untrusted("its metadata is of another kind")
     for place in metadata.storage_data.values():
         if not isinstance(place, _StorageInfo) or not isinstance(place.relative_path, str):
             raise Untrusted("its metadata is of another kind")
         known = files.get(place.relative_path)
-        inside = known and place.offset >= 0 and place.length > 0 and place.offset + place.length <= known["bytes"]
+        inside = (
+            known
+            and place.offset >= 0
+            and place.length > 0
+            and place.offset + place.length <= known["bytes"]
+        )
         if not inside or getattr(place, "transform_descriptors", None):
             raise Untrusted(f"its metadata points to {place.relative_path}, outside of its files")
     return metadata

@@ -18,8 +18,12 @@ from trainer.slices import Piece
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_snapshot(file: Path, pieces: dict[str, Piece], facts: dict[str, Any], finished_epoch: int) -> None:
-    tensors = {name: piece.tensor for name, piece in pieces.items()}  # whole ones: validate sees to it
+def save_snapshot(
+    file: Path, pieces: dict[str, Piece], facts: dict[str, Any], finished_epoch: int
+) -> None:
+    tensors = {
+        name: piece.tensor for name, piece in pieces.items()
+    }  # whole ones: validate sees to it
     content = {
         "model_state": _under(tensors, "model."),
         "optimizer_state": {moment: _under(tensors, f"optim.{moment}.") for moment in _MOMENTS},
@@ -46,7 +50,11 @@ def load_snapshot(
         facts, finished = json.loads(content["facts"]), int(content["finished_epoch"])
         whole = content["checksum"] == _checksum(stored, facts, finished)
     except Exception as error:  # damaged and foreign files make torch raise anything
-        reason = str(error).splitlines()[0] if isinstance(error, OSError) else "it is not what this program writes"
+        reason = (
+            str(error).splitlines()[0]
+            if isinstance(error, OSError)
+            else "it is not what this program writes"
+        )
         raise UserError(f"{file} is no snapshot that can be used: {reason}", hint) from None
     if not whole:
         raise UserError(f"{file} is damaged: its checksum is another", hint)
@@ -60,7 +68,11 @@ def load_snapshot(
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor.cpu() for name, tensor in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor.cpu()
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def _checksum(tensors: dict[str, Tensor], facts: dict[str, Any], finished_epoch: int) -> str:

@@ -32,7 +32,9 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         except FileExistsError:
-            raise UserError(f"{self.folder} is a file", "set Engine.save_load.output_dir to a folder") from None
+            raise UserError(
+                f"{self.folder} is a file", "set Engine.save_load.output_dir to a folder"
+            ) from None
         except OSError as error:
             hint = "set Engine.save_load.output_dir to a folder that can be written"
             raise UserError(f"{self.folder} cannot be written: {error.strerror}", hint) from None
@@ -51,7 +53,9 @@ class Store:
         except BlockingIOError:
             owner = os.read(lock, 200).decode(errors="replace").strip() or "unknown"
             hint = "wait for it, end it, or set Engine.save_load.output_dir to another folder"
-            raise UserError(f"another run writes to {self.folder} (process {owner})", hint) from None
+            raise UserError(
+                f"another run writes to {self.folder} (process {owner})", hint
+            ) from None
         except OSError:
             return  # a file system without locks
         with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
@@ -65,7 +69,11 @@ class Store:
 
     def checkpoints(self) -> list[Path]:
         """The newest first, whether they are good or not."""
-        found = [folder for folder in self.folder.glob("step_*") if _STEP.fullmatch(folder.name) and folder.is_dir()]
+        found = [
+            folder
+            for folder in self.folder.glob("step_*")
+            if _STEP.fullmatch(folder.name) and folder.is_dir()
+        ]
         return sorted(found, key=_step_of, reverse=True)
 
     def holds(self, folder: Path | None) -> bool:
@@ -93,7 +101,9 @@ class Store:
         for folder in self.checkpoints():
             if _step_of(folder) > step:
                 taken = len(list(self.folder.glob(f"{folder.name}.aside*")))
-                moved.append((folder, folder.rename(folder.with_name(f"{folder.name}.aside{taken + 1}"))))
+                moved.append(
+                    (folder, folder.rename(folder.with_name(f"{folder.name}.aside{taken + 1}")))
+                )
         return moved
 
     def discard(self, part: Path) -> None:

@@ -15,7 +15,9 @@ __all__ = ["Override", "Resolved", "RunConfig", "load", "load_tree", "read_run",
 
 
 def load(
-    path: str | os.PathLike[str] | None, overrides: Iterable[Override] = (), machines: Machines | None = None
+    path: str | os.PathLike[str] | None,
+    overrides: Iterable[Override] = (),
+    machines: Machines | None = None,
 ) -> Resolved:
     """The run config of a file, as the trainer wants it: mistakes are one UserError, `Launch` stays unread."""
     found: list[Finding] = []

@@ -16,7 +16,9 @@ from trainer.config.sections import DataPart, RunConfig
 from trainer.errors import Finding, Rule
 from trainer.layout import DEGREE_KEYS, Machines, solve_batch, solve_layout
 
-MISSING_SIZE = Rule("C017", "the model's sizes come from a preset or are written", uses=("Model.name",))
+MISSING_SIZE = Rule(
+    "C017", "the model's sizes come from a preset or are written", uses=("Model.name",)
+)
 
 DROPOUTS = ("Model.hidden_dropout_prob", "Model.attention_probs_dropout_prob")
 
@@ -27,7 +29,9 @@ class Derived(NamedTuple):
     found: tuple[Finding, ...]
 
 
-def derive(values: Mapping[str, Any], emptied: Collection[str], machines: Machines | None) -> Derived:
+def derive(
+    values: Mapping[str, Any], emptied: Collection[str], machines: Machines | None
+) -> Derived:
     filling = _Filling(dict(values))
     _fill_model(filling)
     _fill_engine(filling, emptied)
@@ -62,7 +66,9 @@ def _defaults(cls: type) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     for name, key in keys_of(cls).items():
         if isinstance(key.kind, Section):
-            defaults.update({join(name, path): value for path, value in _defaults(key.kind.cls).items()})
+            defaults.update(
+                {join(name, path): value for path, value in _defaults(key.kind.cls).items()}
+            )
         else:
             defaults[name] = key.default
     return defaults
@@ -76,11 +82,19 @@ def _fill_model(filling: _Filling) -> None:
         path = f"Model.{key}"
         if preset is None and path not in filling.values:
             hint = f"write {path}, or a preset as Model.name ({', '.join(list(PRESETS)[:3])}, …)"
-            filling.found.append(MISSING_SIZE.found(path, None, f"model {name} has no sizes of its own", hint))
+            filling.found.append(
+                MISSING_SIZE.found(path, None, f"model {name} has no sizes of its own", hint)
+            )
         filling.fill(path, getattr(preset or PRESETS["gpt2-en"], key), origin)
     filling.fill("Model.ffn_hidden_size", 4 * filling.get("Model.hidden_size"), "4 · hidden_size")
-    if filling.get("Data.Train.dataset.name") == "CharDataset":  # its vocabulary is counted in the data
-        filling.fill("Model.max_position_embeddings", filling.get("Data.Train.dataset.max_seq_len"), "max_seq_len")
+    if (
+        filling.get("Data.Train.dataset.name") == "CharDataset"
+    ):  # its vocabulary is counted in the data
+        filling.fill(
+            "Model.max_position_embeddings",
+            filling.get("Data.Train.dataset.max_seq_len"),
+            "max_seq_len",
+        )
     else:
         filling.fill("Model.vocab_size", preset.vocab_size if preset else DEFAULT_VOCAB, origin)
         positions = preset.max_position_embeddings if preset else DEFAULT_POSITIONS
@@ -130,4 +144,6 @@ def _fill_data(filling: _Filling) -> None:
     for path in paths_of(DataPart):
         if f"Data.Train.{path}" in filling.values:
             for part in ("Eval", "Test"):
-                filling.fill(f"Data.{part}.{path}", filling.values[f"Data.Train.{path}"], "as Train")
+                filling.fill(
+                    f"Data.{part}.{path}", filling.values[f"Data.Train.{path}"], "as Train"
+                )

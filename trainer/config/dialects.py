@@ -36,7 +36,10 @@ RENAMED: dict[str, tuple[str, ...]] = {
     **{name: (f"Distributed.sharding.{name}",) for name in _SHARDING_KEYS},
     **{name: (f"Data.Train.dataset.{name}",) for name in ("input_dir", "split", "max_seq_len")},
     **{name: (f"Engine.save_load.{name}",) for name in ("save_steps", "output_dir", "ckpt_dir")},
-    **{name: (f"Optimizer.lr.{name}",) for name in ("max_lr", "min_lr", "decay_steps", "warmup_rate")},
+    **{
+        name: (f"Optimizer.lr.{name}",)
+        for name in ("max_lr", "min_lr", "decay_steps", "warmup_rate")
+    },
     **{name: (f"Model.{name}",) for name in ("use_recompute", *_DROPOUTS)},
     "batch_size": ("Global",),
     "dataset": ("Data.Train.dataset",),
@@ -107,7 +110,10 @@ RENAMED: dict[str, tuple[str, ...]] = {
 
 # What a foreign group of keys says by being there; anything written wins over it.
 IMPLIED: dict[str, dict[str, str]] = {
-    "data_config": {"Data.Train.dataset.name": "CharDataset", "Data.Train.sampler.drop_last": "False"},
+    "data_config": {
+        "Data.Train.dataset.name": "CharDataset",
+        "Data.Train.sampler.drop_last": "False",
+    },
     "trainer_config": {"Engine.run_mode": "epoch", "Engine.log_style": "mingpt"},
     "optimizer_config": {"Optimizer.lr.name": "none", "Optimizer.beta2": "0.95"},
 }
@@ -153,7 +159,11 @@ def translate(tree: Map, found: list[Finding], implies: bool = True) -> Translat
     walk = _Walk(tree.place, found, IMPLIED if implies else {})
     for name, node in tree.items.items():
         if name == "_inherited_":
-            found.append(UNKNOWN.found(name, plain(node), "it belongs in a section", "leave out _base_", node.place))
+            found.append(
+                UNKNOWN.found(
+                    name, plain(node), "it belongs in a section", "leave out _base_", node.place
+                )
+            )
         elif name == "PreTraining" and is_null(node):
             continue
         elif name == "PreTraining" and isinstance(node, Map):
@@ -165,7 +175,9 @@ def translate(tree: Map, found: list[Finding], implies: bool = True) -> Translat
 
 
 class _Walk:
-    def __init__(self, place: Place, found: list[Finding], implications: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(
+        self, place: Place, found: list[Finding], implications: Mapping[str, Mapping[str, str]]
+    ) -> None:
         self.written, self.implied = Map({}, place), Map({}, place)
         self.found, self.implications = found, implications
 
@@ -178,7 +190,9 @@ class _Walk:
         elif path in RENAMED:
             for target in RENAMED[path]:
                 self.visit(target, node)
-        elif isinstance(node, Map) and any(name.startswith(path + ".") for name in (*RENAMED, *SPECIAL)):
+        elif isinstance(node, Map) and any(
+            name.startswith(path + ".") for name in (*RENAMED, *SPECIAL)
+        ):
             self.visit_section(path, node)
         elif path in FOREIGN_GROUPS and is_null(node):
             pass  # an empty group
@@ -191,21 +205,34 @@ class _Walk:
         for name, child in node.items.items():
             self.visit(f"{path}.{name}", child)
         section = self.written.items.get(path)
-        if isinstance(section, Map):  # it was made when its first key came; its place is its own line
+        if isinstance(
+            section, Map
+        ):  # it was made when its first key came; its place is its own line
             self.written.items[path] = Map(section.items, node.place)
 
     def model_type(self, node: Scalar) -> None:
         if node.text.lower() not in ("gpt", "gpt-cn"):
             message = f"model family {node.text} is not supported"
-            self.found.append(MODEL_FAMILY.found("model_type", node.text, message, "use gpt or gpt-cn", node.place))
+            self.found.append(
+                MODEL_FAMILY.found(
+                    "model_type", node.text, message, "use gpt or gpt-cn", node.place
+                )
+            )
 
     def model_name_or_path(self, node: Scalar) -> None:
         """A preset, or the folder of an earlier checkpoint."""
         is_folder = node.text not in PRESETS and os.path.isdir(node.text)
-        put(self.written, "Engine.save_load.ckpt_dir" if is_folder else "Model.name", node, self.found)
+        put(
+            self.written,
+            "Engine.save_load.ckpt_dir" if is_folder else "Model.name",
+            node,
+            self.found,
+        )
 
     def standalone(self, node: Scalar) -> None:
-        style = "standalone" if switch(node, "standalone", self.found) else ""  # empty: by the number of nodes
+        style = (
+            "standalone" if switch(node, "standalone", self.found) else ""
+        )  # empty: by the number of nodes
         put(self.written, "Launch.style", Scalar(style, node.place), self.found)
 
     def use_pure_fp16(self, node: Scalar) -> None:
@@ -248,7 +275,9 @@ def _unknown_in_group(path: str, node: Node) -> Finding:
     near = closest(name, known)
     hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
     meant = RENAMED[f"{group}.{near[0]}"] if near else ()
-    return UNKNOWN.using(*meant).found(path, plain(node), f"{group} has no key {name}", hint, node.place)
+    return UNKNOWN.using(*meant).found(
+        path, plain(node), f"{group} has no key {name}", hint, node.place
+    )
 
 
 def settle(tree: Map, found: list[Finding]) -> Map:
@@ -260,7 +289,11 @@ def _settle_pure_fp16(tree: Map) -> Map:
     """True: O2 and float16, unless something else is written; `enable` follows unless a later layer sets it."""
     engine = tree.items.get("Engine")
     precision = engine.items.get("mix_precision") if isinstance(engine, Map) else None
-    if not isinstance(engine, Map) or not isinstance(precision, Map) or "use_pure_fp16" not in precision.items:
+    if (
+        not isinstance(engine, Map)
+        or not isinstance(precision, Map)
+        or "use_pure_fp16" not in precision.items
+    ):
         return tree
     keys = {key: node for key, node in precision.items.items() if key != "use_pure_fp16"}
     switch_node = precision.items["use_pure_fp16"]
@@ -268,7 +301,11 @@ def _settle_pure_fp16(tree: Map) -> Map:
     if isinstance(enable, Scalar) and enable.text == BY_PURE_FP16:
         keys["enable"] = Scalar(str(wanted), switch_node.place)
     if wanted:
-        keys = {"level": Scalar("O2", switch_node.place), "dtype": Scalar("float16", switch_node.place), **keys}
+        keys = {
+            "level": Scalar("O2", switch_node.place),
+            "dtype": Scalar("float16", switch_node.place),
+            **keys,
+        }
     engine = Map({**engine.items, "mix_precision": Map(keys, precision.place)}, engine.place)
     return Map({**tree.items, "Engine": engine}, tree.place)
 
@@ -279,7 +316,10 @@ def _settle_sharding(tree: Map, found: list[Finding]) -> Map:
     if not isinstance(distributed, Map) or "use_sharding" not in distributed.items:
         return tree
     rest = {key: node for key, node in distributed.items.items() if key != "use_sharding"}
-    node, sharding = distributed.items["use_sharding"], rest.get("sharding", Map({}, distributed.place))
+    node, sharding = (
+        distributed.items["use_sharding"],
+        rest.get("sharding", Map({}, distributed.place)),
+    )
     wanted = switch(node, "use_sharding", found)
     degree = sharding.items.get("sharding_degree") if isinstance(sharding, Map) else None
     written = plain(degree) if degree else None
@@ -289,9 +329,14 @@ def _settle_sharding(tree: Map, found: list[Finding]) -> Map:
         found.append(SWITCH.found("use_sharding", True, message, hint, node.place))
     if wanted is False and isinstance(sharding, Map) and (one or str(written).isdigit()):
         if not one:
-            message, hint = f"use_sharding is off: sharding_degree {written} is not used", "delete one of the two"
+            message, hint = (
+                f"use_sharding is off: sharding_degree {written} is not used",
+                "delete one of the two",
+            )
             found.append(SWITCH.found("use_sharding", False, message, hint, node.place))
-        rest["sharding"] = Map({**sharding.items, "sharding_degree": Scalar("1", node.place)}, sharding.place)
+        rest["sharding"] = Map(
+            {**sharding.items, "sharding_degree": Scalar("1", node.place)}, sharding.place
+        )
     return Map({**tree.items, "Distributed": Map(rest, distributed.place)}, tree.place)
 
 
@@ -333,4 +378,8 @@ def copied(node: Node) -> Node:
     """The node with mappings of its own: an alias in the text makes several keys share one."""
     if isinstance(node, Map):
         return Map({key: copied(child) for key, child in node.items.items()}, node.place)
-    return List(tuple(copied(item) for item in node.items), node.place) if isinstance(node, List) else node
+    return (
+        List(tuple(copied(item) for item in node.items), node.place)
+        if isinstance(node, List)
+        else node
+    )

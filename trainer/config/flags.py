@@ -16,7 +16,9 @@ def parse_flags(arguments: Sequence[str]) -> list[Override]:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name or "." in name:
-            raise UserError(f"{word} is not a flag", "write --name value, such as --mp_degree 2", WRONG_USAGE)
+            raise UserError(
+                f"{word} is not a flag", "write --name value, such as --mp_degree 2", WRONG_USAGE
+            )
         source = word
         if not equals:
             value = "true"

@@ -23,7 +23,9 @@ NOT_A_CHOICE = Rule("C013", "a value is one of the words its key allows")
 NOT_A_NAME = Rule("C014", "a text has the form its key asks for")
 
 MAX_NAMES = 500
-INT_LIMIT = 2**53  # beyond it a float no longer holds every integer, and no count here is that large
+INT_LIMIT = (
+    2**53
+)  # beyond it a float no longer holds every integer, and no count here is that large
 
 _INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -79,25 +81,33 @@ def scalar_text(node: Node, wanted: str) -> str:
     if isinstance(node, Scalar):
         return node.text
     found = "a mapping" if isinstance(node, Map) else "a list"
-    raise BadValue(WRONG_TYPE, f"{wanted} is needed, not {found}", f"write {wanted} after the colon")
+    raise BadValue(
+        WRONG_TYPE, f"{wanted} is needed, not {found}", f"write {wanted} after the colon"
+    )
 
 
 def read_integer(text: str) -> int:
     if _INTEGER.fullmatch(text) and len(text) < 40:
         digits = text.lstrip("+-")
         if len(digits) > 1 and digits[0] == "0":
-            raise BadValue(WRONG_TYPE, f"{text} could be meant as octal", f"write {digits.lstrip('0') or '0'}")
+            raise BadValue(
+                WRONG_TYPE, f"{text} could be meant as octal", f"write {digits.lstrip('0') or '0'}"
+            )
         return int(text)
     if _FLOAT.fullmatch(text) and "e" in text.lower():  # max_steps: 5e5
         number = float(text)
         if abs(number) < INT_LIMIT and number == int(number):
             return int(number)
-    raise BadValue(WRONG_TYPE, f"{shown(text)} is not a whole number", "write digits only, such as 8")
+    raise BadValue(
+        WRONG_TYPE, f"{shown(text)} is not a whole number", "write digits only, such as 8"
+    )
 
 
 def read_number(text: str) -> float:
     if not _FLOAT.fullmatch(text):
-        raise BadValue(WRONG_TYPE, f"{shown(text)} is not a number", "write a number such as 0.01 or 1e-5")
+        raise BadValue(
+            WRONG_TYPE, f"{shown(text)} is not a number", "write a number such as 0.01 or 1e-5"
+        )
     number = float(text.replace("_", ""))
     if not math.isfinite(number):
         raise BadValue(OUT_OF_RANGE, f"{shown(text)} is too large", "write a finite number")
@@ -105,12 +115,20 @@ def read_number(text: str) -> float:
 
 
 def check_range(
-    number: float, low: float | None, high: float | None, above: float | None = None, below: float | None = None
+    number: float,
+    low: float | None,
+    high: float | None,
+    above: float | None = None,
+    below: float | None = None,
 ) -> None:
     if below is not None and number >= below:
-        raise BadValue(OUT_OF_RANGE, f"{number:g} is not below {below:g}", f"use a value below {below:g}")
+        raise BadValue(
+            OUT_OF_RANGE, f"{number:g} is not below {below:g}", f"use a value below {below:g}"
+        )
     if above is not None and number <= above:
-        raise BadValue(OUT_OF_RANGE, f"{number:g} is not above {above:g}", f"use a value above {above:g}")
+        raise BadValue(
+            OUT_OF_RANGE, f"{number:g} is not above {above:g}", f"use a value above {above:g}"
+        )
     if low is not None and number < low:
         raise BadValue(OUT_OF_RANGE, f"{number} is below {low}", f"use {low} or more")
     if high is not None and number > high:
@@ -156,7 +174,9 @@ class Boolean:
             return True
         if word in _FALSE:
             return False
-        raise BadValue(WRONG_TYPE, f"{shown(word)} is neither true nor false", "write True or False")
+        raise BadValue(
+            WRONG_TYPE, f"{shown(word)} is neither true nor false", "write True or False"
+        )
 
     def schema(self) -> dict[str, Any]:
         return {"type": ["boolean", "null"]}
@@ -188,9 +208,13 @@ class Text(NamedTuple):
     def read(self, node: Node) -> str:
         text = scalar_text(node, "a text")
         if _BLANKS.search(text):
-            raise BadValue(NOT_A_NAME, "line ends and tabs are not allowed here", "write it on one line")
+            raise BadValue(
+                NOT_A_NAME, "line ends and tabs are not allowed here", "write it on one line"
+            )
         if len(text) > 4096:
-            raise BadValue(NOT_A_NAME, f"{len(text):,} characters are too many", "use at most 4,096")
+            raise BadValue(
+                NOT_A_NAME, f"{len(text):,} characters are too many", "use at most 4,096"
+            )
         if self.pattern and not re.fullmatch(self.pattern, text):
             raise BadValue(NOT_A_NAME, f"{shown(text)} is not {self.form}", f"write {self.form}")
         return text
@@ -206,7 +230,9 @@ class FilePath:
     def read(self, node: Node) -> str:
         text = Text().read(node)
         if scheme := _SCHEME.match(text):
-            raise BadValue(NOT_A_NAME, f"{scheme[0]} is not supported", "write a path on a file system")
+            raise BadValue(
+                NOT_A_NAME, f"{scheme[0]} is not supported", "write a path on a file system"
+            )
         return text
 
     def schema(self) -> dict[str, Any]:
@@ -222,11 +248,18 @@ class Integers(NamedTuple):
     def read(self, node: Node) -> tuple[int, ...]:
         numbers = Words(Integer(self.low)).read(List(tuple(list_items(node)), node.place))
         if self.longest and len(numbers) > self.longest:
-            raise BadValue(OUT_OF_RANGE, f"{len(numbers)} numbers are too many", f"write at most {self.longest}")
+            raise BadValue(
+                OUT_OF_RANGE,
+                f"{len(numbers)} numbers are too many",
+                f"write at most {self.longest}",
+            )
         return numbers
 
     def schema(self) -> dict[str, Any]:
-        return {"type": ["array", "string", "null"], "items": {"type": "integer", "minimum": self.low}}
+        return {
+            "type": ["array", "string", "null"],
+            "items": {"type": "integer", "minimum": self.low},
+        }
 
 
 class Words(NamedTuple):
@@ -246,7 +279,11 @@ class Words(NamedTuple):
         return tuple(items)
 
     def schema(self) -> dict[str, Any]:
-        items = {"type": ["string", "number", "boolean"]} if isinstance(self.item, Text) else self.item.schema()
+        items = (
+            {"type": ["string", "number", "boolean"]}
+            if isinstance(self.item, Text)
+            else self.item.schema()
+        )
         return {"type": ["array", "string", "number", "null"], "items": items}
 
 
@@ -262,13 +299,19 @@ class Names(NamedTuple):
         if not isinstance(node, Map):
             raise BadValue(WRONG_TYPE, "a mapping is needed", "write it as {NAME: value}")
         if len(node.items) > MAX_NAMES:
-            raise BadValue(OUT_OF_RANGE, f"{len(node.items):,} names are too many", f"use at most {MAX_NAMES}")
+            raise BadValue(
+                OUT_OF_RANGE, f"{len(node.items):,} names are too many", f"use at most {MAX_NAMES}"
+            )
         values, faults = {}, []
         for name, item in node.items.items():
             try:
                 if not re.fullmatch(self.pattern, name):
-                    raise BadValue(NOT_A_NAME, f"{shown(name)} is not {self.form}", f"use {self.form}")
-                values[name] = "" if is_null(item) and isinstance(self.item, Text) else self.item.read(item)
+                    raise BadValue(
+                        NOT_A_NAME, f"{shown(name)} is not {self.form}", f"use {self.form}"
+                    )
+                values[name] = (
+                    "" if is_null(item) and isinstance(self.item, Text) else self.item.read(item)
+                )
             except BadValue as bad:
                 faults.append(bad.of(item, name))
         if faults:
@@ -313,10 +356,15 @@ def keys_of(cls: type) -> dict[str, Key]:
 def section_schema(cls: type) -> dict[str, Any]:
     properties = {}
     for name, key in keys_of(cls).items():
-        default = {} if isinstance(key.kind, Section) or key.default is None else {"default": key.default}
+        default = (
+            {} if isinstance(key.kind, Section) or key.default is None else {"default": key.default}
+        )
         described = {"description": key.doc} if key.doc else {}
         properties[name] = {**described, **key.kind.schema(), **default}
-    properties["_inherited_"] = {"type": "boolean", "description": "False: replace the section of the _base_ file"}
+    properties["_inherited_"] = {
+        "type": "boolean",
+        "description": "False: replace the section of the _base_ file",
+    }
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
 
 

@@ -11,7 +11,18 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from trainer.config.dialects import Translated, copied, switch, translate
-from trainer.config.tree import MAX_DEPTH, List, Map, Node, Scalar, checked_text, is_null, parse_value, plain, read_file
+from trainer.config.tree import (
+    MAX_DEPTH,
+    List,
+    Map,
+    Node,
+    Scalar,
+    checked_text,
+    is_null,
+    parse_value,
+    plain,
+    read_file,
+)
 from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
 
 MAX_BASES = 50
@@ -48,7 +59,9 @@ def _reported(tree: Map) -> Map:
     return inner if isinstance(inner, Map) and {"valid", "findings"} <= set(tree.items) else tree
 
 
-def load_tree(path: str | os.PathLike[str] | None, overrides: Iterable[Override], found: list[Finding]) -> Map | None:
+def load_tree(
+    path: str | os.PathLike[str] | None, overrides: Iterable[Override], found: list[Finding]
+) -> Map | None:
     """The merged tree of a file (or of nothing) and its overrides; None when the file has no readable tree."""
     layers: list[Translated] = []
     if path is not None:
@@ -57,7 +70,9 @@ def load_tree(path: str | os.PathLike[str] | None, overrides: Iterable[Override]
             return None
         tree = _reported(tree)
         layers = _with_bases(tree, os.fspath(path), [], found)
-    of_overrides = [translate(_override_tree(override, found), found, implies=False) for override in overrides]
+    of_overrides = [
+        translate(_override_tree(override, found), found, implies=False) for override in overrides
+    ]
     merged: Node = Map({}, Place(os.fspath(path) if path is not None else "command line"))
     for layer in [layer.implied for layer in layers] + [layer.written for layer in layers]:
         merged = merge(merged, layer, found)
@@ -67,7 +82,9 @@ def load_tree(path: str | os.PathLike[str] | None, overrides: Iterable[Override]
     return merged
 
 
-def _with_bases(tree: Map, path: str, children: Sequence[str], found: list[Finding]) -> list[Translated]:
+def _with_bases(
+    tree: Map, path: str, children: Sequence[str], found: list[Finding]
+) -> list[Translated]:
     """The file's layer, below it those of its bases."""
     base = tree.items.get("_base_")
     own = Map({key: node for key, node in tree.items.items() if key != "_base_"}, tree.place)
@@ -75,18 +92,32 @@ def _with_bases(tree: Map, path: str, children: Sequence[str], found: list[Findi
     if base is None or is_null(base):
         return [layer]
     if not isinstance(base, Scalar):
-        found.append(BASE.found("_base_", None, "one path is needed", "write _base_: base.yaml", base.place))
+        found.append(
+            BASE.found("_base_", None, "one path is needed", "write _base_: base.yaml", base.place)
+        )
         return [layer]
     base_path = os.path.join(os.path.dirname(path), base.text)
     chain = [*children, os.path.realpath(path)]
     if len(chain) > MAX_BASES:
         found.append(
-            BASE.found("_base_", base.text, f"a chain of more than {MAX_BASES} files", "merge some", base.place)
+            BASE.found(
+                "_base_",
+                base.text,
+                f"a chain of more than {MAX_BASES} files",
+                "merge some",
+                base.place,
+            )
         )
         return [layer]
     if os.path.realpath(base_path) in chain:
         found.append(
-            BASE.found("_base_", base.text, f"{base.text} leads back to itself", "break the cycle", base.place)
+            BASE.found(
+                "_base_",
+                base.text,
+                f"{base.text} leads back to itself",
+                "break the cycle",
+                base.place,
+            )
         )
         return [layer]
     try:
@@ -110,7 +141,9 @@ def _override_tree(override: Override, found: list[Finding]) -> Map:
 def _override_node(override: Override, place: Place, found: list[Finding]) -> Node:
     value = override.value
     if isinstance(value, tuple):
-        return List(tuple(Scalar(checked_text(word, place, found), place, True) for word in value), place)
+        return List(
+            tuple(Scalar(checked_text(word, place, found), place, True) for word in value), place
+        )
     if not override.verbatim and value[:1] in ("[", "{", "'", '"'):
         parsed = parse_value(value, override.source, found, first_line=0)
         if parsed is not None:
@@ -118,7 +151,9 @@ def _override_node(override: Override, place: Place, found: list[Finding]) -> No
     return Scalar(checked_text(value, place, found), place, override.verbatim)
 
 
-def merge(under: Node, over: Node, found: list[Finding], empties: bool = False, path: str = "") -> Node:
+def merge(
+    under: Node, over: Node, found: list[Finding], empties: bool = False, path: str = ""
+) -> Node:
     """Mappings merge key by key; a list takes single items by index; anything else is replaced.
 
     An empty section in a file says nothing; an empty override (`empties`) takes away what is there.
@@ -140,13 +175,17 @@ def merge(under: Node, over: Node, found: list[Finding], empties: bool = False, 
 
 
 def is_items(node: Map) -> bool:
-    return bool(node.items) and all(key.isascii() and key.isdigit() and len(key) < 10 for key in node.items)
+    return bool(node.items) and all(
+        key.isascii() and key.isdigit() and len(key) < 10 for key in node.items
+    )
 
 
 def _as_items(node: Node) -> Sequence[Node] | None:
     if isinstance(node, List):
         return node.items
-    if isinstance(node, Scalar) and re.fullmatch("[0-9, ]*,[0-9, ]*", node.text):  # split: '949,50,1'
+    if isinstance(node, Scalar) and re.fullmatch(
+        "[0-9, ]*,[0-9, ]*", node.text
+    ):  # split: '949,50,1'
         return [Scalar(part.strip(), node.place, node.quoted) for part in node.text.split(",")]
     return [node] if isinstance(node, Scalar) and not node.is_empty else None
 
@@ -157,7 +196,13 @@ def replace_items(base: Sequence[Node], over: Map, found: list[Finding], path: s
         if int(key) >= len(items):
             hint = f"use 0 to {len(items) - 1}" if items else "write the whole list"
             found.append(
-                INDEX.found(path, plain(node), f"index {int(key)} of a list of {len(items)}", hint, node.place)
+                INDEX.found(
+                    path,
+                    plain(node),
+                    f"index {int(key)} of a list of {len(items)}",
+                    hint,
+                    node.place,
+                )
             )
         else:
             items[int(key)] = copied(node)

@@ -33,9 +33,12 @@ MANY = 100  # findings after which looking for what was meant costs more than it
 # What Megatron, DeepSpeed and torchtitan call these; accepted nowhere, since one thing has one word.
 OTHER_WORDS = {
     **dict.fromkeys(
-        ("tp", "tp_degree", "tp_size", "tensor_parallel_degree", "tensor_model_parallel_size"), "mp_degree"
+        ("tp", "tp_degree", "tp_size", "tensor_parallel_degree", "tensor_model_parallel_size"),
+        "mp_degree",
     ),
-    **dict.fromkeys(("pp", "pp_size", "pipeline_parallel_degree", "pipeline_model_parallel_size"), "pp_degree"),
+    **dict.fromkeys(
+        ("pp", "pp_size", "pipeline_parallel_degree", "pipeline_model_parallel_size"), "pp_degree"
+    ),
     **dict.fromkeys(("dp", "dp_size", "data_parallel_degree", "data_parallel_size"), "dp_degree"),
     **dict.fromkeys(("fsdp", "zero_stage", "zero"), "sharding.sharding_stage"),
     **dict.fromkeys(("seq_length", "seq_len", "sequence_length"), "max_seq_len"),
@@ -65,7 +68,11 @@ class Reading:
 
     def judge(self, findings: Iterable[Finding], unknown: Collection[str] = ()) -> list[Finding]:
         """Of what rules found, that which rests on readable keys, each at the place where it can be mended."""
-        sound = [finding for finding in findings if not any(self._is_bad(key, unknown) for key in finding.uses)]
+        sound = [
+            finding
+            for finding in findings
+            if not any(self._is_bad(key, unknown) for key in finding.uses)
+        ]
         return [finding.at(self._nearest_place((finding.key, *finding.uses))) for finding in sound]
 
     def is_bad(self, path: str) -> bool:
@@ -74,7 +81,10 @@ class Reading:
     def _is_bad(self, path: str, unknown: Collection[str]) -> bool:
         if path in unknown:
             return True
-        return any(bad == path or bad.startswith(path + ".") or path.startswith(bad + ".") for bad in self.bad)
+        return any(
+            bad == path or bad.startswith(path + ".") or path.startswith(bad + ".")
+            for bad in self.bad
+        )
 
     def _nearest_place(self, paths: Iterable[str]) -> Place | None:
         """Of these keys the first that is written, else the first whose section is."""
@@ -90,7 +100,10 @@ def read_root(tree: Map, reading: Reading, unread: tuple[str, ...] = ()) -> None
     """Reads the sections of a whole config; `unread` sections belong to another program."""
     keys = {name: Key(Section(cls), None, "") for name, cls in reading.sections.items()}
     _read_keys(
-        keys, Map({name: node for name, node in tree.items.items() if name not in unread}, tree.place), "", reading
+        keys,
+        Map({name: node for name, node in tree.items.items() if name not in unread}, tree.place),
+        "",
+        reading,
     )
 
 
@@ -121,7 +134,11 @@ def _ignored(path: str, node: Node) -> dict[str, Place]:
     """The key, or the keys of a foreign group, when all of it may be left aside."""
     if is_ignored(path):
         return {path: node.place}
-    inner = {join(path, name): child.place for name, child in node.items.items()} if isinstance(node, Map) else {}
+    inner = (
+        {join(path, name): child.place for name, child in node.items.items()}
+        if isinstance(node, Map)
+        else {}
+    )
     return inner if all(is_ignored(name) for name in inner) else {}
 
 
@@ -133,11 +150,15 @@ def _read_key(key: Key, node: Node, path: str, reading: Reading) -> None:
         reading.emptied.add(path)
     else:
         if isinstance(kind, Names) and isinstance(node, Map):
-            reading.places.update({f"{path}.{name}": item.place for name, item in node.items.items()})
+            reading.places.update(
+                {f"{path}.{name}": item.place for name, item in node.items.items()}
+            )
         try:
             reading.values[path] = kind.read(_with_default_items(key, node, path, reading))
         except BadItems as bad:
-            reading.values[path] = bad.rest  # the lint of an environment goes on with the variables that are right
+            reading.values[path] = (
+                bad.rest
+            )  # the lint of an environment goes on with the variables that are right
             reading.refuse(path, node, kind, bad.faults)
         except BadValue as bad:
             reading.refuse(path, node, kind, [bad])
@@ -157,7 +178,9 @@ def _read_nested(kind: Section, node: Node, path: str, reading: Reading) -> None
 
 def _means_none(kind: Kind, node: Node) -> bool:
     """`lr.name: None` is the word none, not an empty value."""
-    return isinstance(kind, Choice) and isinstance(node, Scalar) and node.text.lower() in kind.options
+    return (
+        isinstance(kind, Choice) and isinstance(node, Scalar) and node.text.lower() in kind.options
+    )
 
 
 def _with_default_items(key: Key, node: Node, path: str, reading: Reading) -> Node:
@@ -165,18 +188,24 @@ def _with_default_items(key: Key, node: Node, path: str, reading: Reading) -> No
     if isinstance(key.kind, (Integers, Words)) and isinstance(node, Map) and is_items(node):
         as_train = path.replace("Data.Eval.", "Data.Train.").replace("Data.Test.", "Data.Train.")
         items = reading.values.get(as_train, key.default)
-        return replace_items([Scalar(str(item), node.place) for item in items], node, reading.found, path)
+        return replace_items(
+            [Scalar(str(item), node.place) for item in items], node, reading.found, path
+        )
     return node
 
 
-def _suggestion(name: str, node: Node, path: str, keys: Mapping[str, Key], reading: Reading) -> tuple[str, str]:
+def _suggestion(
+    name: str, node: Node, path: str, keys: Mapping[str, Key], reading: Reading
+) -> tuple[str, str]:
     """The key that may have been meant, if any, and a hint that says so."""
     if len(reading.found) >= MANY:
         return "", "is this a run config?"
     paths = [known for section, cls in reading.sections.items() for known in paths_of(cls, section)]
     if name in OTHER_WORDS and isinstance(node, Scalar):
         word = OTHER_WORDS[name]
-        return next((known for known in paths if known.endswith(word)), ""), f"it is called {word} here"
+        return next(
+            (known for known in paths if known.endswith(word)), ""
+        ), f"it is called {word} here"
     if near := closest(name, keys):
         return join(path, near[0]), f"did you mean {near[0]}?"
     if elsewhere := [known for known in paths if known.rpartition(".")[2] == name]:
@@ -191,7 +220,11 @@ def _suggestion(name: str, node: Node, path: str, keys: Mapping[str, Key], readi
 def _doubtful(finding: Finding) -> Iterable[str]:
     """The keys whose value is in doubt after a finding of the layers below."""
     key = finding.key.removeprefix("PreTraining.")
-    return (key, *RENAMED.get(key, ()), *finding.uses) if finding.code in (TWICE.code, UNKNOWN.code) else ()
+    return (
+        (key, *RENAMED.get(key, ()), *finding.uses)
+        if finding.code in (TWICE.code, UNKNOWN.code)
+        else ()
+    )
 
 
 def join(path: str, name: str) -> str:

@@ -31,12 +31,19 @@ from trainer.layout import (
 
 IGNORED = Rule("N001", "a key is used by what runs here", "notice")
 NOT_BUILT = Rule("N002", "what a section asks for is built", "notice")
-ACCURACY = Rule("N003", "check_accuracy compares layouts, so nothing random stays on", "notice", uses=DROPOUTS)
+ACCURACY = Rule(
+    "N003", "check_accuracy compares layouts, so nothing random stays on", "notice", uses=DROPOUTS
+)
 ACCUMULATE = Rule(
     "T024",
     "accumulate_steps = local_batch_size / micro_batch_size",
     "warning",
-    uses=("Global.global_batch_size", "Global.local_batch_size", "Global.micro_batch_size", *DEGREE_KEYS.values()),
+    uses=(
+        "Global.global_batch_size",
+        "Global.local_batch_size",
+        "Global.micro_batch_size",
+        *DEGREE_KEYS.values(),
+    ),
 )
 
 NOT_BUILT_YET = ("Profiler", "Offline_Eval")
@@ -70,11 +77,15 @@ def sections() -> dict[str, type]:
 
 def layout_of(run: RunConfig) -> Layout:
     degrees = run.Distributed
-    return Layout(degrees.dp_degree, degrees.pp_degree, degrees.sharding.sharding_degree, degrees.mp_degree)
+    return Layout(
+        degrees.dp_degree, degrees.pp_degree, degrees.sharding.sharding_degree, degrees.mp_degree
+    )
 
 
 def batch_of(run: RunConfig) -> Batch:
-    return Batch(run.Global.global_batch_size, run.Global.local_batch_size, run.Global.micro_batch_size)
+    return Batch(
+        run.Global.global_batch_size, run.Global.local_batch_size, run.Global.micro_batch_size
+    )
 
 
 def shape_of(run: RunConfig) -> Shape:
@@ -93,7 +104,10 @@ def shape_of(run: RunConfig) -> Shape:
 
 
 def read_run(
-    tree: Map, found: list[Finding], others: Mapping[str, type] | None = None, unread: tuple[str, ...] = ()
+    tree: Map,
+    found: list[Finding],
+    others: Mapping[str, type] | None = None,
+    unread: tuple[str, ...] = (),
 ) -> Reading:
     """Reads the sections of a run config, and with them those of another program (`others`)."""
     tree = settle(tree, found)
@@ -101,11 +115,15 @@ def read_run(
     read_root(tree, reading, unread)
     if reading.ignored:
         keys = ", ".join(f"{key} ({place})" for key, place in reading.ignored.items())
-        found.append(IGNORED.found("", list(reading.ignored), f"ignored, nothing here uses them: {keys}"))
+        found.append(
+            IGNORED.found("", list(reading.ignored), f"ignored, nothing here uses them: {keys}")
+        )
     defaults = RunConfig()  # a frozen config writes every key, and asks for nothing by that
     written = [name for name in NOT_BUILT_YET if name in reading.places]
     written = [
-        name for name in written if build(reading.sections[name], reading.values, name) != getattr(defaults, name)
+        name
+        for name in written
+        if build(reading.sections[name], reading.values, name) != getattr(defaults, name)
     ]
     if written:
         message = f"read and checked, but nothing acts on it yet: {', '.join(written)}"
@@ -122,19 +140,31 @@ def resolve(reading: Reading, machines: Machines | None) -> Resolved:
     unsolved = not dp_written and (world or any(reading.is_bad(key) for key in WORLD.uses))
     unknown = {DEGREE_KEYS["dp"]} if unsolved else set()
     unknown |= {finding.key for finding in derived.found if finding.code == MISSING_SIZE.code}
-    found = [*derived.found, *check_model(shape_of(run), layout_of(run), batch_of(run)), *check_run(run)]
+    found = [
+        *derived.found,
+        *check_model(shape_of(run), layout_of(run), batch_of(run)),
+        *check_run(run),
+    ]
     found += _check_replaced(run, reading)
     if not world:
         found += check_mp_in_node(layout_of(run), machines)
     judged = reading.judge(found, unknown)
-    switched_off = {finding.key: OFF.get(finding.key, False) for finding in judged if finding.code == NO_EFFECT.code}
+    switched_off = {
+        finding.key: OFF.get(finding.key, False)
+        for finding in judged
+        if finding.code == NO_EFFECT.code
+    }
     derived.values.update(switched_off)
     derived.origins.update(dict.fromkeys(switched_off, "no effect here"))
     origins = {path: _origin(path, reading, derived) for path in paths_of(RunConfig)}
-    return Resolved(build(RunConfig, derived.values), in_order([*reading.found, *world, *judged]), origins)
+    return Resolved(
+        build(RunConfig, derived.values), in_order([*reading.found, *world, *judged]), origins
+    )
 
 
-def _check_world(run: RunConfig, reading: Reading, machines: Machines | None, dp_written: bool) -> list[Finding]:
+def _check_world(
+    run: RunConfig, reading: Reading, machines: Machines | None, dp_written: bool
+) -> list[Finding]:
     layout, unit = layout_of(run), "GPUs" if run.Global.device == "gpu" else "ranks"
     return [
         finding._replace(hint=_proposal(layout, reading, machines, dp_written))
@@ -167,8 +197,12 @@ def _proposal(wish: Layout, reading: Reading, machines: Machines, dp_written: bo
         degrees = {path: getattr(layout, axis) for axis, path in DEGREE_KEYS.items()}
         derived = derive({**reading.values, **degrees}, reading.emptied, None)
         run = build(RunConfig, derived.values)
-        found = reading.judge([*derived.found, *check_model(shape_of(run), layout, batch_of(run)), *check_run(run)])
-        of_layout = [finding for finding in errors_in(found) if set(finding.uses) & set(DEGREE_KEYS.values())]
+        found = reading.judge(
+            [*derived.found, *check_model(shape_of(run), layout, batch_of(run)), *check_run(run)]
+        )
+        of_layout = [
+            finding for finding in errors_in(found) if set(finding.uses) & set(DEGREE_KEYS.values())
+        ]
         return frozenset(finding.code[0] for finding in of_layout)
 
     if fitting := propose(wish, machines, dp_written, lambda layout: not errors_of(layout)):
@@ -181,7 +215,9 @@ def _proposal(wish: Layout, reading: Reading, machines: Machines, dp_written: bo
 def _origin(path: str, reading: Reading, derived: Derived) -> str:
     if path in derived.origins:
         if derived.origins[path] == "as Train":
-            return _origin(path.replace("Eval", "Train", 1).replace("Test", "Train", 1), reading, derived)
+            return _origin(
+                path.replace("Eval", "Train", 1).replace("Test", "Train", 1), reading, derived
+            )
         return f"derived: {derived.origins[path]}"
     if path in reading.values:
         return str(reading.places[path])

@@ -11,13 +11,18 @@ from trainer.config.sections import RunConfig
 
 def run_schema(others: Mapping[str, type]) -> dict[str, Any]:
     root = section_schema(RunConfig)
-    properties = {name: schema for name, schema in root["properties"].items() if name != "_inherited_"}
+    properties = {
+        name: schema for name, schema in root["properties"].items() if name != "_inherited_"
+    }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "gptctl run config",
         "type": "object",
         "properties": {
-            "_base_": {"type": ["string", "null"], "description": "a config to start from, relative to this file"},
+            "_base_": {
+                "type": ["string", "null"],
+                "description": "a config to start from, relative to this file",
+            },
             **properties,
             **{name: section_schema(cls) for name, cls in others.items()},
         },

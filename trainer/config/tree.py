@@ -22,13 +22,17 @@ SYNTAX = Rule("C001", "a config is YAML or JSON with a mapping at its root")
 TWICE = Rule("C002", "a key is written once")
 TAG = Rule("C003", "a config has no YAML tags, merge keys or keys that are not plain words")
 TOO_DEEP = Rule("C004", f"a config is nested at most {MAX_DEPTH} levels deep")
-TOO_MUCH = Rule("C005", f"a config has at most {MAX_BYTES >> 20} MiB and {MAX_NODES:,} values, aliases expanded")
+TOO_MUCH = Rule(
+    "C005", f"a config has at most {MAX_BYTES >> 20} MiB and {MAX_NODES:,} values, aliases expanded"
+)
 ENCODING = Rule("C006", "a config is UTF-8 text without control characters")
 EMPTY = Rule("C007", "a config sets at least one key")
 
 # C0 (but tab and line ends), DEL, C1, line and paragraph separators, direction overrides, BOM, surrogates: none has a
 # use in a config, and each can deceive a reader or a shell.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]")
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]"
+)
 
 
 class Scalar(NamedTuple):
@@ -39,7 +43,9 @@ class Scalar(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """Nothing written: the value is derived or the default."""
-        return not self.text or (not self.quoted and self.text in ("~", "null", "Null", "NULL", "None"))
+        return not self.text or (
+            not self.quoted and self.text in ("~", "null", "Null", "NULL", "None")
+        )
 
 
 class List(NamedTuple):
@@ -78,7 +84,9 @@ def _read_bytes(path: str | os.PathLike[str]) -> bytes:
     try:
         if stat.S_ISFIFO(os.stat(path).st_mode) and not os.fspath(path).startswith("/dev/"):
             raise UserError(
-                f"{path} is a pipe", "nobody may be writing to it: name a file, or use <(command)", WRONG_USAGE
+                f"{path} is a pipe",
+                "nobody may be writing to it: name a file, or use <(command)",
+                WRONG_USAGE,
             )
         with open(path, "rb") as file:
             return file.read(MAX_BYTES + 1)
@@ -86,14 +94,20 @@ def _read_bytes(path: str | os.PathLike[str]) -> bytes:
         raise UserError(f"{path} is a folder", "name a YAML file inside it", WRONG_USAGE) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"cannot read {path}: {reason}", "check the path and its permissions", WRONG_USAGE) from None
+        raise UserError(
+            f"cannot read {path}: {reason}", "check the path and its permissions", WRONG_USAGE
+        ) from None
 
 
 def _decode(data: bytes, file: str, found: list[Finding]) -> str | None:
     if len(data) > MAX_BYTES:
         found.append(
             TOO_MUCH.found(
-                "", None, f"the file is larger than {MAX_BYTES >> 20} MiB", "is it a run config?", Place(file)
+                "",
+                None,
+                f"the file is larger than {MAX_BYTES >> 20} MiB",
+                "is it a run config?",
+                Place(file),
             )
         )
         return None
@@ -102,12 +116,20 @@ def _decode(data: bytes, file: str, found: list[Finding]) -> str | None:
     except UnicodeDecodeError as error:
         place = Place(file, data.count(b"\n", 0, error.start) + 1)
         found.append(
-            ENCODING.found("", None, f"byte 0x{data[error.start]:02x} is not UTF-8", "save the file as UTF-8", place)
+            ENCODING.found(
+                "",
+                None,
+                f"byte 0x{data[error.start]:02x} is not UTF-8",
+                "save the file as UTF-8",
+                place,
+            )
         )
         return None
     if bad := _CONTROL.search(text):
         place = Place(file, text.count("\n", 0, bad.start()) + 1)
-        found.append(ENCODING.found("", None, f"control character {_code_point(bad[0])}", "delete it", place))
+        found.append(
+            ENCODING.found("", None, f"control character {_code_point(bad[0])}", "delete it", place)
+        )
         return None
     return text
 
@@ -117,7 +139,11 @@ def checked_text(text: str, place: Place, found: list[Finding]) -> str:
     bad = _CONTROL.search(text)
     if not bad:
         return text
-    found.append(ENCODING.found("", None, f"control character {_code_point(bad[0])} in a value", "delete it", place))
+    found.append(
+        ENCODING.found(
+            "", None, f"control character {_code_point(bad[0])} in a value", "delete it", place
+        )
+    )
     return _CONTROL.sub("?", text)
 
 
@@ -132,7 +158,9 @@ def parse(text: str, file: str, found: list[Finding]) -> Map | None:
     if len(found) > faults and (node is None or not isinstance(node, Map) or not node.items):
         return None  # there is no more to say
     if node is None or is_null(node) or (isinstance(node, Map) and not node.items):
-        found.append(EMPTY.found("", None, "the file sets nothing", "write at least one key", Place(file)))
+        found.append(
+            EMPTY.found("", None, "the file sets nothing", "write at least one key", Place(file))
+        )
         return None
     if not isinstance(node, Map):
         kind = "a list" if isinstance(node, List) else "a single value"
@@ -146,7 +174,9 @@ def parse_value(text: str, file: str, found: list[Finding], first_line: int = 1)
     """Any value; `first_line` 0 means that the text came from a flag, and no line is reported."""
     import yaml
 
-    loader = getattr(yaml, "CLoader", yaml.Loader)  # only its parser runs: no constructor, no resolver
+    loader = getattr(
+        yaml, "CLoader", yaml.Loader
+    )  # only its parser runs: no constructor, no resolver
     builder = _Builder(file, found, first_line)
     try:
         return builder.document(yaml.parse(text, Loader=loader))
@@ -154,12 +184,26 @@ def parse_value(text: str, file: str, found: list[Finding], first_line: int = 1)
         return None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = min(mark.line if mark else 0, max(0, len(text.splitlines()) - 1))  # the end of a file has no line
+        line = min(
+            mark.line if mark else 0, max(0, len(text.splitlines()) - 1)
+        )  # the end of a file has no line
         problem = " ".join(str(part) for part in (error.context, error.problem) if part)
         hint = _syntax_hint(text, line) if first_line else "check brackets and quotes"
-        found.append(SYNTAX.found("", None, problem, hint, Place(file, line + first_line if first_line else 0)))
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # yaml's pure-Python scanner leaks ValueError
-        found.append(SYNTAX.found("", None, " ".join(str(error).split()), "check the text near there", Place(file)))
+        found.append(
+            SYNTAX.found(
+                "", None, problem, hint, Place(file, line + first_line if first_line else 0)
+            )
+        )
+    except (
+        yaml.YAMLError,
+        ValueError,
+        OverflowError,
+    ) as error:  # yaml's pure-Python scanner leaks ValueError
+        found.append(
+            SYNTAX.found(
+                "", None, " ".join(str(error).split()), "check the text near there", Place(file)
+            )
+        )
     return None
 
 
@@ -192,12 +236,21 @@ class _Builder:
             if kind == "DocumentStartEvent":
                 documents += 1
                 if documents > 1:
-                    self.stop(SYNTAX, event, "a second YAML document begins here", "keep one document per file")
+                    self.stop(
+                        SYNTAX,
+                        event,
+                        "a second YAML document begins here",
+                        "keep one document per file",
+                    )
             elif kind in ("MappingStartEvent", "SequenceStartEvent"):
                 self.check_tag(event)
-                stack.append(_Open(event, self.place(event), self.count, kind == "MappingStartEvent"))
+                stack.append(
+                    _Open(event, self.place(event), self.count, kind == "MappingStartEvent")
+                )
                 if len(stack) > MAX_DEPTH:
-                    self.stop(TOO_DEEP, event, f"nested more than {MAX_DEPTH} levels deep", "flatten it")
+                    self.stop(
+                        TOO_DEEP, event, f"nested more than {MAX_DEPTH} levels deep", "flatten it"
+                    )
             elif kind in ("MappingEndEvent", "SequenceEndEvent"):
                 closed = stack.pop()
                 size = _Size(closed.node(), self.count - closed.count + 1, closed.height)
@@ -211,14 +264,21 @@ class _Builder:
     def add(self, stack: list[_Open], size: _Size, event: Any) -> Node:
         self.count += 1
         if self.count > MAX_NODES:
-            self.stop(TOO_MUCH, event, f"more than {MAX_NODES:,} values, aliases expanded", "split it with _base_")
+            self.stop(
+                TOO_MUCH,
+                event,
+                f"more than {MAX_NODES:,} values, aliases expanded",
+                "split it with _base_",
+            )
         if event.anchor:
             self.anchors[event.anchor] = size
         if stack:
             parent = stack[-1]
             parent.height = max(parent.height, size.height + 1)
             if parent.is_map and parent.key is None:
-                self.open_key(parent, size.node, event, [outer.key for outer in stack[:-1] if outer.key])
+                self.open_key(
+                    parent, size.node, event, [outer.key for outer in stack[:-1] if outer.key]
+                )
             else:
                 parent.put(size.node)
         return size.node
@@ -226,15 +286,21 @@ class _Builder:
     def open_key(self, parent: _Open, node: Node, event: Any, parents: list[str]) -> None:
         if not isinstance(node, Scalar) or node.text == "<<":
             message = (
-                "merge keys (`<<`) are not supported" if isinstance(node, Scalar) else "a key must be a plain word"
+                "merge keys (`<<`) are not supported"
+                if isinstance(node, Scalar)
+                else "a key must be a plain word"
             )
-            self.found.append(TAG.found("", None, message, "share values through _base_", self.place(event)))
+            self.found.append(
+                TAG.found("", None, message, "share values through _base_", self.place(event))
+            )
             parent.key, parent.ignored = "", True
             return
         parent.key, parent.key_place, parent.ignored = node.text, node.place, False
         if node.text in parent.items:
             first = parent.items[node.text].place
-            message = f"written twice, first in line {first.line}" if first.line else "written twice"
+            message = (
+                f"written twice, first in line {first.line}" if first.line else "written twice"
+            )
             path = ".".join([*parents, node.text])
             self.found.append(TWICE.found(path, None, message, "delete one of the two", node.place))
             parent.ignored = True
@@ -247,15 +313,27 @@ class _Builder:
     def alias(self, stack: list[_Open], event: Any) -> Node:
         size = self.anchors.get(event.anchor)
         if size is None:
-            self.stop(SYNTAX, event, f"alias *{event.anchor} has no anchor before it", f"write &{event.anchor} first")
+            self.stop(
+                SYNTAX,
+                event,
+                f"alias *{event.anchor} has no anchor before it",
+                f"write &{event.anchor} first",
+            )
         if len(stack) + size.height > MAX_DEPTH:
-            self.stop(TOO_DEEP, event, f"nested more than {MAX_DEPTH} levels deep, aliases expanded", "flatten it")
+            self.stop(
+                TOO_DEEP,
+                event,
+                f"nested more than {MAX_DEPTH} levels deep, aliases expanded",
+                "flatten it",
+            )
         self.count += size.values
         return self.add(stack, size, event)
 
     def check_tag(self, event: Any) -> None:
         if event.tag is not None:
-            self.found.append(TAG.found("", None, f"tag {event.tag}", "delete the tag", self.place(event)))
+            self.found.append(
+                TAG.found("", None, f"tag {event.tag}", "delete the tag", self.place(event))
+            )
 
     def place(self, event: Any) -> Place:
         return Place(self.file, event.start_mark.line + self.first_line if self.first_line else 0)
@@ -295,7 +373,9 @@ class _Open:
         self.key = None
 
     def node(self) -> Node:
-        return Map(self.items, self.place) if self.is_map else List(tuple(self.sequence), self.place)
+        return (
+            Map(self.items, self.place) if self.is_map else List(tuple(self.sequence), self.place)
+        )
 
 
 def moved(node: Node, place: Place) -> Node:

@@ -71,14 +71,21 @@ class Length(NamedTuple):
         return divmod(step, self.steps_per_epoch)
 
 
-def open_data(run: RunConfig, mesh: Mesh, say: Callable[[str], None]) -> tuple[RunConfig, Splits, Length]:
+def open_data(
+    run: RunConfig, mesh: Mesh, say: Callable[[str], None]
+) -> tuple[RunConfig, Splits, Length]:
     """The splits, the config with the vocabulary counted in the data, and the length of the run."""
     names = {part.dataset.name for part in (run.Data.Train, run.Data.Eval, run.Data.Test)}
     if len(names) > 1:
-        raise UserError("Data.Train, Eval and Test name datasets of different kinds", "use one of them for all three")
+        raise UserError(
+            "Data.Train, Eval and Test name datasets of different kinds",
+            "use one of them for all three",
+        )
     if names == {"CharDataset"}:
         if not run.Data.Train.dataset == run.Data.Eval.dataset == run.Data.Test.dataset:
-            say("a CharDataset evaluates on a part of its text: Data.Eval.dataset and Data.Test.dataset are not used")
+            say(
+                "a CharDataset evaluates on a part of its text: Data.Eval.dataset and Data.Test.dataset are not used"
+            )
         return _open_characters(run)
     return _open_tokens(run, mesh, say)
 
@@ -95,9 +102,13 @@ def _open_characters(run: RunConfig) -> tuple[RunConfig, Splits, Length]:
     return run, Splits(train, evaluated, evaluated, characters), _length(run, train.size)
 
 
-def _open_tokens(run: RunConfig, mesh: Mesh, say: Callable[[str], None]) -> tuple[RunConfig, Splits, Length]:
+def _open_tokens(
+    run: RunConfig, mesh: Mesh, say: Callable[[str], None]
+) -> tuple[RunConfig, Splits, Length]:
     engine, batch, seed = run.Engine, batch_of(run).global_size, run.Global.seed
-    folders = dict.fromkeys(part.dataset.input_dir for part in (run.Data.Train, run.Data.Eval, run.Data.Test))
+    folders = dict.fromkeys(
+        part.dataset.input_dir for part in (run.Data.Train, run.Data.Eval, run.Data.Test)
+    )
     opened = {input_dir: open_corpus(input_dir) for input_dir in folders}
     for corpus in opened.values():
         check_vocabulary(corpus, run.Model.vocab_size or 0, mesh)
@@ -111,7 +122,9 @@ def _open_tokens(run: RunConfig, mesh: Mesh, say: Callable[[str], None]) -> tupl
         "test": (run.Data.Test, batch * max(1, engine.test_iters)),
     }
     splits = [
-        open_split(opened[part.dataset.input_dir], part.dataset, name, number, seed, run.Model, mesh, say)
+        open_split(
+            opened[part.dataset.input_dir], part.dataset, name, number, seed, run.Model, mesh, say
+        )
         for name, (part, number) in wanted.items()
     ]
     assert splits[0] is not None
@@ -121,7 +134,11 @@ def _open_tokens(run: RunConfig, mesh: Mesh, say: Callable[[str], None]) -> tupl
 def _length(run: RunConfig, samples_per_epoch: int) -> Length:
     """In step mode an epoch is one pass over the characters; token samples are mapped as one long pass."""
     batch, engine = run.Global.global_batch_size, run.Engine
-    whole = samples_per_epoch // batch if run.Data.Train.sampler.drop_last else math.ceil(samples_per_epoch / batch)
+    whole = (
+        samples_per_epoch // batch
+        if run.Data.Train.sampler.drop_last
+        else math.ceil(samples_per_epoch / batch)
+    )
     per_epoch = max(1, whole)
     if engine.run_mode == "step":
         is_mapped = run.Data.Train.dataset.name == "GPTDataset"
@@ -151,7 +168,9 @@ class Reader:
         self.shuffle_key = shuffle_key
 
     def read(self, first: int) -> LocalBatch:
-        numbers = first + self.data_rank * self.batch.local + np.arange(self.batch.local, dtype=np.int64)
+        numbers = (
+            first + self.data_rank * self.batch.local + np.arange(self.batch.local, dtype=np.int64)
+        )
         epochs, numbers = np.divmod(numbers, self.epoch_length)
         if self.shuffle_key is not None:
             numbers = permuted(numbers % self.split.size, self.split.size, self.shuffle_key)

@@ -44,7 +44,9 @@ class Characters:
         self.num_train = max(1, int(self.windows * dataset.train_split))
 
     def decode(self, tokens: list[int]) -> str:
-        return "".join(self.vocabulary[token] if token < len(self.vocabulary) else "" for token in tokens)
+        return "".join(
+            self.vocabulary[token] if token < len(self.vocabulary) else "" for token in tokens
+        )
 
 
 class CharSplit:
@@ -55,7 +57,9 @@ class CharSplit:
     def __init__(self, characters: Characters, name: str, seed: int) -> None:
         self.characters, self.name, self.seed = characters, name, seed
         self.digest = zlib.crc32(characters.tokens.tobytes())
-        self.size = characters.num_train if name == "train" else characters.windows - characters.num_train
+        self.size = (
+            characters.num_train if name == "train" else characters.windows - characters.num_train
+        )
         start = int(permuted(np.zeros(1, np.int64), characters.windows, seed, "split")[0])
         self.start = start if name == "train" else start + characters.num_train
 
@@ -64,16 +68,22 @@ class CharSplit:
         places = np.empty_like(numbers)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            places[here] = permuted(numbers[here] % self.size, self.size, self.seed, self.name, int(epoch))
+            places[here] = permuted(
+                numbers[here] % self.size, self.size, self.seed, self.name, int(epoch)
+            )
         offsets = (self.start + places) % self.characters.windows
-        return self.characters.tokens[offsets[:, None] + np.arange(self.characters.block + 1)].astype(np.int64)
+        return self.characters.tokens[
+            offsets[:, None] + np.arange(self.characters.block + 1)
+        ].astype(np.int64)
 
 
 def _read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", "check Data.Train.dataset.path") from None
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}", "check Data.Train.dataset.path"
+        ) from None
     except UnicodeDecodeError as error:
         message = f"{path} is no UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
         raise UserError(message, "convert it, such as with iconv -t utf-8") from None
@@ -91,5 +101,7 @@ def _builtin_text() -> str:
         if length >= BUILTIN_CHARACTERS:
             break
     if not texts:
-        raise UserError("this Python comes without its sources", "name a text file as Data.Train.dataset.path")
+        raise UserError(
+            "this Python comes without its sources", "name a text file as Data.Train.dataset.path"
+        )
     return "".join(texts)[:BUILTIN_CHARACTERS]

@@ -28,7 +28,9 @@ def end_of_text(model: Model) -> int | None:
 
 
 class GPTSplit:
-    def __init__(self, corpus: Corpus, maps: IndexMaps, seq_len: int, vocab_size: int, eos: int | None) -> None:
+    def __init__(
+        self, corpus: Corpus, maps: IndexMaps, seq_len: int, vocab_size: int, eos: int | None
+    ) -> None:
         self.corpus, self.maps, self.seq_len, self.eos = corpus, maps, seq_len, eos
         self.vocab_size = vocab_size
         self.digest = corpus.digest
@@ -39,9 +41,12 @@ class GPTSplit:
         tokens = np.empty((len(numbers), self.seq_len + 1), np.int64)
         for row, sample in zip(tokens, self.maps.shuffle[numbers % self.size]):
             self._fill(row, *map(int, self.maps.samples[sample]))
-        if not 0 <= tokens.min() <= tokens.max() < self.vocab_size:  # a GPU would only say that some assertion failed
+        if (
+            not 0 <= tokens.min() <= tokens.max() < self.vocab_size
+        ):  # a GPU would only say that some assertion failed
             raise UserError(
-                f"token ids outside of the vocabulary of {self.vocab_size}", "the data has changed: start anew"
+                f"token ids outside of the vocabulary of {self.vocab_size}",
+                "the data has changed: start anew",
             )
         return tokens
 
@@ -73,7 +78,11 @@ def open_split(
     tokens = int(corpus.lengths[documents.start : documents.stop].sum())
     if name != "train" and tokens < dataset.max_seq_len + 1:
         return None
-    require_tokens(tokens, dataset.max_seq_len, f"the {name} split of {dataset.input_dir} ({len(documents)} documents)")
+    require_tokens(
+        tokens,
+        dataset.max_seq_len,
+        f"the {name} split of {dataset.input_dir} ({len(documents)} documents)",
+    )
     facts = {
         "split": name,
         "num_samples": num_samples,
@@ -87,7 +96,9 @@ def open_split(
 
     def make() -> IndexMaps:
         try:
-            return build(documents, corpus.lengths, dataset.max_seq_len, num_samples, seed % (1 << 32))
+            return build(
+                documents, corpus.lengths, dataset.max_seq_len, num_samples, seed % (1 << 32)
+            )
         except MemoryError:
             message = f"the order of {num_samples:,} samples does not fit into memory"
             raise UserError(message, "lower Engine.max_steps, or the batch size") from None
@@ -96,7 +107,9 @@ def open_split(
     return GPTSplit(corpus, maps, dataset.max_seq_len, model.vocab_size or 0, end_of_text(model))
 
 
-def _shared_maps(cache: Cache, make: Callable[[], IndexMaps], mesh: Mesh, say: Callable[[str], None]) -> IndexMaps:
+def _shared_maps(
+    cache: Cache, make: Callable[[], IndexMaps], mesh: Mesh, say: Callable[[str], None]
+) -> IndexMaps:
     """The first rank builds what is missing while all wait; then the first of each node, if files are not shared."""
     maps = None
 
@@ -110,7 +123,9 @@ def _shared_maps(cache: Cache, make: Callable[[], IndexMaps], mesh: Mesh, say: C
             cache.store(maps)
         except OSError as error:
             if cache.facts["split"] == "train":  # said once
-                say(f"index maps cannot be kept beside the data ({error.strerror}): every rank makes its own")
+                say(
+                    f"index maps cannot be kept beside the data ({error.strerror}): every rank makes its own"
+                )
             return False
         return True
 
@@ -127,7 +142,9 @@ def check_vocabulary(corpus: Corpus, vocab_size: int, mesh: Mesh) -> None:
     for prefix, token in [pair for pairs in mesh.gather(largest) for pair in pairs]:
         if not 0 <= token < vocab_size:
             hint = "the data was made with another tokenizer: set Model.vocab_size, or make it anew"
-            raise UserError(f"{prefix}: token id {token} is outside of the vocabulary of {vocab_size}", hint)
+            raise UserError(
+                f"{prefix}: token id {token} is outside of the vocabulary of {vocab_size}", hint
+            )
 
 
 def _largest_id(file: TokenFile, vocab_size: int) -> int:
@@ -142,6 +159,8 @@ def _largest_id(file: TokenFile, vocab_size: int) -> int:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     largest = file.largest_id()
-    with contextlib.suppress(OSError):  # a folder that cannot be written costs a reading at every start
+    with contextlib.suppress(
+        OSError
+    ):  # a folder that cannot be written costs a reading at every start
         memory.write_text(json.dumps({"facts": facts, "largest_id": largest}), encoding="utf-8")
     return largest

@@ -18,7 +18,9 @@ import numpy.typing as npt
 from trainer.durable import replacing
 from trainer.errors import UserError
 
-_SEPARATE_BELOW = 0.8  # a last epoch that supplies less than this share of its samples is shuffled by itself
+_SEPARATE_BELOW = (
+    0.8  # a last epoch that supplies less than this share of its samples is shuffled by itself
+)
 _ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 
 
@@ -43,7 +45,9 @@ def num_epochs(tokens: int, seq_len: int, num_samples: int) -> int:
     return max(1, -(-(num_samples * seq_len + 1) // tokens))
 
 
-def build(documents: range, lengths: npt.NDArray[np.int64], seq_len: int, num_samples: int, seed: int) -> IndexMaps:
+def build(
+    documents: range, lengths: npt.NDArray[np.int64], seq_len: int, num_samples: int, seed: int
+) -> IndexMaps:
     random = np.random.RandomState(seed)
     tokens = int(lengths[documents.start : documents.stop].sum())
     epochs = num_epochs(tokens, seq_len, num_samples)
@@ -57,7 +61,9 @@ def build(documents: range, lengths: npt.NDArray[np.int64], seq_len: int, num_sa
     return IndexMaps(order, samples, shuffle)
 
 
-def _shuffled_documents(documents: range, epochs: int, random: np.random.RandomState) -> npt.NDArray[np.int32]:
+def _shuffled_documents(
+    documents: range, epochs: int, random: np.random.RandomState
+) -> npt.NDArray[np.int32]:
     order = np.tile(np.arange(documents.start, documents.stop, dtype=np.int32), epochs)
     random.shuffle(order)
     return order
@@ -101,9 +107,13 @@ class Cache:
             key = json.loads(self.key_file.read_text(encoding="utf-8"))
             if key["facts"] != self.facts:
                 return None
-            if check and any(_checksum(self.file(array)) != key["checksums"][array] for array in _ARRAYS):
+            if check and any(
+                _checksum(self.file(array)) != key["checksums"][array] for array in _ARRAYS
+            ):
                 return None
-            return IndexMaps(*(np.load(self.file(array), mmap_mode="r", allow_pickle=False) for array in _ARRAYS))
+            return IndexMaps(
+                *(np.load(self.file(array), mmap_mode="r", allow_pickle=False) for array in _ARRAYS)
+            )
         except (OSError, ValueError, KeyError, TypeError, EOFError):
             return None
 
@@ -130,4 +140,6 @@ def _checksum(file: Path) -> int:
 def require_tokens(tokens: int, seq_len: int, what: str) -> None:
     if tokens < seq_len + 1:
         message = f"{what} has {tokens} tokens, one sample needs {seq_len + 1}"
-        raise UserError(message, "shorten Data.Train.dataset.max_seq_len, change split, or add documents")
+        raise UserError(
+            message, "shorten Data.Train.dataset.max_seq_len, change split, or add documents"
+        )

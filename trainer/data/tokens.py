@@ -46,7 +46,9 @@ class Corpus:
         self.files = files
         self.lengths = np.concatenate([file.lengths for file in files])
         self.file_of = np.repeat(np.arange(len(files)), [len(file.lengths) for file in files])
-        self.digest = zlib.crc32(self.lengths.tobytes())  # of how the tokens are cut, which the index maps depend on
+        self.digest = zlib.crc32(
+            self.lengths.tobytes()
+        )  # of how the tokens are cut, which the index maps depend on
         self.start_of = np.concatenate([np.cumsum(file.lengths) - file.lengths for file in files])
 
     def read(self, document: int, offset: int, count: int) -> npt.NDArray[Any]:
@@ -65,7 +67,9 @@ def _prefixes(path: Path) -> list[Path]:
     """The files of a folder, or of the one file or prefix that is named."""
     folder, wanted = (path, None) if os.path.isdir(path) else (path.parent, _stem(path.name))
     try:
-        stems = {_stem(name) for name in os.listdir(folder) if name.endswith(("_ids.npz", "_idx.npz"))}
+        stems = {
+            _stem(name) for name in os.listdir(folder) if name.endswith(("_ids.npz", "_idx.npz"))
+        }
     except OSError as error:
         raise UserError(f"there is no data at {path}: {error.strerror}", _HINT) from None
     if wanted is None and not stems:
@@ -82,7 +86,10 @@ def _stem(name: str) -> str:
 
 
 def _open(prefix: Path) -> TokenFile:
-    pair, single = prefix.with_name(prefix.name + "_idx.npz"), prefix.with_name(prefix.name + "_ids.npz")
+    pair, single = (
+        prefix.with_name(prefix.name + "_idx.npz"),
+        prefix.with_name(prefix.name + "_ids.npz"),
+    )
     try:
         if pair.exists():
             file = prefix.with_name(prefix.name + "_ids.npy")
@@ -95,7 +102,9 @@ def _open(prefix: Path) -> TokenFile:
     except UserError:
         raise
     except Exception as error:  # a damaged file makes numpy and zipfile raise anything
-        raise UserError(f"{prefix}: not readable as token files: {error}", f"wanted: {_FORMATS}") from None
+        raise UserError(
+            f"{prefix}: not readable as token files: {error}", f"wanted: {_FORMATS}"
+        ) from None
     return _checked(TokenFile(prefix, ids, lengths, changed))
 
 
@@ -105,8 +114,12 @@ def _checked(file: TokenFile) -> TokenFile:
         message = f"{file.prefix}: ids are {ids.dtype} in {ids.ndim} dimensions"
         raise UserError(message, "ids are whole numbers in one dimension")
     if lengths.sum() != len(ids):
-        message = f"{file.prefix}: lens add up to {int(lengths.sum())}, but there are {len(ids)} ids"
-        raise UserError(message, "ids and lens belong to different data, or a file is cut off: make them anew")
+        message = (
+            f"{file.prefix}: lens add up to {int(lengths.sum())}, but there are {len(ids)} ids"
+        )
+        raise UserError(
+            message, "ids and lens belong to different data, or a file is cut off: make them anew"
+        )
     return file
 
 
@@ -135,7 +148,10 @@ def _document_lengths(index: Path, num_ids: int) -> npt.NDArray[np.int64]:
 def _member(file: Path, name: str) -> npt.NDArray[Any]:
     with np.load(file, allow_pickle=False) as arrays:
         if name not in arrays:
-            raise UserError(f"{file} has no array {name}", f"it has {', '.join(arrays) or 'none'}; wanted: {_FORMATS}")
+            raise UserError(
+                f"{file} has no array {name}",
+                f"it has {', '.join(arrays) or 'none'}; wanted: {_FORMATS}",
+            )
         return np.asarray(arrays[name])
 
 
@@ -146,11 +162,16 @@ def _mapped_member(file: Path, name: str) -> npt.NDArray[Any]:
         if info is None or info.compress_type != zipfile.ZIP_STORED:
             return _member(file, name)
     with open(file, "rb") as stream:
-        stream.seek(info.header_offset + 26)  # the local header ends with the lengths of two fields that follow it
+        stream.seek(
+            info.header_offset + 26
+        )  # the local header ends with the lengths of two fields that follow it
         sizes = np.frombuffer(stream.read(4), dtype="<u2")
         stream.seek(info.header_offset + 30 + int(sizes.sum()))
         version = np.lib.format.read_magic(stream)
-        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        read_header = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }
         shape, _, dtype = read_header[version](stream)
         if dtype.hasobject:
             raise UserError(f"{file}: {name} holds Python objects", "ids are whole numbers")

@@ -39,7 +39,9 @@ class Parallel:
     """The model as the layout runs it."""
 
     mesh: Mesh
-    parts: list[GPT]  # the layers of this rank: one range of them, or several in an interleaved pipeline
+    parts: list[
+        GPT
+    ]  # the layers of this rank: one range of them, or several in an interleaved pipeline
     runner: Runner
     weights: list[Weight]
     dropout: Dropout
@@ -64,7 +66,9 @@ class Parallel:
             return
         gradients = [weight.gradient for weight in weights]
         sums = self.mesh.summed(torch.cat([gradient.flatten() for gradient in gradients]), axis)
-        for gradient, total in zip(gradients, sums.split([gradient.numel() for gradient in gradients])):
+        for gradient, total in zip(
+            gradients, sums.split([gradient.numel() for gradient in gradients])
+        ):
             gradient.copy_(total.view_as(gradient))
 
 
@@ -81,13 +85,17 @@ def parallelize(run: RunConfig, mesh: Mesh, precision: Precision) -> Parallel:
         precision.apply(part)
         dropout.attach(part)
         if layout.sharding > 1:
-            from trainer.parallel.sharding import shard  # as the pipeline below: torch's part takes a second to import
+            from trainer.parallel.sharding import (
+                shard,
+            )  # as the pipeline below: torch's part takes a second to import
 
             shard(part, run.Distributed.sharding, mesh)
         materialize(part, rests_on(run.Distributed.sharding, mesh))
     weights = [weight for part in parts for weight in _initial_weights(part, run, mesh, precision)]
     copied = layout.dp > 1 and layout.sharding == 1
-    modules = [replicate(part, run.Distributed.bucket_cap_mb, mesh) if copied else part for part in parts]
+    modules = [
+        replicate(part, run.Distributed.bucket_cap_mb, mesh) if copied else part for part in parts
+    ]
     if layout.pp == 1:
         runner: Runner = OneStage(run, mesh, parts[0], modules[0])
     else:
@@ -119,7 +127,11 @@ def _initial_weights(part: GPT, run: RunConfig, mesh: Mesh, precision: Precision
         weight.is_tied = name == "word_embeddings.weight" and layout.pp > 1
         weight.is_copy = weight.is_tied and not part.is_first
         holders = Holders(layout.dp, at.dp)
-        weight.holders = holders if weight.is_split else Holders(layout.dp * layout.mp, at.dp * layout.mp + at.mp)
+        weight.holders = (
+            holders
+            if weight.is_split
+            else Holders(layout.dp * layout.mp, at.dp * layout.mp + at.mp)
+        )
         weights.append(weight)
     return weights
 
@@ -129,12 +141,17 @@ class OneStage:
 
     def __init__(self, run: RunConfig, mesh: Mesh, part: GPT, module: nn.Module) -> None:
         self.part, self.module, self.device = part, module, mesh.device
-        self.micro_batch_size, self.accumulate = run.Global.micro_batch_size, run.Engine.accumulate_steps
+        self.micro_batch_size, self.accumulate = (
+            run.Global.micro_batch_size,
+            run.Engine.accumulate_steps,
+        )
         self.layout, self.stage = mesh.layout, run.Distributed.sharding.sharding_stage
 
     def gradients(self, batch: LocalBatch, factor: float) -> Tensor:
         total = torch.zeros((), device=self.device)
-        for number, (inputs, labels) in enumerate(batch.micro(self.micro_batch_size, self.device), 1):
+        for number, (inputs, labels) in enumerate(
+            batch.micro(self.micro_batch_size, self.device), 1
+        ):
             with self._synchronized(is_last=number == self.accumulate):
                 loss = self.module(inputs, labels, factor)
                 loss.backward()

@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from trainer.config.sections import RunConfig
 from trainer.data import LocalBatch
@@ -24,11 +29,15 @@ from trainer.optim import Precision
 class Pipeline:
     """Runs the micro-batches of an update through all stages at once."""
 
-    def __init__(self, run: RunConfig, mesh: Mesh, precision: Precision, chunks: list[tuple[int, nn.Module]]) -> None:
+    def __init__(
+        self, run: RunConfig, mesh: Mesh, precision: Precision, chunks: list[tuple[int, nn.Module]]
+    ) -> None:
         self.device = mesh.device
         total = mesh.layout.pp * run.Model.virtual_pp_degree
         self.is_first, self.is_last = chunks[0][0] == 0, chunks[-1][0] == total - 1
-        stages: Any = [self._stage(run, mesh, precision, index, total, module) for index, module in chunks]
+        stages: Any = [
+            self._stage(run, mesh, precision, index, total, module) for index, module in chunks
+        ]
         count = run.Engine.accumulate_steps
         settings: Any = {"loss_fn": _made_by_the_model, "scale_grads": False}
         kind: Any = ScheduleGPipe if run.Distributed.pp_schedule == "GPipe" else Schedule1F1B
@@ -38,18 +47,32 @@ class Pipeline:
             self.schedule = kind(stages[0], count, **settings)
 
     def _stage(
-        self, run: RunConfig, mesh: Mesh, precision: Precision, index: int, total: int, module: nn.Module
+        self,
+        run: RunConfig,
+        mesh: Mesh,
+        precision: Precision,
+        index: int,
+        total: int,
+        module: nn.Module,
     ) -> PipelineStage:
         batch, tokens = run.Global.micro_batch_size, run.Data.Train.dataset.max_seq_len
         length = tokens // mesh.layout.mp if run.Model.sequence_parallel else tokens
         dtype = precision.half if precision.is_pure else torch.float32
         with torch.device("meta"):
             text = torch.empty(batch, tokens, dtype=torch.long)
-            hidden = torch.empty(batch, length, run.Model.hidden_size, dtype=dtype, requires_grad=True)
+            hidden = torch.empty(
+                batch, length, run.Model.hidden_size, dtype=dtype, requires_grad=True
+            )
             loss = torch.empty((), requires_grad=True)
         into, out = text if index == 0 else hidden, loss if index == total - 1 else hidden
         return PipelineStage(
-            module, index, total, mesh.device, input_args=(into,), output_args=(out,), group=mesh.groups["pp"]
+            module,
+            index,
+            total,
+            mesh.device,
+            input_args=(into,),
+            output_args=(out,),
+            group=mesh.groups["pp"],
         )
 
     def gradients(self, batch: LocalBatch, factor: float) -> Tensor:
@@ -67,7 +90,11 @@ class Pipeline:
             labels = batch.labels.to(self.device, non_blocking=True)
             settings |= {"target": labels, "losses": losses, "labels": labels, "factor": factor}
         act(*inputs, **settings)
-        return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
+        return (
+            torch.stack([loss.detach() for loss in losses]).sum()
+            if losses
+            else torch.zeros((), device=self.device)
+        )
 
 
 def _made_by_the_model(loss: Tensor, _: Tensor) -> Tensor:

@@ -28,7 +28,12 @@ def shard(part: GPT, config: Sharding, mesh: Mesh) -> None:
     offload = CPUOffloadPolicy(pin_memory=can_pin()) if config.sharding_offload else OffloadPolicy()
     states, blocks = mesh.states, list(part.layers.values())
     for module in (*blocks, part):
-        fully_shard(module, mesh=states, reshard_after_forward=config.sharding_stage == 3, offload_policy=offload)
+        fully_shard(
+            module,
+            mesh=states,
+            reshard_after_forward=config.sharding_stage == 3,
+            offload_policy=offload,
+        )
     if config.broadcast_overlap:
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]

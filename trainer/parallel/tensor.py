@@ -53,13 +53,21 @@ class Group:
 
     def whole(self, x: Tensor) -> Tensor:
         """What all ranks are to read: the whole sequence."""
-        actions = (self.all_gather, self.reduce_scatter) if self.sequence_parallel else (_as_it_is, self.all_reduce)
+        actions = (
+            (self.all_gather, self.reduce_scatter)
+            if self.sequence_parallel
+            else (_as_it_is, self.all_reduce)
+        )
         result: Tensor = _Exchange.apply(x, *actions)
         return result
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what the ranks made: on all of them, or each with its part of the sequence."""
-        actions = (self.reduce_scatter, self.all_gather) if self.sequence_parallel else (self.all_reduce, _as_it_is)
+        actions = (
+            (self.reduce_scatter, self.all_gather)
+            if self.sequence_parallel
+            else (self.all_reduce, _as_it_is)
+        )
         result: Tensor = _Exchange.apply(x, *actions)
         return result
 
@@ -157,7 +165,9 @@ class VocabHead(Head):
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: float) -> Tensor:
         assert labels is not None, "logits of the whole vocabulary are made by one process only"
         first_row = self.mp.rank * weight.shape[0]
-        return chunked_loss(self.mp.whole(x), weight, labels, self.vocab_size, factor, first_row, self.mp.group)
+        return chunked_loss(
+            self.mp.whole(x), weight, labels, self.vocab_size, factor, first_row, self.mp.group
+        )
 
 
 def split(part: GPT, mesh: Mesh, sequence_parallel: bool) -> None:

@@ -36,7 +36,9 @@ TIMED_OUT = re.compile(r"Timed out waiting")
 LINGER = 1.1  # seconds for which ranks outlive the one that failed: torchrun knows the first by whole seconds
 LAST_WORDS = 5.0  # seconds after which a process that is about to end is ended
 # Where a thread is that waits for other ranks; copies of a model exchange their gradients inside of `backward`.
-WAITING = re.compile(rf"/torch/distributed/|/torch/autograd/graph\.py$|^{re.escape(trainer.mesh.__file__)}$")
+WAITING = re.compile(
+    rf"/torch/distributed/|/torch/autograd/graph\.py$|^{re.escape(trainer.mesh.__file__)}$"
+)
 
 
 class Answer(NamedTuple):
@@ -60,10 +62,14 @@ class Word(NamedTuple):
 
     @property
     def error(self) -> UserError:
-        return UserError(self.reason, self.hint, OUT_OF_REACH if self.code == OUT_OF_REACH else ANSWER_IS_NO)
+        return UserError(
+            self.reason, self.hint, OUT_OF_REACH if self.code == OUT_OF_REACH else ANSWER_IS_NO
+        )
 
 
-def judge(answers: Sequence[Answer], absent: Sequence[int], limit: float, is_late: bool) -> tuple[Sequence[int], str]:
+def judge(
+    answers: Sequence[Answer], absent: Sequence[int], limit: float, is_late: bool
+) -> tuple[Sequence[int], str]:
     """Who holds the others up, and how that shows; nobody where there may be no harm.
 
     `is_late`: some rank has waited for others for longer than it may, so that the job ends in any case. Without that,
@@ -71,7 +77,9 @@ def judge(answers: Sequence[Answer], absent: Sequence[int], limit: float, is_lat
     """
     if absent:
         return absent, "not answer"
-    behind = [answer for answer in answers if answer.ticks == min(answer.ticks for answer in answers)]
+    behind = [
+        answer for answer in answers if answer.ticks == min(answer.ticks for answer in answers)
+    ]
     if len(behind) < len(answers):
         is_stuck = is_late or all(answer.idle >= limit for answer in behind)
         return [answer.rank for answer in behind if is_stuck], "not go on"
@@ -80,7 +88,9 @@ def judge(answers: Sequence[Answer], absent: Sequence[int], limit: float, is_lat
 
 
 class Watchdog:
-    def __init__(self, mesh: Mesh, limit: float, output: Path, report: Callable[[UserError], None]) -> None:
+    def __init__(
+        self, mesh: Mesh, limit: float, output: Path, report: Callable[[UserError], None]
+    ) -> None:
         self.mesh, self.limit, self.window = mesh, limit, answer_time(limit)
         self.output, self.report = output, report
         self.logs = Path(os.environ.get("GPTCTL_LOG_DIR") or output / "logs")
@@ -88,11 +98,20 @@ class Watchdog:
         self.peers = [Peer(*peer) for peer in mesh.gather(tuple(Peer.of_this_rank()))]
         self.line = Line("/".join(map(str, self.peers[0])), mesh.rank, mesh.world, self.window)
         self.rounds, self.looked = 0, time.monotonic()
-        self.is_looking, self.trace = False, ""  # the trace of the training thread, once it has waited in vain
+        self.is_looking, self.trace = (
+            False,
+            "",
+        )  # the trace of the training thread, once it has waited in vain
         self.has_to_end = False  # whatever a rank finds that still sees no harm
         self.word: Word | None = None
-        self.heard, self.is_over, self.ending = threading.Event(), threading.Event(), threading.RLock()
-        self.threads = [threading.Thread(target=act, daemon=True) for act in (self._listen, self._watch)]
+        self.heard, self.is_over, self.ending = (
+            threading.Event(),
+            threading.Event(),
+            threading.RLock(),
+        )
+        self.threads = [
+            threading.Thread(target=act, daemon=True) for act in (self._listen, self._watch)
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -123,7 +142,11 @@ class Watchdog:
             self._settle(word)
             self._linger(word)
             return word.error
-        said = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}".rstrip(": ")
+        said = (
+            error.message
+            if isinstance(error, UserError)
+            else f"{type(error).__name__}: {error}".rstrip(": ")
+        )
         reason = f"rank {self.mesh.rank} failed {self.mesh.pulse.where}: {said}"
         if isinstance(error, KeyboardInterrupt):
             reason = f"rank {self.mesh.rank} was interrupted {self.mesh.pulse.where}"
@@ -141,7 +164,9 @@ class Watchdog:
             self.heard.wait(2 * self.window)
         gone = [rank for rank, peer in enumerate(self.peers) if peer.is_gone]
         names = f": {self._names(gone)}" if gone else ""
-        return self.word or self._spread(Word(f"another rank is gone{names}", "its own log says why", gone))
+        return self.word or self._spread(
+            Word(f"another rank is gone{names}", "its own log says why", gone)
+        )
 
     def _word_of_delay(self) -> Word:
         """Ranks have waited for others for too long. Even if nobody can be named, that much is certain."""
@@ -222,9 +247,16 @@ class Watchdog:
                     self._hear(Word(**message))
 
     def _here(self) -> Answer:
-        pulse, frame = self.mesh.pulse, sys._current_frames().get(threading.main_thread().ident or 0)
-        waits = bool(self.trace) or (frame is not None and bool(WAITING.search(frame.f_code.co_filename)))
-        return Answer(self.mesh.rank, pulse.ticks, pulse.where, time.monotonic() - pulse.since, waits)
+        pulse, frame = (
+            self.mesh.pulse,
+            sys._current_frames().get(threading.main_thread().ident or 0),
+        )
+        waits = bool(self.trace) or (
+            frame is not None and bool(WAITING.search(frame.f_code.co_filename))
+        )
+        return Answer(
+            self.mesh.rank, pulse.ticks, pulse.where, time.monotonic() - pulse.since, waits
+        )
 
     def _hear(self, word: Word) -> NoReturn:
         """The end of this process, unless the training thread notices before and ends it."""
@@ -274,7 +306,12 @@ class Watchdog:
                 if peer.is_here and not peer.is_gone:
                     self.logs.mkdir(parents=True, exist_ok=True)
                     with open(self.logs / f"stacks.{rank}", "x", encoding="utf-8") as stream:
-                        stream.writelines([f"rank {rank} ({peer}) does not answer. Its threads:\n", *peer.threads()])
+                        stream.writelines(
+                            [
+                                f"rank {rank} ({peer}) does not answer. Its threads:\n",
+                                *peer.threads(),
+                            ]
+                        )
                     if log.exists():
                         with open(log, "a", encoding="utf-8") as stream:
                             stream.write(f"error: {word.reason}\nhint: {word.hint}\n")
@@ -327,7 +364,9 @@ def end_process(code: int) -> NoReturn:
 def _network_error(error: BaseException | None) -> str:
     """What gloo said, if that is behind it: the pipeline wraps it into an error of its own."""
     while error is not None:
-        if isinstance(error, RuntimeError) and (LOST.search(str(error)) or TIMED_OUT.search(str(error))):
+        if isinstance(error, RuntimeError) and (
+            LOST.search(str(error)) or TIMED_OUT.search(str(error))
+        ):
             return str(error)
         error = error.__cause__
     return ""

@@ -60,7 +60,9 @@ class Line:
 
     def settle(self, name: str, value: Any) -> Any:
         """The value that the first rank gave."""
-        return json.loads(self._mouth.compare_set(self._key("settled", name), "", json.dumps(value)))
+        return json.loads(
+            self._mouth.compare_set(self._key("settled", name), "", json.dumps(value))
+        )
 
     def leave(self) -> None:
         self._mouth.set(self._key("left", self.rank), "")
@@ -100,5 +102,9 @@ def is_in_first_rank() -> bool:
 
 def _connect(patience: float) -> Any:
     host, _, port = address().rpartition(":")
-    settings: dict[str, Any] = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=patience)}
+    settings: dict[str, Any] = {
+        "is_master": False,
+        "wait_for_workers": False,
+        "timeout": timedelta(seconds=patience),
+    }
     return dist.TCPStore(host, int(port), **settings)  # type: ignore[attr-defined]

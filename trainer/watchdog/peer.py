@@ -37,7 +37,9 @@ class Peer(NamedTuple):
 
     def threads(self) -> Iterator[str]:
         """A line about every thread, and where in the kernel it waits as far as that may be read."""
-        for task in sorted(Path(f"/proc/{self.pid}/task").glob("*"), key=lambda task: int(task.name)):
+        for task in sorted(
+            Path(f"/proc/{self.pid}/task").glob("*"), key=lambda task: int(task.name)
+        ):
             facts = {name: _read(task / name).strip() for name in ("wchan", "syscall", "stack")}
             told = "".join(f"\n  {name}: {fact}" for name, fact in facts.items() if fact)
             yield f"thread {task.name} ({_read(task / 'comm').strip()}): {_state(task)}{told}\n"
