@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from gptctl.check import Checked, check_config
+from gptctl.spec.check import Checked, check_config
 from trainer.config import Override
 
 # An example that takes long on a busy machine is no failure.

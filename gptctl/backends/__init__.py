@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
 
-from gptctl.jobs import JobRecord
-from gptctl.launch_plan import LaunchPlan
+from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.jobs.store import JobRecord
 from trainer.errors import OUT_OF_REACH, UserError
 
 KINDS = ("local", "slurm", "ssh")
@@ -69,4 +69,9 @@ def backend_of(kind: str) -> Backend:
     if kind not in KINDS:
         hint = f"a newer one may have made this job; this one knows {', '.join(KINDS)}"
         raise UserError(f"this gptctl knows no clusters of kind {kind}", hint, OUT_OF_REACH)
-    return cast("Backend", import_module(f"gptctl.backends.{kind}"))
+    return cast(
+        "Backend",
+        import_module(
+            f"gptctl.backends.{kind}" if kind == "local" else f"gptctl.backends.{kind}.backend"
+        ),
+    )

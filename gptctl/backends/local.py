@@ -13,9 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from gptctl.backends import State, output_seen_here
-from gptctl.jobs import JobRecord, private_files
-from gptctl.launch_plan import LaunchPlan
-from gptctl.processes import (
+from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.processes import (
     clean_environment,
     is_alive,
     is_here,
@@ -24,7 +23,7 @@ from gptctl.processes import (
     processes_of,
     send,
 )
-from gptctl.run_folder import (
+from gptctl.engine.run_folder import (
     CANCELLED,
     LOST,
     PENDING,
@@ -33,6 +32,7 @@ from gptctl.run_folder import (
     RunFolder,
     read_json,
 )
+from gptctl.jobs.store import JobRecord, private_files
 from trainer.errors import OUT_OF_REACH, UserError
 
 START_PATIENCE = 30.0
@@ -44,7 +44,7 @@ def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
     environment = {**clean_environment(), "GPTCTL_READY": str(writing)}
     with private_files(), open(os.path.join(plan.run_dir, "supervisor.log"), "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "gptctl.supervisor", plan.run_dir],
+            [sys.executable, "-m", "gptctl.engine.supervisor", plan.run_dir],
             cwd=plan.run_dir,
             env=environment,
             stdin=subprocess.DEVNULL,

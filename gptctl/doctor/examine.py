@@ -10,19 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gptctl.check import check_config
-from gptctl.cluster import Cluster, Profile, find_profile, load_profile, visible_gpus
+from gptctl.backends.slurm.client import SlurmError
 from gptctl.doctor import here, slurm_side
 from gptctl.doctor.judge import Wanted, judge_port
 from gptctl.doctor.probe import Sightings, fill, folder_in, node_names, plan_probe, rows_of
 from gptctl.doctor.rows import Row, is_wrong, of_finding, ok, wrong
 from gptctl.doctor.signals import interrupted_by_signals, undisturbed
 from gptctl.doctor.slurm_job import run_on_nodes
-from gptctl.launch_plan import LaunchPlan
-from gptctl.plan import Site
-from gptctl.report import count
-from gptctl.run_folder import read_json, read_text
-from gptctl.slurm import SlurmError
+from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.run_folder import read_json, read_text
+from gptctl.planning.build import Site
+from gptctl.spec.check import check_config
+from gptctl.spec.cluster import Cluster, Profile, find_profile, load_profile, visible_gpus
+from gptctl.spec.summary import count
 from trainer.config import Override
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, Finding, UserError
 
@@ -130,7 +130,7 @@ def _on_this_machine(visit: Visit, cluster: Cluster) -> list[Row]:
 
 def _on_hosts(visit: Visit, cluster: Cluster, rows: list[Row]) -> Report:
     from gptctl.doctor.ssh_hosts import Hosts
-    from gptctl.ssh import ways
+    from gptctl.remote.connection import ways
 
     nodes = visit.nodes or len(cluster.hosts)
     if nodes > len(cluster.hosts):

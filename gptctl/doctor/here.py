@@ -8,10 +8,10 @@ from pathlib import Path
 
 from gptctl.doctor.probe import NODE_SCRIPT
 from gptctl.doctor.signals import undisturbed
-from gptctl.plan import LOOPBACK
-from gptctl.ports import free_port
-from gptctl.processes import clean_environment, kill_all
-from gptctl.run_folder import read_text
+from gptctl.engine.ports import free_port
+from gptctl.engine.processes import clean_environment, kill_all
+from gptctl.engine.run_folder import read_text
+from gptctl.planning.build import LOOPBACK
 
 PATIENCE = 120.0
 

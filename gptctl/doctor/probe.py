@@ -11,15 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gptctl.check import check_config
 from gptctl.doctor.judge import Node, Sighting, Wanted, judge_no_reduce, judge_nodes, judge_reduce
 from gptctl.doctor.rows import Row
 from gptctl.doctor.signals import undisturbed
-from gptctl.jobs import private_files
-from gptctl.launch_plan import LaunchPlan
-from gptctl.plan import Ground, Site, build_plan
-from gptctl.render import render
-from gptctl.run_folder import read_json, read_text
+from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.run_folder import read_json, read_text
+from gptctl.jobs.store import private_files
+from gptctl.planning.build import Ground, Site, build_plan
+from gptctl.planning.render import render
+from gptctl.spec.check import check_config
 from trainer.config import Override
 from trainer.errors import UserError
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gptctl import slurm
+from gptctl.backends.slurm import client as slurm
+from gptctl.backends.slurm.client import GOING, WAITING, Seen, SlurmError
 from gptctl.doctor.probe import BATCH_SCRIPT, MINUTES, Sightings
 from gptctl.doctor.rows import Row, ok, wrong
 from gptctl.doctor.signals import undisturbed
-from gptctl.run_folder import read_text
-from gptctl.slurm import GOING, WAITING, Seen, SlurmError
+from gptctl.engine.run_folder import read_text
 
 Say = Callable[[str], None]
 

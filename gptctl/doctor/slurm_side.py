@@ -9,11 +9,11 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from gptctl import slurm
-from gptctl.cluster import Cluster
+from gptctl.backends.slurm import client as slurm
+from gptctl.backends.slurm.client import SlurmError
 from gptctl.doctor.rows import Row, ok, warning, wrong
-from gptctl.report import count
-from gptctl.slurm import SlurmError
+from gptctl.spec.cluster import Cluster
+from gptctl.spec.summary import count
 from trainer.errors import closest
 
 NEEDED = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")

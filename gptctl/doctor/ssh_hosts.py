@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gptctl.arming import pack
-from gptctl.cluster import Cluster
+from gptctl.backends.ssh.launcher import pack
 from gptctl.doctor.judge import Sighting, judge_clock
 from gptctl.doctor.rows import Row, ok, wrong
-from gptctl.launch_plan import LaunchPlan
-from gptctl.ssh import BASH, Connection, HostError, Way, at_once
+from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.remote.connection import BASH, Connection, HostError, Way, at_once
+from gptctl.spec.cluster import Cluster
 from trainer.errors import UserError
 
 PATIENCE = 120  # seconds for the facts of a host, and for the all-reduce

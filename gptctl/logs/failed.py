@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gptctl.run_folder import json_lines
+from gptctl.engine.run_folder import json_lines
 
 PEER_IS_GONE = 3  # the trainer's exit code when another rank has failed
 

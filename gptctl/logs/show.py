@@ -1,6 +1,6 @@
 """Puts lines on a stream: with a prefix that says who speaks, as JSON, or raw. Writes bytes itself, for speed.
 
-The rest of the output (tables, talk) goes through `gptctl.ui`.
+The rest of the output (tables, talk) goes through `gptctl.cli.ui`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import BinaryIO, Literal
 
-from gptctl import ui
+from gptctl.cli import ui
 from gptctl.logs.files import LogFile, LogFiles, Wanted
 from gptctl.logs.lines import readable
 from gptctl.logs.stream import Line, Lines, follow, read_all

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A part of gptctl on a host of job gpt-3f9a2c: `agent.sh agent NODE` runs the job there, `agent.sh on_host VERB` looks after it.
+# A part of gptctl on a host of job gpt-3f9a2c: `agent.sh agent NODE` runs the job there, `agent.sh host_commands VERB` looks after it.
 umask 077
 trap '' PIPE # of a connection that is lost: what was sent here is still to be taken back
 exec 3>&1 4<&0 1>&2 < /dev/null # what gptctl says is not meant for the setup, nor what the setup says for gptctl
@@ -43,4 +43,4 @@ command -v "$gptctl_python" > /dev/null || fail "there is no $gptctl_python"
 cd "$gptctl_dir/lib" || fail "the job's folder is not here"
 end_guard
 # -S: it needs nothing but the standard library, and starts in half the time. An old Python comes back here.
-exec "$gptctl_python" -S gptctl/begin.py "$1" "$gptctl_dir" "${@:2}" >&3 3>&- <&4 4<&-
+exec "$gptctl_python" -S gptctl/engine/bootstrap.py "$1" "$gptctl_dir" "${@:2}" >&3 3>&- <&4 4<&-

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from gptctl.resources import named_files
+from gptctl.spec.resources import named_files
 from tests.conftest import ROOT, SIX_MISTAKES
 from trainer.config import load
 from trainer.layout import Machines

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gptctl.cli import cli
-from gptctl.resources import named_files
+from gptctl.spec.resources import named_files
 from trainer.config.tree import parse
 
 TEMPLATES = named_files("templates/configs")

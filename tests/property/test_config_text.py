@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gptctl.check import check_config
-from gptctl.report import as_json, resolved_yaml
-from gptctl.resources import named_files
+from gptctl.spec.check import check_config
+from gptctl.spec.resources import named_files
+from gptctl.spec.summary import as_json, resolved_yaml
 from trainer.config import Override, load
 from trainer.config.read import paths_of
 from trainer.config.resolve import sections

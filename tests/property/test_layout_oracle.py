@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from gptctl.check import check_config
+from gptctl.spec.check import check_config
 
 
 @dataclass

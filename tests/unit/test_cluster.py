@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gptctl.cluster import find_profile, known_profiles, load_profile, visible_gpus
-from gptctl.resources import named_files
+from gptctl.spec.cluster import find_profile, known_profiles, load_profile, visible_gpus
+from gptctl.spec.resources import named_files
 from trainer.errors import UserError
 from trainer.estimate import GIB
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gptctl.launch import Launch
+from gptctl.spec.launch import Launch
 from trainer.config import RunConfig
 from trainer.config.presets import PRESETS
 from trainer.config.read import paths_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gptctl.launch import Launch
+from gptctl.spec.launch import Launch
 from trainer.config import Override, load, load_tree, read_run
 from trainer.config.flags import parse_flags
 from trainer.config.read import build

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from gptctl.cluster import Cluster
 from gptctl.doctor.judge import (
     Node,
     Sighting,
@@ -26,7 +25,8 @@ from gptctl.doctor.probe import Sightings, fill, folder_in, plan_probe, read_nod
 from gptctl.doctor.rows import Row, merged, ok, tally, warning, wrong
 from gptctl.doctor.signals import undisturbed
 from gptctl.doctor.slurm_side import Sight, choose_partition, gpus_of, judge_gpus, listed, parse_sinfo
-from gptctl.plan import Site
+from gptctl.planning.build import Site
+from gptctl.spec.cluster import Cluster
 from tests.conftest import ROOT
 
 SINFO = """\

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from gptctl import environ, environ_names
-from gptctl.environ import Job, lint
+from gptctl.spec import env_lint as environ
+from gptctl.spec import env_names as environ_names
+from gptctl.spec.env_lint import Job, lint
 from trainer.errors import Rule
 
 JOB = Job(nodes=2, world=16, device="gpu", mp=1, sharding=1, cpus_per_task=32, gpus_per_node=8)

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from gptctl import ports
 from gptctl.backends.local import clean_environment
-from gptctl.check import check_config
-from gptctl.freeze import git_state, imported_beside
-from gptctl.jobs import JobRecord, Store, new_record
-from gptctl.plan import Site
-from gptctl.processes import descendants, is_alive, is_here, kill_all, processes_of, this_process
-from gptctl.report import frozen_config
-from gptctl.run_folder import COMPLETED, FAILED, STOPPED, RunFolder, has_stopped_on_purpose
-from gptctl.submit import prepare, sweep
+from gptctl.engine import ports
+from gptctl.engine.processes import descendants, is_alive, is_here, kill_all, processes_of, this_process
+from gptctl.engine.run_folder import COMPLETED, FAILED, STOPPED, RunFolder, has_stopped_on_purpose
+from gptctl.jobs.freeze import git_state, imported_beside
+from gptctl.jobs.store import JobRecord, Store, new_record
+from gptctl.jobs.submit import prepare, sweep
+from gptctl.planning.build import Site
+from gptctl.spec.check import check_config
+from gptctl.spec.summary import frozen_config
 from trainer.config import Override
 
 
@@ -101,7 +101,7 @@ def test_a_record_that_cannot_be_read_for_a_moment_stays(tmp_path, monkeypatch) 
         raise OSError(116, "Stale file handle")
 
     with monkeypatch.context() as patched:
-        patched.setattr("gptctl.jobs.os.open", stale)
+        patched.setattr("gptctl.jobs.store.os.open", stale)
         assert store.records() == []
     assert "cannot be read: Stale file handle" in store.damaged[0]
     assert len(store.records()) == 1
@@ -218,7 +218,7 @@ def test_equal_jobs_have_equal_ids_and_others_have_not(tmp_path, monkeypatch) ->
 
 
 def test_flags_win_over_overrides() -> None:
-    from gptctl.options import typed_overrides
+    from gptctl.cli.options import typed_overrides
 
     typed = typed_overrides({"nodes": "3", "devices": "0,1"}, ("Launch.nodes=2", "Launch.gpus_per_node=8"))
     checked = check_config(None, typed)

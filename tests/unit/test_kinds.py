@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gptctl.launch import Devices, Duration, NodeCount
+from gptctl.spec.launch import Devices, Duration, NodeCount
 from trainer.config import kinds, tree
 from trainer.errors import Place
 

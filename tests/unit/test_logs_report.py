@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gptctl.logs.failed import find_failure, node_exits, rank_runs
 from gptctl.logs.files import Wanted
 from gptctl.logs.local import LocalFile
-from gptctl.logs.report import list_rows, metric_rows, print_failure, print_list, print_metrics
+from gptctl.logs.tables import list_rows, metric_rows, print_failure, print_list, print_metrics
 from tests.unit.test_logline import PUBLISHED
 from tests.unit.test_logs import Job
 from trainer.logline import TrainLine

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gptctl.processes import identity, is_alive
+from gptctl.engine.processes import identity, is_alive
 from tests.conftest import ROOT
 
 RANK_LOG = str(ROOT / "trainer" / "rank_log.py")

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gptctl.check import check_config
-from gptctl.launch_plan import LaunchPlan
-from gptctl.plan import IN_PLACE, Ground, Site, build_plan
-from gptctl.render import AGENT, BATCH, LAUNCH, render, script_of
+from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.planning.build import IN_PLACE, Ground, Site, build_plan
+from gptctl.planning.render import AGENT, BATCH, LAUNCH, render, script_of
+from gptctl.spec.check import check_config
 from tests.conftest import ROOT
 from trainer.config import Override
 from trainer.errors import UserError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gptctl.rules import MODULES, all_rules
+from gptctl.spec.rules import MODULES, all_rules
 from tests.conftest import ROOT, SIX_MISTAKES, codes
 
 # the codes that are found, the config, the line of the first of them (0: a flag or none)

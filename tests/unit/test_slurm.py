@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gptctl import slurm
-from gptctl.backends import slurm as backend
-from gptctl.jobs import JobRecord
-from gptctl.processes import clean_environment
-from gptctl.run_folder import RunFolder
+from gptctl.backends.slurm import backend
+from gptctl.backends.slurm import client as slurm
+from gptctl.engine.processes import clean_environment
+from gptctl.engine.run_folder import RunFolder
+from gptctl.jobs.store import JobRecord
 
 SEEN = slurm.Seen("7", "PENDING", "Priority", "N/A", "", 0, 0, "", "")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gptctl.cluster import Cluster, Host
-from gptctl.ssh import ways
+from gptctl.remote.connection import ways
+from gptctl.spec.cluster import Cluster, Host
 from trainer.errors import OUT_OF_REACH, UserError
 
 CONFIG = """

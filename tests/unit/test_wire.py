@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gptctl.wire import Closed, Wire, admit, challenge, is_proof, join, over_socket, prove
+from gptctl.engine.messages import Closed, Wire, admit, challenge, is_proof, join, over_socket, prove
 
 KEY = b"k" * 32
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gptctl.processes import kill_all
+from gptctl.engine.processes import kill_all
 
 # A cluster whose interpreter is a shell script: a job is over in milliseconds, and everything around torchrun is real.
 QUICK = """#!/bin/sh
@@ -75,7 +75,9 @@ class Jobs:
 @pytest.fixture
 def jobs(tmp_path: Path, gptctl) -> Iterator[Jobs]:
     yield Jobs(tmp_path, gptctl)
-    supervisors = subprocess.run(["pgrep", "-f", f"gptctl.supervisor {tmp_path}/"], capture_output=True, text=True)
+    supervisors = subprocess.run(
+        ["pgrep", "-f", f"gptctl.engine.supervisor {tmp_path}/"], capture_output=True, text=True
+    )
     for pid in supervisors.stdout.split():
         subprocess.run(["kill", "-9", pid], check=False)
     for run in (tmp_path / "runs").glob("*"):

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from gptctl.processes import processes_of
+from gptctl.engine.processes import processes_of
 
 
 def rows_of(answer) -> dict[str, dict[str, str]]:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from gptctl.processes import processes_of
+from gptctl.engine.processes import processes_of
 from tests.integration.local.test_jobs import SMALL
 
 ASKED = ["--gpus-per-node", "4", *SMALL, "-o", "Engine.max_steps=100000"]

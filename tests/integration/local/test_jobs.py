@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gptctl.processes import processes_of
+from gptctl.engine.processes import processes_of
 from tests.unit.test_render import HOSTILE
 from trainer.logline import parse_train_line
 

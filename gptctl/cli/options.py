@@ -1,0 +1,351 @@
+"""What verbs share: arguments that name a config or a job, their completion, and how help pages end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
+
+if TYPE_CHECKING:
+    from gptctl.spec.check import Checked
+    from trainer.config import Override
+
+INTERRUPTED = 130  # exit code
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def examples(*lines: str) -> str:
+    """The end of a help page."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def complete_override(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    from gptctl.spec.summary import key_rows
+
+    return [f"{row['key']}=" for row in key_rows(incomplete)]
+
+
+def complete_cluster(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    from gptctl.spec.cluster import known_profiles
+
+    return [name for name in known_profiles() if name.startswith(incomplete)]
+
+
+def complete_template(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    from gptctl.spec.resources import named_files
+
+    return [name for name in named_files("templates/configs") if name.startswith(incomplete)]
+
+
+def config_options(verb: F) -> F:
+    """CONFIG and the options that say where and how it runs."""
+    for option in (
+        click.option(
+            "-o",
+            "--override",
+            "overrides",
+            metavar="KEY=VALUE",
+            multiple=True,
+            help="Override a key; repeatable.",
+            shell_complete=complete_override,
+        ),
+        click.option(
+            "--cluster",
+            metavar="NAME",
+            help="Cluster profile, a name or a path.",
+            shell_complete=complete_cluster,
+        ),
+        click.option("--gpus-per-node", metavar="G", help="Ranks per node."),
+        click.option("--nodes", metavar="N", help="Number of nodes, or MIN:MAX."),
+        click.argument("config", required=False, type=click.Path()),
+    ):
+        verb = option(verb)
+    return verb
+
+
+def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from gptctl.jobs.store import Store
+
+    return [job_id for job_id in Store().ids() if job_id.startswith(incomplete)]
+
+
+def job_argument(required: bool) -> Callable[[F], F]:
+    return click.argument("job", required=required, shell_complete=complete_job)
+
+
+as_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print a report for programs."
+)
+
+# Flags that set a key of Launch.
+FLAGS = {
+    "nodes": "nodes",
+    "gpus_per_node": "gpus_per_node",
+    "cluster": "cluster",
+    "devices": "devices",
+    "name": "job_name",
+    "time": "slurm.time",
+    "partition": "slurm.partition",
+    "account": "slurm.account",
+    "nodelist": "slurm.extra.nodelist",
+    "exclude": "slurm.extra.exclude",
+    "qos": "slurm.extra.qos",
+    "constraint": "slurm.extra.constraint",
+    "mem": "slurm.extra.mem",
+    "reservation": "slurm.extra.reservation",
+    "comment": "slurm.extra.comment",
+    "requeue": "slurm.requeue",
+    "log_dir": "log_dir",
+    "style": "style",
+    "max_restarts": "max_restarts",
+}
+
+
+def launch_options(verb: F) -> F:
+    """Further options of the verbs that start a job or print how to."""
+    for option in (
+        click.option(
+            "-c",
+            "--config",
+            "config_option",
+            metavar="CONFIG",
+            help="The same as the argument CONFIG.",
+        ),
+        click.option("--devices", "--gpus", metavar="0,1,…", help="Cards to use on every node."),
+        click.option("--name", metavar="NAME", help="Name of the job."),
+        click.option("--time", metavar="T", help="Time limit: 90 (minutes), 12:00:00, 1-12:00:00."),
+        click.option("--partition", metavar="P", help="Slurm partition."),
+        click.option("--account", metavar="A", help="Slurm account."),
+        click.option("--nodelist", metavar="HOSTS", help="Slurm: only these hosts."),
+        click.option("--exclude", metavar="HOSTS", help="Slurm: none of these hosts."),
+        click.option("--qos", metavar="Q", help="Slurm: quality of service."),
+        click.option("--constraint", metavar="C", help="Slurm: only nodes with these features."),
+        click.option("--mem", metavar="M", help="Slurm: memory per node, such as 200G."),
+        click.option("--reservation", metavar="R", help="Slurm: reservation."),
+        click.option("--comment", metavar="TEXT", help="Slurm: comment."),
+        click.option(
+            "--sbatch",
+            "sbatch_options",
+            metavar="NAME=VALUE",
+            multiple=True,
+            help="Any option of sbatch.",
+        ),
+        click.option(
+            "--after",
+            metavar="JOB",
+            multiple=True,
+            help="Slurm: start when it has completed; repeatable.",
+        ),
+        click.option(
+            "--requeue/--no-requeue",
+            default=None,
+            help="Slurm: go on after preemption, a time limit, a node's failure.",
+        ),
+        click.option(
+            "--log-dir",
+            "--log_dir",
+            metavar="DIR",
+            help="Folder of the logs, instead of the run folder's.",
+        ),
+        click.option(
+            "--env", "variables", metavar="K=V", multiple=True, help="Set a variable; repeatable."
+        ),
+        click.option(
+            "--style",
+            metavar="STYLE",
+            help="standalone, c10d, static or launch; on Slurm also srun-script, sbatch or loop.",
+        ),
+        click.option(
+            "--max-restarts", metavar="K", help="Start a failed job again, at most K times."
+        ),
+        click.option(
+            "--template",
+            metavar="PATH",
+            help="Your own template, or a folder of them, before ours.",
+        ),
+    ):
+        verb = option(verb)
+    return verb
+
+
+class ScriptCommand(click.Command):
+    """A verb whose words after `--` are a script and its arguments, taken as they are."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        words: list[str] = []
+        if "--" in args:
+            at = args.index("--")
+            args, words = args[:at], args[at + 1 :]
+            if not words:
+                raise click.UsageError(
+                    "nothing follows --: name a script, and its arguments", context
+                )
+        rest = super().parse_args(context, args)
+        context.params["script"] = tuple(words)
+        return rest
+
+
+def typed_overrides(
+    flags: dict[str, str | bool | None],
+    overrides: tuple[str, ...],
+    variables: tuple[str, ...] = (),
+    script: Sequence[str] = (),
+    sbatch_options: tuple[str, ...] = (),
+) -> list[Override]:
+    """What was typed, as layers over the config: `-o` first, since flags win. All that is malformed is said at once."""
+    from trainer.config import Override
+
+    wrong: list[UserError] = []
+    typed: list[Override] = []
+
+    def add(read: Callable[[str], Override], texts: Sequence[str]) -> None:
+        for text in texts:
+            try:
+                typed.append(read(text))
+            except UserError as error:
+                wrong.append(error)
+
+    add(Override.parse, overrides)
+    if flags.get("devices") and not flags.get(
+        "gpus_per_node"
+    ):  # what was typed wins over a number in the config
+        typed.append(Override("Launch.gpus_per_node", "", f"--devices {flags['devices']}"))
+    add(
+        lambda name: _flag_override(name, flags[name]),
+        [name for name, value in flags.items() if value is not None],
+    )
+    add(_variable_override, variables)
+    add(_sbatch_override, sbatch_options)
+    if script:
+        typed.append(Override("Launch.entrypoint", script[0], f"-- {script[0]}", verbatim=True))
+        typed.append(Override("Launch.args", tuple(script[1:]), f"-- {script[0]}"))
+    if wrong:
+        hints = dict.fromkeys(error.hint for error in wrong if error.hint)
+        raise UserError("; ".join(error.message for error in wrong), "; ".join(hints), WRONG_USAGE)
+    return typed
+
+
+def _flag_override(name: str, value: str | bool | None) -> Override:
+    from trainer.config import Override
+
+    key, flag = f"Launch.{FLAGS[name]}", f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return Override(key, str(value), flag if value else f"--no-{name}")
+    if not value or not value.strip():  # an unset shell variable must not choose another world
+        raise UserError(f"{flag} is empty", "write a value, or leave the flag out", WRONG_USAGE)
+    return Override(key, value, f"{flag} {value}", verbatim=key.startswith("Launch.slurm.extra."))
+
+
+def _variable_override(text: str) -> Override:
+    from trainer.config import Override
+
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        raise UserError(
+            f"--env {text[:200]}: not a variable", "write it as NAME=value", WRONG_USAGE
+        )
+    return Override(f"Launch.env.{name}", value, f"--env {name}", verbatim=True)
+
+
+def _sbatch_override(text: str) -> Override:
+    from trainer.config import Override
+
+    name, _, value = text.partition("=")
+    if not re.fullmatch("[a-z][a-z0-9-]*", name):
+        hint = "write the long name of the option without dashes, such as qos=high"
+        raise UserError(f"--sbatch {text[:200]}: not an option", hint, WRONG_USAGE)
+    return Override(f"Launch.slurm.extra.{name}", value, f"--sbatch {name}", verbatim=True)
+
+
+def with_dependencies(sbatch_options: tuple[str, ...], jobs: Sequence[str]) -> tuple[str, ...]:
+    """Options of sbatch, with which a job starts after these jobs, or never if one of them fails."""
+    asked = [
+        option.partition("=")[2] for option in sbatch_options if option.startswith("dependency=")
+    ]
+    others = tuple(option for option in sbatch_options if not option.startswith("dependency="))
+    wanted = [text for text in (*asked, dependency_on(jobs)) if text]
+    return (
+        (*others, f"dependency={','.join(wanted)}", "kill-on-invalid-dep=yes") if wanted else others
+    )
+
+
+def dependency_on(jobs: Sequence[str]) -> str:
+    """By gptctl's id or the scheduler's; jobs that have completed need not be waited for."""
+    from gptctl.engine.run_folder import COMPLETED
+    from gptctl.jobs import report as job_report
+    from gptctl.jobs.store import Store
+
+    ids = []
+    for job in jobs:
+        record = Store().find(job)
+        state = job_report.state_of(record)
+        if record.kind != "slurm":
+            hint = f"wait for it first: gptctl wait {record.id}"
+            raise UserError(
+                f"--after {job}: it runs on {record.cluster}, which is no Slurm cluster",
+                hint,
+                WRONG_USAGE,
+            )
+        if job_report.is_final(state) and state.state != COMPLETED:
+            hint = f"run it again (gptctl rerun {record.id}), or leave out --after"
+            raise UserError(f"--after {job}: that job is {state}", hint, ANSWER_IS_NO)
+        if not job_report.is_final(state):
+            ids.append(str(record.handle.get("scheduler_id")))
+    return f"afterok:{':'.join(ids)}" if ids else ""
+
+
+def check_arguments(
+    config: str | None,
+    nodes: str | None,
+    gpus_per_node: str | None,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+) -> Checked:
+    from gptctl.spec.check import check_config, find_config
+
+    flags: dict[str, str | bool | None] = {
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "cluster": cluster,
+    }
+    return check_config(find_config(config), typed_overrides(flags, overrides))
+
+
+def check_job(
+    config: str | None,
+    config_option: str | None,
+    overrides: tuple[str, ...],
+    variables: tuple[str, ...],
+    script: tuple[str, ...],
+    sbatch_options: tuple[str, ...],
+    after: tuple[str, ...],
+    **flags: str | bool | None,
+) -> tuple[Checked, list[Override]]:
+    """The checked config of a job, and the overrides that its trainer has to be told. A script needs no config."""
+    from gptctl.spec.check import check_config, find_config
+
+    if config and config_option:
+        raise UserError(f"two configs: {config} and {config_option}", "name one", WRONG_USAGE)
+    named = config or config_option
+    if after:
+        sbatch_options = with_dependencies(sbatch_options, after)
+    typed = typed_overrides(flags, overrides, variables, script, sbatch_options)
+    path = None if script and not named else find_config(named)
+    checked = check_config(path, typed)
+    if after and checked.cluster.kind != "slurm":
+        hint = f"wait for it first: gptctl wait {after[0]}"
+        raise UserError(
+            f"--after {after[0]}: {checked.cluster.name} has no queue", hint, WRONG_USAGE
+        )
+    return checked, typed_overrides({}, overrides)

@@ -1,0 +1,36 @@
+"""Write files so that a crash leaves either the old content or the new one, never a part of it.
+
+The trainer has the same function: neither package can import the other on a node.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[BinaryIO]:
+    """A stream whose content replaces the file once it is complete and on disk."""
+    part = file.with_name(f"{file.name}.part{os.getpid()}")
+    try:
+        with open(part, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+    _sync_folder(file.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name must survive a crash too, not only the content."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

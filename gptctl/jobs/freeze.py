@@ -1,0 +1,202 @@
+"""Makes the folder of a job: config, plan, scripts, code and the state of git, all of it before the job exists.
+
+Nothing that is edited later can change a job that was submitted.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import cache_from_source
+from pathlib import Path
+from typing import Any
+
+from gptctl import engine
+from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.planning.build import Site, cluster_as_json
+from gptctl.spec.check import Checked
+from gptctl.spec.summary import frozen_config
+from trainer.errors import UserError
+
+MAX_CODE = 200 << 20
+MAX_DIFF = 1 << 20
+PLAIN_DIFF = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
+ENGINE = (
+    "gptctl/__init__.py",
+    *(f"gptctl/engine/{file.name}" for file in sorted(Path(engine.__file__).parent.glob("*.py"))),
+)
+_NOT_CODE = shutil.ignore_patterns("__pycache__", ".git", ".venv*", "*.pyc")
+
+
+def freeze(
+    folder: Path,
+    plan: LaunchPlan,
+    checked: Checked,
+    site: Site,
+    scripts: dict[str, str],
+    templates: Sequence[Path],
+    git: Mapping[str, Any],
+) -> None:
+    """Writes everything into a new folder; its modes are the caller's umask."""
+    folder.mkdir(parents=True)
+    _write(
+        folder / "config.json",
+        json.dumps(frozen_config(checked, site), indent=1, ensure_ascii=False) + "\n",
+    )
+    _write(
+        folder / "cluster.json",
+        json.dumps(cluster_as_json(checked.cluster), indent=1, ensure_ascii=False) + "\n",
+    )
+    _write(folder / "plan.json", json.dumps(plan.as_json(), indent=1) + "\n")
+    for name, text in scripts.items():
+        _write(folder / name, text)
+        (folder / name).chmod(0o700)
+    _copy_code(folder / "code", checked, site)
+    if plan.kind == "ssh":
+        _copy_agent(folder / "lib")
+    _copy_templates(folder / "templates", templates)
+    _make_private(folder)
+    _write(folder / "git.json", json.dumps(git, indent=1) + "\n")
+
+
+def _copy_agent(lib: Path) -> None:
+    """What runs on hosts, where gptctl need not be installed; few files, since each host gets them for each job.
+
+    Compiled, too, where they are here: a host with the same Python starts its agent in half the time.
+    """
+    root = Path(__file__).parents[2]
+    compiled = (os.path.relpath(cache_from_source(str(root / file)), root) for file in ENGINE)
+    for file in (*ENGINE, *compiled):
+        if (root / file).exists():
+            (lib / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(
+                root / file, lib / file
+            )  # with its times, by which Python knows what is up to date
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
+
+
+def _make_private(folder: Path) -> None:
+    """What was copied has the modes of its source; of these only the owner's x stays."""
+    for entry in [folder, *folder.rglob("*")]:
+        if not entry.is_symlink():
+            entry.chmod(0o700 if entry.is_dir() or entry.stat().st_mode & 0o100 else 0o600)
+
+
+def _copy_templates(target: Path, templates: Sequence[Path]) -> None:
+    """The user's own ones, so that a rerun has them; the first of a name counts."""
+    target.mkdir()
+    for place in reversed(templates):
+        for file in sorted(place.glob("*.j2")) if place.is_dir() else [place]:
+            shutil.copyfile(file, target / file.name)
+
+
+def _copy_code(code: Path, checked: Checked, site: Site) -> None:
+    code.mkdir()
+    shutil.copyfile(os.path.join(site.trainer, "rank_log.py"), code / "rank_log.py")
+    if checked.launch.entrypoint == "trainer":
+        shutil.copytree(site.trainer, code / "trainer", ignore=_NOT_CODE)
+        return
+    script = Path(site.absolute(checked.launch.entrypoint))
+    listed = [Path(site.absolute(file)) for file in checked.launch.files]
+    wanted = dict.fromkeys([script, *listed, *imported_beside(script)])
+    _check_size(wanted)
+    for source in wanted:
+        try:
+            if source.is_dir():
+                shutil.copytree(source, code / source.name, symlinks=True, ignore=_ignored(code))
+            else:
+                shutil.copy(source, code / source.name)
+        except (shutil.Error, shutil.SpecialFileError) as error:
+            raise UserError(
+                f"{source} cannot be shipped: {_first(error)}", "see Launch.files"
+            ) from None
+
+
+def _ignored(code: Path) -> Callable[[str, list[str]], set[str]]:
+    """What is no code, and the folder of runs itself."""
+    runs = code.parent.parent
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        return {*_NOT_CODE(folder, names), *(name for name in names if Path(folder, name) == runs)}
+
+    return ignored
+
+
+def _first(error: OSError) -> str:
+    """Of what copytree collected (source, target, reason) the first."""
+    listed = error.args[0] if error.args and isinstance(error.args[0], list) else []
+    return f"{listed[0][0]}: {listed[0][2]}" if listed else str(error)
+
+
+def _check_size(sources: Iterable[Path]) -> None:
+    size = 0
+    for source in sources:
+        for file in source.rglob("*") if source.is_dir() else [source]:
+            size += file.stat().st_size if file.is_file() else 0
+            if size > MAX_CODE:
+                hint = "Launch.files is for code; name data by its path"
+                raise UserError(
+                    f"{source} makes the shipped code larger than {MAX_CODE >> 20} MiB", hint
+                )
+
+
+def imported_beside(script: Path) -> Iterator[Path]:
+    """The modules beside a script that it imports, and those that they import: without them it would not start."""
+    pending, seen = [script], {script}
+    while pending:
+        file = pending.pop()
+        for name in _imports(file):
+            for found in (script.parent / f"{name}.py", script.parent / name):
+                if found not in seen and (found.is_file() or (found / "__init__.py").is_file()):
+                    seen.add(found)
+                    pending += [found] if found.is_file() else found.rglob("*.py")
+                    yield found
+
+
+def _imports(file: Path) -> set[str]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return set()
+    names = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    names |= {
+        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+    }
+    return {name.partition(".")[0] for name in names}
+
+
+def git_state(folder: str) -> dict[str, Any]:
+    """Commit, branch and what is not committed; empty outside of a repository."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return {}
+    changed, diff = _git(folder, "status", "--porcelain"), _git(folder, "diff", *PLAIN_DIFF, "HEAD")
+    return {
+        "commit": commit.strip(),
+        "branch": (_git(folder, "branch", "--show-current") or "").strip(),
+        "changed": None if changed is None else changed.splitlines(),
+        "diff": diff and diff[:MAX_DIFF],
+        "diff_is_complete": diff is not None and len(diff) <= MAX_DIFF,
+    }
+
+
+def _git(folder: str, *arguments: str) -> str | None:
+    """What git says, or None when it gave no answer."""
+    command = ["git", "-C", folder, "--no-optional-locks", *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.decode(errors="replace") if result.returncode == 0 else None

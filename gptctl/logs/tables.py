@@ -1,0 +1,209 @@
+"""Answers about a job's logs that are not lines: who failed, which files there are, how the training went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from typing import Any
+
+from gptctl.cli import ui
+from gptctl.engine.run_folder import FAILED
+from gptctl.logs.failed import Failure, RankRun, find_failure, node_exits, rank_runs, signal_name
+from gptctl.logs.files import LogFile, LogFiles, Wanted
+from gptctl.logs.lines import readable
+from gptctl.logs.match import Grep
+from gptctl.logs.stream import Lines, Source, merged
+from gptctl.spec.summary import count
+from trainer.logline import TrainLine, parse_train_line
+
+LAST_LINES = 20
+MOST_BLAMED = 4  # files of which the last lines are shown when nobody in particular is to blame
+_FORMATS = {
+    "step": "{}",
+    "loss": "{:.9f}",
+    "ips": "{:.0f}",
+    "ips_total": "{:.0f}",
+    "speed": "{:.2f}",
+    "lr": "{:.5e}",
+}
+
+
+def last_lines(files: LogFiles, file: LogFile, count: int = LAST_LINES) -> list[str]:
+    source = Source(files, file, Lines(tail=count), from_start=False)
+    return [readable(line.text) for line in merged([source], close=True)]
+
+
+def failure_of(files: LogFiles, attempt: int | None = None) -> tuple[int, Failure]:
+    """The failure of an attempt, or of the latest."""
+    attempt = max(files.attempts(), default=0) if attempt is None else attempt
+    records = files.records(attempt)
+    return attempt, find_failure(rank_runs(records), node_exits(records))
+
+
+def print_failure(
+    files: LogFiles, attempt: int | None = None, as_json: bool = False, **of_job: str
+) -> bool:
+    """`gptctl logs --failed`; says whether anything has failed."""
+    attempt, failure = failure_of(files, attempt)
+    kind, number = ("rank", failure.first.rank) if failure.first else ("node", failure.first_node)
+    listed = [file for file in files.scan(attempt) if file.attempt == attempt and file.size]
+    blamed = [file for file in listed if (file.kind, file.number) == (kind, number)]
+    if (
+        not failure.is_failure and of_job.get("state") == FAILED
+    ):  # before a node could say how it ended
+        blamed = [file for file in listed if file.kind in ("node", "batch")][:MOST_BLAMED]
+    last = {file.name: last_lines(files, file) for file in blamed}
+    if as_json:
+        lines = [line for several in last.values() for line in several]
+        ui.print_json({**of_job, "attempt": attempt, **failure.as_json(), "last_lines": lines})
+        return failure.is_failure
+    ui.print_text("\n".join(_failure_text(attempt, failure, bool(last))))
+    for name, lines in last.items():
+        ui.print_text(f"\nthe last lines of {name}:")
+        ui.print_text("\n".join(f"  {line}" for line in lines))
+    if failure.cascade:
+        ui.print_text("\nthen:")
+        ui.print_text("\n".join(f"  {_cascade_text(failure, run)}" for run in failure.cascade))
+    return failure.is_failure
+
+
+def _failure_text(attempt: int, failure: Failure, is_of_job: bool) -> Iterator[str]:
+    first = failure.first
+    if first:
+        yield f"attempt {attempt}: rank {first.rank} failed first: {first.how}"
+        yield f"  host {first.host}, node {_or_unknown(first.node)}, pid {_or_unknown(first.pid)}"
+        yield f"  ended {_moment(first.ended)}{_lasted(first)}"
+        if first.max_rss_mb is not None:
+            yield f"  max RSS {first.max_rss_mb:.0f} MB"
+    elif failure.ranks_started:
+        yield f"attempt {attempt}: no rank has failed ({failure.ranks_started} started)"
+    elif failure.is_failure or is_of_job:
+        yield f"attempt {attempt}: no rank ever started"
+    else:
+        yield f"attempt {attempt}: nothing has failed"
+    if not first:
+        for node, code in sorted(failure.node_exits.items()):
+            yield f"  the launch script of node {node} ended with {_exit_text(code)}"
+    if first and failure.silent:
+        ranks = ", ".join(str(run.rank) for run in failure.silent[:8]) + (
+            ", …" if len(failure.silent) > 8 else ""
+        )
+        silent = count(len(failure.silent), "rank")
+        yield f"  no end is recorded of {silent} ({ranks}): running, or killed with their node"
+
+
+def _cascade_text(failure: Failure, run: RankRun) -> str:
+    delay = failure.delay(run)
+    after = "at an unknown time" if delay is None else f"{delay:+.1f} s"
+    return f"rank {run.rank} on {run.host} (node {_or_unknown(run.node)}): {run.how}, {after}"
+
+
+def _exit_text(code: int) -> str:
+    return f"exit {code}" + (f" ({signal_name(code - 128)})" if 128 < code < 160 else "")
+
+
+def _or_unknown(value: object) -> object:
+    return "?" if value is None else value
+
+
+def _moment(seconds: float | None) -> str:
+    try:
+        return (
+            "at an unknown time"
+            if seconds is None
+            else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+        )
+    except (ValueError, OverflowError, OSError):
+        return "at an unknown time"
+
+
+def _lasted(run: RankRun) -> str:
+    return (
+        ""
+        if run.started is None or run.ended is None
+        else f", after {run.ended - run.started:.1f} s"
+    )
+
+
+def list_rows(files: LogFiles, wanted: Wanted, job_is_over: bool = False) -> list[dict[str, Any]]:
+    """`gptctl logs --list`: one row a file."""
+    listed = wanted.now(files)
+    records = {attempt: files.records(attempt) for attempt in {file.attempt for file in listed}}
+    runs = {
+        attempt: {run.rank: run for run in rank_runs(each)} for attempt, each in records.items()
+    }
+    codes = {attempt: node_exits(each) for attempt, each in records.items()}
+    rows = []
+    for file in listed:
+        run = runs[file.attempt].get(file.number) if file.kind == "rank" else None
+        code = codes[file.attempt].get(file.number) if file.kind == "node" else None
+        how = run.how if run else _exit_text(code) if code is not None else "running"
+        rows.append(
+            {
+                "attempt": file.attempt,
+                "file": file.name,
+                "rank": file.number if file.kind == "rank" else None,
+                "node": file.number if file.kind == "node" else run.node if run else None,
+                "host": run.host if run else None,
+                "size": file.size,
+                "changed": file.changed,
+                "ended": "no end recorded" if job_is_over and how == "running" else how,
+            }
+        )
+    return rows
+
+
+def print_list(
+    files: LogFiles, wanted: Wanted, as_json: bool = False, job_is_over: bool = False
+) -> None:
+    rows = list_rows(files, wanted, job_is_over)
+    if as_json:
+        ui.print_json(rows)
+        return
+    columns = ["attempt", "file", "rank", "node", "host", "size", "last write", "ended"]
+    shown = [
+        {**row, "changed": _moment(row["changed"]), "size": f"{row['size']:,}"} for row in rows
+    ]
+    cells = [["" if cell is None else cell for cell in row.values()] for row in shown]
+    ui.print_table(count(len(rows), "log file"), columns, cells, by_first=True)
+
+
+def metric_rows(files: LogFiles, wanted: Wanted) -> list[dict[str, Any]]:
+    """`gptctl logs --metrics`: each step of an attempt once, from the lowest rank that tells it."""
+    steps: dict[tuple[int, int], TrainLine] = {}
+    for file in wanted.now(files):
+        told = {
+            (file.attempt, line.step): line for line in _train_lines(files, file)
+        }  # a step done again counts
+        steps = {**told, **steps}
+    return [
+        {
+            "attempt": attempt,
+            "step": step,
+            "loss": line.loss,
+            "ips": line.ips,
+            "ips_total": line.ips_total,
+            "speed": line.speed,
+            "lr": line.learning_rate,
+        }
+        for (attempt, step), line in sorted(steps.items())
+    ]
+
+
+def _train_lines(files: LogFiles, file: LogFile) -> Iterable[TrainLine]:
+    source = Source(files, file, Lines(grep=Grep("global step ")))
+    texts = (readable(line.text) for line in merged([source], close=True))
+    return (line for line in map(parse_train_line, texts) if line)
+
+
+def print_metrics(files: LogFiles, wanted: Wanted, as_json: bool = False) -> None:
+    rows = metric_rows(files, wanted)
+    if as_json:
+        ui.print_json(rows)
+        return
+    columns = ["step", "loss", "ips", "ips_total", "speed", "lr"]
+    cells = [[_FORMATS[name].format(row[name]) for name in columns] for row in rows]
+    if len({row["attempt"] for row in rows}) > 1:
+        columns = ["attempt", *columns]
+        cells = [[str(row["attempt"]), *cell] for row, cell in zip(rows, cells)]
+    ui.print_table(count(len(rows), "step"), columns, cells)

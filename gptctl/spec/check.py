@@ -1,0 +1,228 @@
+"""The story of one check: config and flags, profile, layout, memory, environment; every finding at once.
+
+Reads files, changes nothing, and knows neither terminals nor schedulers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from gptctl.spec.cluster import Cluster, Profile, load_profile, visible_gpus
+from gptctl.spec.env_lint import Job, lint
+from gptctl.spec.launch import Launch
+from gptctl.spec.launch_rules import check_disks, check_elastic, check_launch, check_spread
+from trainer.config import Override, Resolved, load_tree, read_run, resolve
+from trainer.config.read import Reading, build, paths_of
+from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, errors_in, in_order
+from trainer.estimate import GIB, Estimate, estimate, savings
+from trainer.layout import DEGREE_KEYS, Machines
+
+CLUSTER = Rule("A001", "Launch.cluster names a profile that can be used")
+MEMORY = Rule("M001", "the estimated memory of a rank is at most gpu_memory_gb", "warning")
+
+AS_ASKED = "derived: as many ranks as the degrees ask for"
+CONFIG_NAMES = ("{}.yaml", "{}.yml", "{}s.yaml", "configs/{}.yaml")
+
+
+NO_PATH = ("auto", "builtin")  # words that stand where a path may stand
+
+
+class Checked(NamedTuple):
+    """What is known of a config after checking it; `resolved` is None when its text could not be read."""
+
+    path: Path | None  # None: nothing but flags
+    findings: tuple[Finding, ...]
+    launch: Launch
+    cluster: Cluster
+    machines: Machines
+    resolved: Resolved | None = None
+    estimate: Estimate | None = None
+    launch_origins: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def name(self) -> str:
+        return str(self.path or "the command line")
+
+    @property
+    def device(self) -> str:
+        return self.resolved.run.Global.device if self.resolved else "gpu"
+
+    @property
+    def output_dir(self) -> str | None:
+        return self.resolved.run.Engine.save_load.output_dir if self.resolved else None
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Paths of what the bundled trainer reads, as they were written, by their keys."""
+        if self.launch.entrypoint != "trainer" or self.resolved is None:
+            return {}
+        run = self.resolved.run
+        dataset = run.Data.Train.dataset
+        key, data = (
+            ("path", dataset.path)
+            if dataset.name == "CharDataset"
+            else ("input_dir", dataset.input_dir)
+        )
+        paths = {
+            f"Data.Train.dataset.{key}": data,
+            "Engine.save_load.ckpt_dir": run.Engine.save_load.ckpt_dir,
+        }
+        return {name: path for name, path in paths.items() if path and path not in NO_PATH}
+
+    @property
+    def is_valid(self) -> bool:
+        return not errors_in(self.findings)
+
+    @property
+    def is_elastic(self) -> bool:
+        fewest, most = self.launch.node_range
+        return fewest < most
+
+
+def find_config(name: str | None) -> Path:
+    """CONFIG as a path or as a bare name: `config` finds config.yaml, config.yml, configs.yaml, configs/config.yaml."""
+    if name is not None and os.path.isfile(name):
+        return Path(name)
+    bare = name or "config"
+    tried = [pattern.format(bare) for pattern in CONFIG_NAMES]
+    if not bare.endswith((".yaml", ".yml", ".json")):
+        for candidate in tried:
+            if os.path.isfile(candidate):
+                return Path(candidate)
+    if name is not None and (os.path.exists(name) or "/" in name or "." in name):
+        return Path(name)  # reading it says what is wrong
+    raise UserError(
+        f"no config found: tried {', '.join(tried)}", "`gptctl init` writes one", WRONG_USAGE
+    )
+
+
+def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
+    found: list[Finding] = []
+    tree = load_tree(path, overrides, found)
+    if tree is None:
+        return Checked(path, in_order(found), Launch(), Cluster(), Machines(1, 1))
+    reading = read_run(tree, found, others={"Launch": Launch})
+    launch = build(Launch, reading.values, "Launch")
+    profile = _profile(launch, reading)
+    cluster = profile.cluster if profile else Cluster()
+    machines, origin = _machines(launch, cluster, reading)
+    spread = [] if origin != AS_ASKED else [*check_spread(machines, _ranks_asked(reading), reading)]
+    resolved = resolve(reading, None if spread else machines)
+    judged = [*spread, *check_launch(launch, cluster, machines)]
+    judged += check_elastic(launch, resolved, machines, reading)
+    estimated = None
+    if not errors_in(resolved.findings):
+        estimated = estimate(resolved.run, resolved.layout)
+        judged += _check_memory(resolved, estimated, cluster)
+        judged += check_disks(launch, cluster, machines, resolved)
+    linted = _lint(launch, profile, machines, resolved, reading)
+    findings = [
+        *resolved.findings,
+        *(profile.findings if profile else ()),
+        *reading.judge(judged),
+        *linted,
+    ]
+    written = reading.values
+    origins = {
+        key: str(reading.places[key]) if key in written else "default"
+        for key in paths_of(Launch, "Launch")
+    }
+    origins |= {
+        key: str(place) for key, place in reading.places.items() if key.startswith("Launch.env.")
+    }
+    launch = replace(launch, gpus_per_node=machines.per_node)
+    origins["Launch.gpus_per_node"] = origin
+    return Checked(
+        path, in_order(findings), launch, cluster, machines, resolved, estimated, origins
+    )
+
+
+def _profile(launch: Launch, reading: Reading) -> Profile | None:
+    try:
+        profile = load_profile(launch.cluster)
+    except UserError as error:
+        place = reading.places.get("Launch.cluster")
+        reading.found.append(
+            CLUSTER.found("Launch.cluster", launch.cluster, error.message, error.hint, place)
+        )
+        reading.bad.add("Launch.cluster")
+        return None
+    if errors_in(profile.findings):
+        reading.bad.add(
+            "Launch.cluster"
+        )  # rules must not judge a cluster that was read in part only
+    return profile
+
+
+def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> tuple[Machines, str]:
+    """Nodes × ranks per node, and where the latter came from."""
+    nodes = launch.node_range[1]
+    if launch.gpus_per_node:
+        return Machines(nodes, launch.gpus_per_node), str(reading.places["Launch.gpus_per_node"])
+    if launch.devices:
+        return Machines(nodes, len(launch.devices)), "derived: devices"
+    if cluster.gpus_per_node:
+        return Machines(nodes, cluster.gpus_per_node), f"profile {cluster.name}"
+    on_gpus = reading.values.get("Global.device", "gpu") == "gpu"
+    if cluster.kind == "local" and on_gpus and (visible := visible_gpus()):
+        return Machines(nodes, visible), "derived: visible GPUs"
+    return Machines(nodes, _ranks_per_node(reading, nodes)), AS_ASKED
+
+
+def _ranks_per_node(reading: Reading, nodes: int) -> int:
+    """As few as the degrees allow; where dp is free, so many that mp groups stay inside a node."""
+    asked, mp = _ranks_asked(reading), reading.values.get(DEGREE_KEYS["mp"], 1)
+    if DEGREE_KEYS["dp"] in reading.values:
+        return -(-asked // nodes)
+    return math.lcm(mp, asked // math.gcd(asked, nodes))
+
+
+def _ranks_asked(reading: Reading) -> int:
+    return math.prod(reading.values.get(key, 1) for key in DEGREE_KEYS.values())
+
+
+def _check_memory(resolved: Resolved, estimated: Estimate, cluster: Cluster) -> Iterator[Finding]:
+    if not cluster.gpu_memory_gb or estimated.memory.total <= cluster.gpu_memory_gb * GIB:
+        return
+    need = estimated.memory.total / GIB
+    message = f"about {need:.1f} GiB per GPU, {cluster.name} has {cluster.gpu_memory_gb:g}"
+    helpful = savings(resolved.run, resolved.layout, cluster.gpu_memory_gb * GIB)
+    hint = (
+        f"one of these would do: {'; '.join(helpful)}"
+        if helpful
+        else "raise sharding_degree, mp_degree or pp_degree"
+    )
+    yield MEMORY.found("Distributed", round(need, 1), message, hint)
+
+
+def _lint(
+    launch: Launch,
+    profile: Profile | None,
+    machines: Machines,
+    resolved: Resolved,
+    reading: Reading,
+) -> list[Finding]:
+    """The environment lint, each finding at the line that sets the variable; a run config wins over its profile."""
+    environment = {**(profile.cluster.env if profile else {}), **launch.env}
+    cpus = launch.slurm.cpus_per_task or (profile.cluster.cpus_per_task if profile else None)
+    layout = resolved.layout
+    job = Job(
+        nodes=machines.nodes,
+        world=machines.world,
+        device=resolved.run.Global.device,
+        mp=layout.mp,
+        sharding=layout.sharding,
+        cpus_per_task=cpus,
+        gpus_per_node=machines.per_node,
+    )
+    findings = []
+    for finding in lint(environment, job):
+        in_profile = profile.reading.places.get(f"env.{finding.key}") if profile else None
+        findings.append(finding.at(reading.places.get(f"Launch.env.{finding.key}", in_profile)))
+    return findings

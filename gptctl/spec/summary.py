@@ -1,0 +1,276 @@
+"""What a checked config looks like to a person and to a program. Frozen data in, text and plain data out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+from gptctl.planning.build import Site
+from gptctl.spec.check import NO_PATH, Checked
+from gptctl.spec.launch import Launch
+from trainer.config.kinds import FilePath, Section, keys_of
+from trainer.config.resolve import NOT_BUILT_YET, Resolved, sections
+from trainer.config.sections import RunConfig
+from trainer.estimate import ASSUMPTIONS, GIB, UNKNOWN_VOCAB, Estimate
+from trainer.layout import AXES, Layout, Machines, padded_vocab
+
+# Derived keys that depend on the number of ranks.
+BY_WORLD = (
+    "Distributed.dp_degree",
+    "Global.global_batch_size",
+    "Global.local_batch_size",
+    "Engine.accumulate_steps",
+)
+
+
+def verdict(checked: Checked, is_valid: bool) -> str:
+    levels = [finding.level for finding in checked.findings]
+    counts = [
+        count(levels.count(level), level) for level in ("error", "warning") if level in levels
+    ]
+    if checked.is_valid:
+        counts.insert(0, "valid" if is_valid else "not valid with --strict")
+    return ", ".join(counts)
+
+
+def summary(checked: Checked) -> list[tuple[str, str]]:
+    """The table of `gptctl validate`: layout, world, batches, model, memory."""
+    resolved, estimated = checked.resolved, checked.estimate
+    if resolved is None or estimated is None:
+        return []
+    run, batch, machines = resolved.run, resolved.batch, checked.machines
+    unit = "GPU" if run.Global.device == "gpu" else "rank"
+    nodes = f"{count(machines.nodes, 'node')} × {machines.per_node}"
+    origin = checked.launch_origins["Launch.gpus_per_node"]
+    guess = f" ({origin.removeprefix('derived: ')})" if origin.startswith("derived: ") else ""
+    replicas = resolved.layout.data_ranks
+    tokens = batch.global_size * run.Data.Train.dataset.max_seq_len
+    length = f"{tokens * run.Engine.max_steps:,} in {run.Engine.max_steps:,} updates"
+    if run.Engine.run_mode == "epoch":
+        length = count(run.Engine.num_train_epochs, "epoch")
+    return [
+        ("layout", f"{resolved.layout}{_stage(resolved)}"),
+        (
+            "world",
+            f"{count(machines.world, unit)}, {nodes}{guess} on cluster {checked.cluster.name}",
+        ),
+        (
+            "batch",
+            f"global {batch.global_size} = local {batch.local} × {count(replicas, 'replica')}",
+        ),
+        (
+            "accumulation",
+            f"{count(batch.accumulate, 'micro-batch', 'micro-batches')} of {batch.micro} per update",
+        ),
+        ("tokens", f"{tokens:,} per update; {length}"),
+        ("model", _model(resolved)),
+        (
+            "parameters",
+            f"{estimated.parameters:,} ({_millions(estimated.parameters)}{_guess(resolved)})",
+        ),
+        ("FLOPs", f"{estimated.flops_per_token:,} per token"),
+        (f"memory per {unit}", _memory(estimated, checked)),
+    ]
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def _stage(resolved: Resolved) -> str:
+    return (
+        f", sharding stage {resolved.run.Distributed.sharding.sharding_stage}"
+        if resolved.layout.sharding > 1
+        else ""
+    )
+
+
+def _model(resolved: Resolved) -> str:
+    model = resolved.run.Model
+    vocab = "vocabulary from the data"
+    if model.vocab_size:
+        vocab = f"vocabulary {model.vocab_size} (padded {padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)})"
+    sizes = f"{count(model.num_layers, 'layer')}, hidden {model.hidden_size}, {count(model.num_attention_heads, 'head')}"
+    return f"{model.name}: {sizes}, {vocab}, {model.max_position_embeddings} positions"
+
+
+def _guess(resolved: Resolved) -> str:
+    return "" if resolved.run.Model.vocab_size else f", if the data has {UNKNOWN_VOCAB} characters"
+
+
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
+
+
+def _memory(estimated: Estimate, checked: Checked) -> str:
+    limit = f" of {checked.cluster.gpu_memory_gb:g} GiB" if checked.cluster.gpu_memory_gb else ""
+    size, unit = (GIB, "GiB") if estimated.memory.total >= GIB else (GIB >> 10, "MiB")
+    parts = ", ".join(
+        f"{part} {getattr(estimated.memory, part) / size:.2f}" for part in estimated.memory._fields
+    )
+    return f"about {estimated.memory.total / size:.2f} {unit}{limit}: {parts}"
+
+
+def assumptions() -> str:
+    return "\n".join(["memory is an estimate:", *(f"  · {text}" for text in ASSUMPTIONS)])
+
+
+def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:
+    resolved, estimated = checked.resolved, checked.estimate
+    report: dict[str, Any] = {
+        "config": checked.name,
+        "valid": checked.is_valid,
+        "findings": [finding.as_json() for finding in checked.findings],
+    }
+    if resolved is None or estimated is None:
+        return report
+    machines, batch = checked.machines, resolved.batch
+    report |= {
+        "cluster": checked.cluster.name,
+        "layout": dict(zip(AXES, resolved.layout)),
+        "world": {
+            "nodes": machines.nodes,
+            "gpus_per_node": machines.per_node,
+            "world_size": machines.world,
+        },
+        "batch": {
+            "global_batch_size": batch.global_size,
+            "local_batch_size": batch.local,
+            "micro_batch_size": batch.micro,
+            "accumulate_steps": batch.accumulate,
+        },
+        "parameters": estimated.parameters,
+        "flops_per_token": estimated.flops_per_token,
+        "bytes_per_rank": {
+            part: round(getattr(estimated.memory, part)) for part in estimated.memory._fields
+        }
+        | {"total": round(estimated.memory.total)},
+        "assumptions": list(ASSUMPTIONS),
+    }
+    if with_config:
+        report["resolved"] = {**asdict(_shown(checked)), "Launch": asdict(checked.launch)}
+        report["origins"] = {**resolved.origins, **checked.launch_origins}
+    return report
+
+
+def _shown(checked: Checked) -> RunConfig:
+    """The resolved config; an elastic job leaves open what depends on the number of nodes it will have."""
+    assert checked.resolved is not None
+    run, origins = checked.resolved.run, checked.resolved.origins
+    if not checked.is_elastic:
+        return run
+    open_keys = [key for key in BY_WORLD if origins[key].startswith("derived: ")]
+
+    def opened(section: str) -> Any:
+        names = [key.partition(".")[2] for key in open_keys if key.startswith(section + ".")]
+        return replace(getattr(run, section), **dict.fromkeys(names))
+
+    return replace(
+        run, Global=opened("Global"), Engine=opened("Engine"), Distributed=opened("Distributed")
+    )
+
+
+def frozen_config(checked: Checked, site: Site) -> dict[str, Any]:
+    """The resolved config with where every value came from, and with paths that hold in any folder."""
+    frozen = as_json(checked, with_config=True)
+    resolved, launch = frozen["resolved"], frozen["resolved"]["Launch"]
+    _make_absolute(RunConfig, resolved, site)
+    launch["log_dir"] = launch["log_dir"] and site.absolute(launch["log_dir"])
+    launch["files"] = [site.absolute(file) for file in launch["files"]]
+    if launch["entrypoint"] != "trainer":
+        launch["entrypoint"] = site.absolute(launch["entrypoint"])
+    return frozen
+
+
+def _make_absolute(cls: type, values: dict[str, Any], site: Site) -> None:
+    for name, key in keys_of(cls).items():
+        value = values[name]
+        if isinstance(key.kind, Section) and name not in NOT_BUILT_YET:  # of these nothing is used
+            _make_absolute(key.kind.cls, value, site)
+        elif isinstance(key.kind, FilePath) and value and value not in NO_PATH:
+            values[name] = site.absolute(value)
+
+
+def resolved_yaml(checked: Checked) -> str:
+    """The resolved config as YAML that loads back, with the origin of every value that is not a default."""
+    assert checked.resolved is not None
+    origins = {**checked.resolved.origins, **checked.launch_origins}
+    lines = list(_yaml_lines(RunConfig, _shown(checked), "", origins, 0))
+    lines += ["Launch:", *_yaml_lines(type(checked.launch), checked.launch, "Launch", origins, 1)]
+    return "\n".join(lines)
+
+
+def _yaml_lines(
+    cls: type, section: Any, path: str, origins: dict[str, str], depth: int
+) -> Iterator[str]:
+    for name, key in keys_of(cls).items():
+        full = f"{path}.{name}" if path else name
+        value = getattr(section, name)
+        if isinstance(key.kind, Section):
+            yield f"{'  ' * depth}{name}:"
+            yield from _yaml_lines(key.kind.cls, value, full, origins, depth + 1)
+            continue
+        line = f"{'  ' * depth}{name}: {_yaml_value(value)}".rstrip()
+        origin = " ".join(origins[full].split())  # a flag or file name may hold line ends
+        yield line if origin == "default" else f"{line:<48}  # {origin}"
+
+
+def _yaml_value(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (dict, tuple)):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str) and not (_PLAIN.fullmatch(value) and value.lower() not in _WORDS):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./-]*")
+_WORDS = frozenset(("null", "none", "true", "false", "yes", "no", "on", "off"))
+
+
+def topo_rows(layout: Layout, machines: Machines, ranks: Iterable[int]) -> Iterator[dict[str, int]]:
+    for rank in ranks:
+        yield {
+            "rank": rank,
+            "node": rank // machines.per_node,
+            "local_rank": rank % machines.per_node,
+            **layout.coordinates(rank)._asdict(),
+            "data_rank": layout.data_rank(rank),
+        }
+
+
+def topo_groups(layout: Layout, ranks: Iterable[int]) -> dict[str, list[list[int]]]:
+    """Each group of these ranks once, by axis."""
+    ranks = list(ranks)
+    return {
+        axis: [list(group) for group in dict.fromkeys(layout.group(axis, rank) for rank in ranks)]
+        for axis in AXES
+    }
+
+
+def group_text(group: range) -> str:
+    """`0-7`, `0,8`, or `0,8,…,120` for a long one."""
+    if len(group) > 2 and group.step == 1:
+        return f"{group[0]}-{group[-1]}"
+    if len(group) > 4:
+        return f"{group[0]},{group[1]},…,{group[-1]}"
+    return ",".join(str(rank) for rank in group)
+
+
+def key_rows(prefix: str) -> list[dict[str, str]]:
+    """Every key of a run config below a prefix, with its default and meaning."""
+    everything = {**sections(), "Launch": Launch}
+    rows = [row for name, cls in everything.items() for row in _section_rows(cls, name)]
+    return [row for row in rows if row["key"].lower().startswith(prefix.lower())]
+
+
+def _section_rows(cls: type, path: str) -> Iterator[dict[str, str]]:
+    for name, key in keys_of(cls).items():
+        if isinstance(key.kind, Section):
+            yield from _section_rows(key.kind.cls, f"{path}.{name}")
+        else:
+            yield {"key": f"{path}.{name}", "default": _yaml_value(key.default), "meaning": key.doc}
