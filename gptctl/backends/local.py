@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from gptctl.backends import State, output_seen_here
+from gptctl.engine.contract import BOOTSTRAP
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import (
     clean_environment,
@@ -40,11 +41,12 @@ STOP_PATIENCE = 60.0  # the supervisor's own patience, and some seconds more
 
 
 def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
+    engine = os.path.join(plan.run_dir, BOOTSTRAP)  # as frozen: an upgrade must not change a job
     reading, writing = os.pipe()
     environment = {**clean_environment(), "GPTCTL_READY": str(writing)}
     with private_files(), open(os.path.join(plan.run_dir, "supervisor.log"), "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "gptctl.engine.supervisor", plan.run_dir],
+            [sys.executable, "-S", engine, "supervisor", plan.run_dir],
             cwd=plan.run_dir,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -109,7 +111,7 @@ def state(record: JobRecord) -> State:
 def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]) -> State:
     """The supervisor is gone without a word: what the nodes of the last attempt said counts."""
     attempt = folder.attempts() - 1
-    codes = folder.exit_codes(attempt, record.nodes)
+    codes = folder.exit_codes(attempt, range(record.nodes))
     if len(codes) == record.nodes:
         nnodes = str((read_json(folder.path / "plan.json") or {}).get("nnodes", record.nodes))
         ended = folder.judge(attempt, codes, nnodes, record.output_dir, since=record.created)

@@ -18,18 +18,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gptctl.engine.contract import CANNOT_CREATE
 from gptctl.engine.files import replacing
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.messages import HANDSHAKE, Closed, Wire, admit, challenge, join, over_socket
-from gptctl.engine.node import Ended, Node
+from gptctl.engine.node import Node, NodeExit
 from gptctl.engine.ports import fault_of_port, free_port
 from gptctl.engine.processes import adopt_orphans, clean_environment, kill_all, this_process
-from gptctl.engine.run_folder import RunFolder, read_json
+from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.engine.supervisor import TICK, Supervisor
 
 PULSE = 2.0  # seconds between two signs of life of an agent that has nothing else to say
 SILENCE = 90.0  # seconds without one after which a host is given up
-CANNOT_BEGIN = 73  # exit code of a node whose folders cannot be made, as launch.sh has it
 KILL_PATIENCE = 5.0  # seconds that another host has to end its ranks
 MOST_STRANGERS = 64
 
@@ -103,8 +103,12 @@ class Head(Host):
             raise Refused("the job was given up meanwhile")
         self.peers = [RemoteNode(number, peers[number]) for number in sorted(peers)]
 
+    @property
+    def log(self) -> str:
+        return f"{self.plan.run_dir}/agent.0.log on the first host"
+
     def run(self) -> None:
-        supervisor = Supervisor(self.plan, [self.node, *self.peers], self.node, self.address)
+        supervisor = Supervisor(self.plan, [self.node, *self.peers], self.address, log=self.log)
         supervisor.run(on_ready=lambda: self._tell_gptctl(supervisor))
         for peer in self.peers:
             peer.dismiss()
@@ -199,7 +203,7 @@ class RemoteNode:
         self._start = (
             0  # counted, so that word of an earlier start is not taken for that of this one
         )
-        self._end: Ended | None = Ended(0)
+        self._end: NodeExit | None = NodeExit(0)
         self._has_ranks = self._is_asked = self._is_killed = False
         self._kill_patience = KILL_PATIENCE
         self._lost = ""
@@ -209,7 +213,7 @@ class RemoteNode:
         self._end, self._has_ranks, self._is_asked = None, False, False
         self._tell(start=self._start, attempt=attempt, host=host, port=port)
 
-    def ended(self) -> Ended | None:
+    def exited(self) -> NodeExit | None:
         self._listen()
         return self._end
 
@@ -217,7 +221,13 @@ class RemoteNode:
         self._listen()
         return self._has_ranks
 
-    def ask(self) -> None:
+    def can_be_asked(self) -> bool:
+        return self.has_ranks()
+
+    def output(self) -> str:
+        return ""  # its log is on its host
+
+    def ask_to_stop(self) -> None:
         if not self._is_asked:
             self._is_asked = True
             self._tell(ask=True)
@@ -260,11 +270,11 @@ class RemoteNode:
         if message.get("start") == self._start:
             self._has_ranks |= "ranks" in message
             if "end" in message:
-                self._end = Ended(*message["end"])
+                self._end = NodeExit(*message["end"])
 
     def _lose(self, why: str) -> None:
         self._lost = why
-        self._end = self._end or Ended(255, f"its host is lost: {why}")
+        self._end = self._end or NodeExit(255, f"its host is lost: {why}")
 
 
 class Peer(Host):
@@ -311,7 +321,7 @@ class Peer(Host):
             self.is_open, self.has_ranks = True, False
             self._begin(message["attempt"], message["host"], message["port"])
         if "ask" in message:
-            self.node.ask()
+            self.node.ask_to_stop()
         if "kill" in message:
             self.node.kill()
             self.head.send(killed=True)
@@ -324,14 +334,14 @@ class Peer(Host):
         except OSError as error:  # a full disk, or a folder that may not be written to
             self.is_open = False
             self.head.send(
-                start=self.start, end=Ended(CANNOT_BEGIN, f"{error.filename}: {error.strerror}")
+                start=self.start, end=NodeExit(CANNOT_CREATE, f"{error.filename}: {error.strerror}")
             )
 
     def _report(self) -> None:
         if self.is_open and not self.has_ranks and self.node.has_ranks():
             self.has_ranks = True
             self.head.send(start=self.start, ranks=True)
-        if self.is_open and (end := self.node.ended()):
+        if self.is_open and (end := self.node.exited()):
             self.is_open = False
             self.head.send(start=self.start, end=end)
         if time.monotonic() - self.head.said > PULSE:
@@ -358,7 +368,7 @@ def main() -> None:
     gptctl = Wire(os.dup(0), os.dup(1))
     try:
         detach(os.path.join(run_dir, f"agent.{number}.log"))
-        plan = LaunchPlan.from_json(read_json(Path(run_dir) / "plan.json") or {})
+        plan = read_plan(Path(run_dir))
         with replacing(Path(run_dir) / f"agent.{number}.json") as stream:
             stream.write(json.dumps(this_process()).encode())
         host = (Peer if number else Head)(plan, number, gptctl)

@@ -39,6 +39,12 @@ class LaunchPlan(NamedTuple):
     secrets: Mapping[str, Mapping[str, str]]
     sbatch: Mapping[str, str]  # options of sbatch that come from config, flags and profile
     inputs: tuple[str, ...] = ()  # what the trainer reads, which every node has to see
+    is_one_machine: bool = False  # all nodes are processes of one machine
+    pins_interface: bool = False  # NCCL uses the interface that leads to node 0
+    engine_python: str = (
+        ""  # interpreter of the engine on nodes; empty: see templates/parts/engine.sh.j2
+    )
+    submit_python: str = ""  # the interpreter that gptctl was submitted with
 
     @property
     def is_elastic(self) -> bool:

@@ -1,6 +1,6 @@
-"""One node of a job on this machine: `launch.sh` and everything that it starts, from one attempt to the next.
+"""One node of a job on this machine: `launch.sh` and everything it starts, attempt after attempt.
 
-Knows the run folder only. Whoever keeps the attempts in step (`supervisor.py`) calls it directly or over a wire.
+Knows the run folder only. The supervisor calls it directly, or through the agent of an ssh host.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gptctl.engine.contract import LAUNCH_SCRIPT, RUN_DIR_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import kill_all, processes_of, send
 from gptctl.engine.run_folder import RunFolder, read_text
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
     import subprocess
 
 
-class Ended(NamedTuple):
-    """How a node ended: its exit code, what it said last if it failed before it had a rank, whether starting again
-    could help."""
+class NodeExit(NamedTuple):
+    """How a node exited."""
 
     code: int
-    last_words: str = ""
-    is_hopeless: bool = False
+    last_words: str = ""  # its last line of output, if it failed before it had a rank
+    is_hopeless: bool = False  # a rank said that a restart would end the same way
+    time: float = 0.0  # of the exit, where it is known better than by the order of discovery
+    is_silent: bool = False  # it recorded no exit code: killed, or its machine is lost
+    never_started: bool = False
 
 
 class Node:
@@ -33,77 +36,83 @@ class Node:
         self.number = number
         self._plan, self._folder = plan, RunFolder(plan.run_dir)
         self._environment = dict(environment)
-        self._attempt, self._began_at = -1, 0
+        self._attempt, self._log_start = -1, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._is_asked = False
 
     def start(self, attempt: int, host: str, port: int) -> None:
-        """A second start of the same attempt is one whose port was taken."""
-        import subprocess  # by the first start, not by what waits for it
+        """Start launch.sh; the same attempt again if its port was taken."""
+        import subprocess  # the first start pays for it, not an agent that waits for one
 
         self._attempt, self._is_asked = attempt, False
-        for stale in self._folder.attempt(attempt).glob(f"node.{self.number}.*"):
-            stale.unlink()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._began_at = len(read_text(self._log))
+        self._folder.forget_node(attempt, self.number)
+        log_file = node_log(self._plan, attempt, self.number)
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = len(read_text(log_file))
         own = {
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
             "GPTCTL_NODE": self.number,
             "GPTCTL_ATTEMPT": attempt,
+            RUN_DIR_VARIABLE: self._plan.run_dir,
         }
-        with open(self._log, "ab") as log:
+        with open(log_file, "ab") as log:
             self._process = subprocess.Popen(
-                ["bash", "--norc", os.path.join(self._plan.run_dir, "launch.sh")],
-                env={**self._environment, **_texts(own), "GPTCTL_RUN_DIR": self._plan.run_dir},
+                ["bash", "--norc", os.path.join(self._plan.run_dir, LAUNCH_SCRIPT)],
+                env={**self._environment, **texts(own)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
 
-    def ended(self) -> Ended | None:
+    def exited(self) -> NodeExit | None:
         """None while it runs."""
         code = self._process.poll() if self._process else 0
         if code is None:
             return None
-        code = code if code >= 0 else 128 - code
-        last_words = self._last_words() if code and not self.has_ranks() else ""
-        return Ended(code, last_words, self._folder.cannot_be_helped(self._attempt))
+        # A launch.sh that was asked to stop exits with 0; what torchrun said is in its file.
+        recorded = self._folder.exit_codes(self._attempt, [self.number])
+        code = recorded.get(self.number, code if code >= 0 else 128 - code)
+        last_words = last_line(self.output()) if code and not self.has_ranks() else ""
+        return NodeExit(code, last_words, self._folder.cannot_be_helped(self._attempt))
 
     def has_ranks(self) -> bool:
         """Whether ranks of this attempt have started here."""
         return bool(self._folder.rank_events(self._attempt))
 
-    def ask(self) -> None:
-        """Tells torchrun to end, once it is there; the ranks get the signal from it, and time to save."""
+    def can_be_asked(self) -> bool:
+        """Whether anything here could save its work."""
+        return self.has_ranks()
+
+    def ask_to_stop(self) -> None:
+        """Send torchrun SIGTERM, once it runs; it passes the signal to its ranks, which save."""
         torchrun = self._folder.torchruns(self._attempt).get(self.number)
-        if torchrun is None or self._is_asked or self.ended():
+        if torchrun is None or self._is_asked or self.exited():
             return
         self._is_asked = True
-        for pid in processes_of(self._plan.run_dir):  # one that is stopped could not answer
+        for pid in processes_of(self._plan.run_dir):  # a stopped process could not react
             send(pid, signal.SIGCONT)
         send(torchrun, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends every process of the job on this machine; returns when none is left."""
+        """Kill every process of the job on this machine; return when none is left."""
         kill_all(self._plan.run_dir, os.getpid())
         if self._process:
             self._process.wait()
 
-    def said(self) -> str:
-        """What the node itself said since this start."""
-        return read_text(self._log)[self._began_at :]
-
-    @property
-    def _log(self) -> Path:
-        return Path(self._plan.log_dir) / f"attempt-{self._attempt}" / f"node.{self.number}.log"
-
-    def _last_words(self) -> str:
-        return next(
-            (line.strip()[:200] for line in reversed(self.said().split("\n")) if line.strip()), ""
-        )
+    def output(self) -> str:
+        """What launch.sh has printed since this start."""
+        return read_text(node_log(self._plan, self._attempt, self.number))[self._log_start :]
 
 
-def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+def node_log(plan: LaunchPlan, attempt: int, node: int) -> Path:
+    return Path(plan.log_dir) / f"attempt-{attempt}" / f"node.{node}.log"
+
+
+def last_line(text: str) -> str:
+    return next((line.strip()[:200] for line in reversed(text.split("\n")) if line.strip()), "")
+
+
+def texts(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}

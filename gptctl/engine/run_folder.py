@@ -18,11 +18,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.engine.files import replacing
+from gptctl.engine.launch_plan import LaunchPlan
 
 COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED = (
     "COMPLETED",
@@ -112,6 +113,9 @@ class RunFolder:
         with replacing(self.path / "result.json") as stream:
             stream.write(json.dumps(Result(state, reason, time.time())._asdict()).encode() + b"\n")
 
+    def forget_result(self) -> None:
+        (self.path / "result.json").unlink(missing_ok=True)
+
     def result(self) -> Result | None:
         found = read_json(self.path / "result.json")
         if not found or found.get("state") not in FINAL:
@@ -125,14 +129,49 @@ class RunFolder:
             }
         )
 
-    def exit_codes(self, attempt: int, nodes: int) -> dict[int, int]:
-        """The exit codes of the nodes that have ended."""
+    def exit_codes(self, attempt: int, nodes: Iterable[int]) -> dict[int, int]:
+        """The exit codes that these nodes have recorded."""
         codes = {}
-        for node in range(nodes):
-            text = read_text(self.attempt(attempt) / f"node.{node}.exit").strip()
+        for node in nodes:
+            text = read_text(self._node_file(attempt, node, "exit")).strip()
             if text.isdecimal():
                 codes[node] = int(text)
         return codes
+
+    def exit_time(self, attempt: int, node: int) -> float:
+        try:
+            return self._node_file(attempt, node, "exit").stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def was_asked(self, attempt: int, node: int) -> bool:
+        """Whether somebody asked the node to stop, by a signal to its launch.sh."""
+        return self._node_file(attempt, node, "asked").exists()
+
+    def forget_node(self, attempt: int, node: int) -> None:
+        """Remove what an earlier start of the same attempt has recorded."""
+        for kind in ("exit", "pid", "asked"):
+            self._node_file(attempt, node, kind).unlink(missing_ok=True)
+
+    def _node_file(self, attempt: int, node: int, kind: str) -> Path:
+        return self.attempt(attempt) / f"node.{node}.{kind}"
+
+    def note_start(self, attempt: int, checkpoint: int) -> None:
+        """Remember the newest checkpoint at the start of an attempt."""
+        (self.attempt(attempt) / "began-with").write_text(f"{checkpoint}\n", encoding="utf-8")
+
+    def stalled(self, attempt: int, checkpoint: int) -> int:
+        """How many attempts, counted back from this one, began with the newest checkpoint."""
+        number = attempt
+        while read_text(self.attempt(number) / "began-with").strip() == str(checkpoint):
+            number -= 1
+        return attempt - number
+
+    def note_failure(self, attempt: int) -> None:
+        (self.attempt(attempt) / "failed").touch()
+
+    def failures(self) -> int:
+        return sum(1 for _ in self.path.glob("attempt-*/failed"))
 
     def torchruns(self, attempt: int) -> dict[int, int]:
         """The process number of each node's torchrun, where it has started."""
@@ -157,9 +196,14 @@ class RunFolder:
         return (self.attempt(attempt) / "cannot-be-helped").exists()
 
     def judge(
-        self, attempt: int, codes: Mapping[int, int], nnodes: str, output_dir: str, since: float
+        self,
+        attempt: int,
+        codes: Mapping[int, int],
+        nnodes: str,
+        output_dir: str,
+        since: float,
     ) -> Result:
-        """How an attempt ended whose nodes have all ended; the first code that is not 0 is the one to name."""
+        """How an attempt ended whose nodes have all exited; the first failing node is named."""
         failed = {node: code for node, code in codes.items() if code}
         fewest, _, most = nnodes.partition(":")
         enough_are_left = (
@@ -172,13 +216,27 @@ class RunFolder:
         if has_stopped_on_purpose(output_dir, since):
             return Result(STOPPED, "the trainer was asked to stop, and saved its work")
         node, code = next(iter(failed.items()))
-        why = "; starting again cannot help" if self.cannot_be_helped(attempt) else ""
-        return Result(FAILED, f"node {node} ended with exit code {code}{why}")
+        return Result(FAILED, f"node {node} exited with code {code}")
 
     def endpoint(self) -> str:
         """Where the ranks of the latest attempt meet."""
         found = read_json(self.attempt(self.attempts() - 1) / "endpoint.json")
         return f"{found.get('host')}:{found.get('port')}" if found else ""
+
+
+def read_plan(folder: Path) -> LaunchPlan:
+    """KeyError: the plan is missing or damaged."""
+    return LaunchPlan.from_json(read_json(folder / "plan.json") or {})
+
+
+def newest_checkpoint(output_dir: str) -> int:
+    """The step of the trainer's newest checkpoint; -1 when there is none."""
+    try:
+        names = os.listdir(output_dir)
+    except OSError:
+        return -1
+    steps = [name[len("step_") :] for name in names if name.startswith("step_")]
+    return max((int(step) for step in steps if step.isdecimal()), default=-1)
 
 
 def is_scheduler_id(value: object) -> bool:

@@ -1,7 +1,8 @@
-"""Runs a job, detached from everything. With all nodes on this machine: python -m gptctl.engine.supervisor RUN_DIR
+"""Run a job to its end: start its nodes, restart failed attempts, stop on request, record the result.
 
-Starts all nodes, waits, starts failed attempts again, keeps the time limit, and says in `result.json` how the job
-ended. Knows the run folder only; whoever wants to stop the job sends SIGTERM.
+There is one supervisor for every backend. It knows nodes by `NodeHandle` and the scheduler, where
+there is one, by `Scheduler`; which machines they stand for does not matter here.
+With all nodes on this machine: bootstrap.py supervisor RUN_DIR
 """
 
 from __future__ import annotations
@@ -15,185 +16,352 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from gptctl.engine.contract import READY_VARIABLE
 from gptctl.engine.files import replacing
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
-from gptctl.engine.node import Ended, Node
+from gptctl.engine.node import Node, NodeExit
 from gptctl.engine.ports import free_port
 from gptctl.engine.processes import adopt_orphans, this_process
 from gptctl.engine.run_folder import (
     CANCELLED,
+    COMPLETED,
     FAILED,
     STOPPED,
     TIMEOUT,
+    Result,
     RunFolder,
-    read_json,
+    newest_checkpoint,
+    read_plan,
 )
 
 TICK = 0.05
-LAST_WORDS = 5.0  # seconds that the other nodes get to end by themselves when one has failed
-GRACE = 30.0  # seconds between asking a job to stop and ending it; torchrun gives its ranks as many
+LAST_WORDS = 5.0  # seconds the other nodes get to exit by themselves after one has failed
+GRACE = (
+    30.0  # seconds between asking a job to stop and killing it; torchrun gives its ranks as many
+)
+REQUEUE_PATIENCE = 300.0  # seconds a scheduler may take to end a job that it has requeued
 PORT_TRIES = 3
+MAX_STALLED = 3  # attempts in a row that may pass without a new checkpoint
+FAILURES_PER_ALLOCATION = 2
 
 
-class Stopped(Exception):
-    """The job has to end, for this reason."""
+class StopRequested(Exception):
+    """The job must end, for this reason."""
 
     def __init__(self, state: str, reason: str) -> None:
         super().__init__(reason)
-        self.state, self.reason = state, reason
+        self.result = Result(state, reason)
 
 
-class Supervised(Protocol):
-    """A node, here or on another machine; see `node.py` for what each of these does."""
+class NodeHandle(Protocol):
+    """A node of the job, wherever it runs. `node.py` describes what each method does."""
 
     number: int
 
     def start(self, attempt: int, host: str, port: int) -> None: ...
 
-    def ended(self) -> Ended | None: ...
+    def exited(self) -> NodeExit | None: ...
 
     def has_ranks(self) -> bool: ...
 
-    def ask(self) -> None: ...
+    def can_be_asked(self) -> bool: ...
+
+    def ask_to_stop(self) -> None: ...
 
     def kill(self) -> None: ...
 
+    def output(self) -> str: ...
+
+
+class Scheduler(Protocol):
+    """The scheduler that owns the job's machines, and may take them away."""
+
+    can_requeue: bool
+
+    def begin_attempt(self, number: int) -> None:
+        """Called before each attempt."""
+        ...
+
+    def ending(self) -> str:
+        """The state into which the scheduler is moving the job; empty while it runs."""
+        ...
+
+    def requeue(self) -> bool:
+        """Put the job back into the queue; False if the scheduler refuses."""
+        ...
+
 
 class Supervisor:
-    """Keeps the nodes of a job in step: all begin an attempt together, and when one has failed the others end."""
+    """Keeps the nodes of a job in step: all begin an attempt together, and if one fails the
+    others are stopped."""
 
     def __init__(
-        self, plan: LaunchPlan, nodes: Sequence[Supervised], head: Node, host: str = ""
+        self,
+        plan: LaunchPlan,
+        nodes: Sequence[NodeHandle],
+        host: str = "",
+        hosts: Sequence[str] = (),
+        scheduler: Scheduler | None = None,
+        log: str = "supervisor.log",
     ) -> None:
         self.folder, self.plan = RunFolder(plan.run_dir), plan
-        self.nodes, self.head = nodes, head
+        self.nodes = nodes
         self.host = host or plan.master_addr
+        self.hosts = hosts or plan.hosts
+        self.scheduler, self.log = scheduler, log
+        self.number, self.began = -1, 0.0  # of the current attempt
         self.port: int | None = None  # chosen, not used yet
-        self.wanted: Stopped | None = None
-        limit = seconds_of(plan.time_limit) if plan.time_limit else None
+        self.stop: StopRequested | None = None
+        # A scheduler enforces the limit itself.
+        limit = seconds_of(plan.time_limit) if plan.time_limit and not scheduler else None
         self.deadline = time.monotonic() + limit if limit else None
 
-    def choose_port(self, attempt: int) -> int:
-        """Where the ranks of an attempt will meet, for all to read."""
-        here = (
-            "" if self.plan.kind == "ssh" else self.host
-        )  # by which name others know this host is not asked
-        self.port = self.plan.master_port or free_port(here)
-        self.folder.attempt(attempt).mkdir(exist_ok=True)
-        with replacing(self.folder.attempt(attempt) / "endpoint.json") as stream:
-            stream.write(json.dumps({"host": self.host, "port": self.port}).encode())
-        return self.port
-
-    def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
-        """To the job's end, of which it leaves word; `on_ready` is called once the job exists."""
-        signal.signal(signal.SIGTERM, self._on_signal)
-        log = (
-            f"{self.plan.run_dir}/agent.0.log on its first host"
-            if self.plan.kind == "ssh"
-            else "supervisor.log"
-        )
-        state, reason = FAILED, f"gptctl failed to look after it: see {log}"
+    def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
+        """Run the job and return the engine's exit code; `on_ready` is called once the job exists."""
+        for number in (signal.SIGTERM, *([signal.SIGUSR1] if self.scheduler else [])):
+            signal.signal(number, self._on_signal)
+        result: Result | None = Result(FAILED, f"the supervisor failed: see {self.log}")
         try:
-            self.choose_port(
-                0
-            )  # before gptctl is told that the job exists, and says where it meets
+            self._begin_attempt()  # before gptctl hears that the job exists, and prints its endpoint
             on_ready()
-            state, reason = self._attempts()
-        except Stopped as stop:
-            state, reason = stop.state, stop.reason
+            result = self._run_attempts()
+        except StopRequested as stop:
+            result = stop.result
         except OSError as error:
-            reason = f"{error.filename}: {error.strerror}"
+            result = Result(FAILED, f"{error.filename}: {error.strerror}")
         finally:
             self._kill()
-            self.folder.finish(state, reason)
+            self._record(result)
             on_ready()  # a job that failed at once exists, too
+        return 0 if result and result.state == COMPLETED else 1
 
     def _on_signal(self, number: int, frame: object) -> None:
-        is_cancelled = self.folder.cancelled.exists()
-        what = "cancelled" if is_cancelled else f"the supervisor got {signal.Signals(number).name}"
-        self.wanted = Stopped(CANCELLED if is_cancelled else STOPPED, what)
-
-    def _attempts(self) -> tuple[str, str]:
-        """Starts the job until it is done, or no further start would help or is allowed."""
-        for number in range(self.plan.attempts):
-            began = time.time()
-            ends = self._attempt(number)
-            codes = {node: end.code for node, end in ends.items()}
-            ended = self.folder.judge(number, codes, self.plan.nnodes, self.plan.output_dir, began)
-            last_words = next(iter(ends.values())).last_words
-            reason = f"{ended.reason}: {last_words}" if last_words else ended.reason
-            if ended.state != FAILED or self.folder.cannot_be_helped(number):
-                break
-            print(f"attempt {number}: {reason}", flush=True)
-        return ended.state, reason
-
-    def _attempt(self, number: int) -> dict[int, Ended]:
-        """How one start of all nodes ended, the first that failed first."""
-        for _ in range(PORT_TRIES):
-            ends = self._start_and_wait(number)
-            if not any(end.code for end in ends.values()) or not self._port_was_taken():
-                break
-        if any(end.is_hopeless for end in ends.values()):
-            self.folder.give_up(number)
-        return ends
-
-    def _start_and_wait(self, number: int) -> dict[int, Ended]:
         if self.folder.cancelled.exists():
-            raise Stopped(CANCELLED, "cancelled")
-        port = self.port or self.choose_port(number)
-        self.port = None
-        if self.plan.hosts:
-            (self.folder.attempt(number) / "hosts").write_text(
-                "\n".join(self.plan.hosts) + "\n", encoding="utf-8"
-            )
+            self.stop = StopRequested(CANCELLED, "cancelled")
+        elif self.scheduler:
+            self.stop = StopRequested(STOPPED, "the scheduler asked the job to stop")
+        else:
+            name = signal.Signals(number).name
+            self.stop = StopRequested(STOPPED, f"the supervisor received {name}")
+
+    def _record(self, result: Result | None) -> None:
+        """Write down how the job ended, unless that is for the scheduler to say: its signal may
+        have reached the ranks before it reached the supervisor."""
+        if result is None or (result.state == FAILED and self._scheduler_ends_job(result.reason)):
+            return
+        say(f"{result.state}: {result.reason}" if result.reason else result.state)
+        self.folder.finish(result.state, result.reason)
+
+    def _scheduler_ends_job(self, reason: str) -> bool:
+        """Cancelled, preempted, out of time, a lost node: then the scheduler tells how it ended."""
+        state = self.scheduler.ending() if self.scheduler else ""
+        if state:
+            say(f"{reason}; the scheduler is ending this job: {state}")
+        return bool(state)
+
+    # Attempts
+
+    def _begin_attempt(self) -> None:
+        """Number the next attempt, over all requeues, and choose where its ranks meet."""
+        self._stop_if_cancelled()
+        self.number, self.began = self.folder.attempts(), time.time()
+        folder = self.folder.attempt(self.number)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.scheduler:
+            self.scheduler.begin_attempt(self.number)
+        if self.hosts:
+            (folder / "hosts").write_text("\n".join(self.hosts) + "\n", encoding="utf-8")
+        self._choose_port()
+        if self.plan.output_dir:
+            self.folder.note_start(self.number, newest_checkpoint(self.plan.output_dir))
+            # Not only the supervisor starts attempts: a scheduler may requeue again and again.
+            if self._stalled() > MAX_STALLED:
+                raise StopRequested(FAILED, "three attempts without progress")
+
+    def _choose_port(self) -> None:
+        """The endpoint of an attempt, for everybody to read."""
+        # On one machine several jobs share an address. Elsewhere the name by which others know
+        # this host says nothing about its interfaces: look for a port free on all of them.
+        probed = self.host if self.plan.is_one_machine else ""
+        self.port = self.plan.master_port or free_port(probed)
+        with replacing(self.folder.attempt(self.number) / "endpoint.json") as stream:
+            stream.write(json.dumps({"host": self.host, "port": self.port}).encode())
+
+    def _run_attempts(self) -> Result | None:
+        """Start the job until it is done, or another attempt is pointless or not allowed.
+
+        None: the scheduler will say how the job ended.
+        """
+        failures_here = 0
+        while True:
+            result, exits = self._run_attempt()
+            if result.state == COMPLETED:
+                return result
+            self._stop_if_cancelled()
+            if self._scheduler_ends_job(result.reason):
+                return None
+            if self._stalled() >= MAX_STALLED:
+                return Result(FAILED, f"{result.reason}; three attempts without progress")
+            if self._can_requeue() and self.plan.output_dir and _nothing_started(exits):
+                # Such as a node that was away for a moment: Slurm believes it runs the last attempt.
+                return self._requeue(FAILED, "the scheduler starts nothing on these nodes")
+            if result.state == STOPPED:
+                return self._stopped(result)
+            if final := self._last_failure(result.reason):
+                return final
+            say(f"attempt {self.number}: {result.reason}")
+            failures_here += 1
+            # First again on the same nodes, then on any.
+            if self._can_requeue() and failures_here >= FAILURES_PER_ALLOCATION:
+                return self._requeue(FAILED, "two attempts on these nodes failed")
+            self._begin_attempt()
+
+    def _stopped(self, result: Result) -> Result | None:
+        if self._can_requeue():
+            return self._requeue(STOPPED, result.reason)
+        return Result(STOPPED, f"{result.reason}; resume it from its last checkpoint")
+
+    def _last_failure(self, reason: str) -> Result | None:
+        """The result, if this was the last failure that the job may have."""
+        self.folder.note_failure(self.number)
+        if self.folder.cannot_be_helped(self.number):
+            return Result(FAILED, f"{reason}; starting again cannot help")
+        return Result(FAILED, reason) if self.folder.failures() >= self.plan.attempts else None
+
+    def _stalled(self) -> int:
+        """How many attempts, counted back from the current one, have brought no new checkpoint.
+
+        Only the bundled trainer's checkpoints are known.
+        """
+        if not self.plan.output_dir:
+            return 0
+        return self.folder.stalled(self.number, newest_checkpoint(self.plan.output_dir))
+
+    def _stop_if_cancelled(self) -> None:
+        if self.folder.cancelled.exists():
+            raise StopRequested(CANCELLED, "cancelled")
+
+    # Requeueing
+
+    def _can_requeue(self) -> bool:
+        return self.scheduler is not None and self.scheduler.can_requeue
+
+    def _requeue(self, state: str, why: str) -> Result | None:
+        """The scheduler ends this engine and starts another one, on these nodes or others."""
+        self._stop_if_cancelled()
+        assert self.scheduler
+        say(f"requeued: {why}")
+        if self.scheduler.requeue():
+            self._await_signal(REQUEUE_PATIENCE)
+            return None
+        if self._scheduler_ends_job(why):  # a request whose answer was lost may have been heard
+            return None
+        return Result(state, f"{why}, and it could not be requeued")
+
+    def _await_signal(self, patience: float) -> None:
+        self.stop = None
+        deadline = time.monotonic() + patience
+        while not self.stop and time.monotonic() < deadline:
+            time.sleep(TICK)
+
+    # One attempt
+
+    def _run_attempt(self) -> tuple[Result, dict[int, NodeExit]]:
+        """How one attempt ended; if its port was taken meanwhile, it is started again."""
+        for _ in range(PORT_TRIES):
+            exits = self._start_and_wait()
+            if not any(end.code for end in exits.values()) or not self._port_was_taken():
+                break
+        if any(end.is_hopeless for end in exits.values()):
+            self.folder.give_up(self.number)
+        return self._judge(exits), exits
+
+    def _judge(self, exits: dict[int, NodeExit]) -> Result:
+        codes = {node: end.code for node, end in exits.items()}
+        result = self.folder.judge(
+            self.number, codes, self.plan.nnodes, self.plan.output_dir, self.began
+        )
+        if result.state == COMPLETED:
+            return result
+        first, end = next(iter(exits.items()))
+        if self.scheduler and (self.stop or self.folder.was_asked(self.number, first)):
+            return Result(STOPPED, "the scheduler asked the job to stop")
+        if result.state != FAILED:
+            return result
+        what = (
+            "exited without recording an exit code"
+            if end.is_silent
+            else f"exited with code {end.code}"
+        )
+        words = f": {end.last_words}" if end.last_words else ""
+        return Result(FAILED, f"{name_of(first, self.hosts)} {what}{words}")
+
+    def _start_and_wait(self) -> dict[int, NodeExit]:
+        self._stop_if_cancelled()
+        if self.stop:
+            raise self.stop
+        if self.port is None:
+            self._choose_port()
+        assert self.port
+        port, self.port = self.port, None
         for node in self.nodes:
-            node.start(number, self.host, port)
+            node.start(self.number, self.host, port)
         try:
             return self._wait()
-        except Stopped:
-            self._stop()
-            raise
+        except StopRequested as stop:
+            self._stop(stop.result.state)
+            if stop.result.state != STOPPED or not self.scheduler:
+                raise
+            return self._exits()  # the job may have completed all the same, or be requeued
 
-    def _wait(self) -> dict[int, Ended]:
-        """Until all nodes have ended; once one has failed, the others have little time left."""
-        ends: dict[int, Ended] = {}
+    def _wait(self) -> dict[int, NodeExit]:
+        """Until all nodes have exited; once one has failed, the others have little time left.
+
+        The node that failed first comes first.
+        """
+        exits: dict[int, NodeExit] = {}
         for _ in self._ticks():
             for node in self.nodes:
-                if node.number not in ends and (end := node.ended()):
-                    ends[node.number] = end
-            if len(ends) == len(self.nodes):
+                if node.number not in exits and (end := node.exited()):
+                    exits[node.number] = end
+            if len(exits) == len(self.nodes):
                 break
-            if any(end.code for end in ends.values()) and not self.plan.is_elastic:
-                self._await_end(LAST_WORDS)
+            if any(end.code for end in exits.values()) and not self.plan.is_elastic:
+                self._await_exit(LAST_WORDS)
                 self._kill()
-        return dict(sorted(ends.items(), key=lambda item: item[1].code == 0))
+        return _failures_first(exits)
+
+    def _exits(self) -> dict[int, NodeExit]:
+        found = {node.number: node.exited() for node in self.nodes}
+        return _failures_first({number: end for number, end in found.items() if end})
 
     def _ticks(self) -> Iterator[None]:
         while True:
             yield
-            if self.wanted:
-                raise self.wanted
+            if self.stop:
+                raise self.stop
             if self.deadline and time.monotonic() > self.deadline:
-                raise Stopped(TIMEOUT, f"the time limit of {self.plan.time_limit} is over")
+                raise StopRequested(TIMEOUT, f"the time limit of {self.plan.time_limit} is over")
             time.sleep(TICK)
 
-    def _stop(self) -> None:
-        """Ranks get time to save. Before ranks run, none is needed."""
-        deadline = time.monotonic() + GRACE
-        while self._runs() and time.monotonic() < deadline:
-            if self.folder.is_hurried() or not any(node.has_ranks() for node in self.nodes):
+    def _stop(self, state: str) -> None:
+        """Let ranks save. A scheduler that wants its machines back sets the limit itself."""
+        is_open_ended = self.scheduler is not None and state == STOPPED
+        deadline = float("inf") if is_open_ended else time.monotonic() + GRACE
+        while self._is_running() and time.monotonic() < deadline:
+            if self.folder.is_hurried() or not any(node.can_be_asked() for node in self.nodes):
                 break
             for node in self.nodes:
-                node.ask()
+                node.ask_to_stop()
             time.sleep(TICK)
         self._kill()
 
-    def _runs(self) -> bool:
-        return any(not node.ended() for node in self.nodes)
+    def _is_running(self) -> bool:
+        return any(not node.exited() for node in self.nodes)
 
-    def _await_end(self, patience: float) -> None:
+    def _await_exit(self, patience: float) -> None:
         deadline = time.monotonic() + patience
-        while self._runs() and time.monotonic() < deadline:
+        while self._is_running() and time.monotonic() < deadline:
             time.sleep(TICK)
 
     def _kill(self) -> None:
@@ -201,16 +369,33 @@ class Supervisor:
             node.kill()
 
     def _port_was_taken(self) -> bool:
-        """Between choosing a port and using it somebody else may take it; no rank has started then."""
+        """Another program may take a port between choosing and using it; then no rank starts."""
         if self.plan.master_port or any(node.has_ranks() for node in self.nodes):
             return False
-        log = self.head.said()
+        log = self.nodes[0].output()
         return "EADDRINUSE" in log or "address already in use" in log.lower()
 
 
+def _failures_first(exits: dict[int, NodeExit]) -> dict[int, NodeExit]:
+    return dict(sorted(exits.items(), key=lambda item: (item[1].code == 0, item[1].time)))
+
+
+def name_of(node: int, hosts: Sequence[str]) -> str:
+    return f"node {node} ({hosts[node]})" if node < len(hosts) else f"node {node}"
+
+
+def _nothing_started(exits: dict[int, NodeExit]) -> bool:
+    return all(end.never_started for end in exits.values())
+
+
+def say(text: str) -> None:
+    """To the log of whatever runs the supervisor."""
+    print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
+
+
 def tell_gptctl(answer: bytes) -> None:
-    """Once, whether the job exists."""
-    ready = os.environ.pop("GPTCTL_READY", "")
+    """Whether the job exists; told once."""
+    ready = os.environ.pop(READY_VARIABLE, "")
     if ready:
         with suppress(BrokenPipeError):  # gptctl may have been killed; the job exists all the same
             os.write(int(ready), answer)
@@ -221,17 +406,15 @@ def main() -> None:
     run_dir = sys.argv[1]
     folder = RunFolder(run_dir)
     os.umask(0o077)
-    for number in (
-        signal.SIGHUP,
-        signal.SIGINT,
-    ):  # they belong to terminals; ignored, they would be for the ranks too
+    # These belong to terminals. If they were ignored here, the ranks would inherit that.
+    for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: None)
     adopt_orphans()
-    plan = LaunchPlan.from_json(read_json(folder.path / "plan.json") or {})
-    environment = {name: value for name, value in os.environ.items() if name != "GPTCTL_READY"}
+    plan = read_plan(folder.path)
+    environment = {name: value for name, value in os.environ.items() if name != READY_VARIABLE}
     nodes = [Node(plan, number, environment) for number in range(plan.nodes)]
     if folder.take(this_process()):
-        Supervisor(plan, nodes, head=nodes[0]).run(on_ready=lambda: tell_gptctl(b"1"))
+        Supervisor(plan, nodes).run(on_ready=lambda: tell_gptctl(b"1"))
     else:
         tell_gptctl(b"0")
 

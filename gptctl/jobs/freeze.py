@@ -56,14 +56,13 @@ def freeze(
         _write(folder / name, text)
         (folder / name).chmod(0o700)
     _copy_code(folder / "code", checked, site)
-    if plan.kind == "ssh":
-        _copy_agent(folder / "lib")
+    _copy_engine(folder / "lib")
     _copy_templates(folder / "templates", templates)
     _make_private(folder)
     _write(folder / "git.json", json.dumps(git, indent=1) + "\n")
 
 
-def _copy_agent(lib: Path) -> None:
+def _copy_engine(lib: Path) -> None:
     """What runs on hosts, where gptctl need not be installed; few files, since each host gets them for each job.
 
     Compiled, too, where they are here: a host with the same Python starts its agent in half the time.

@@ -103,12 +103,13 @@ def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
 def ask_scheduler(checked: Checked, site: Site) -> tuple[list[Finding], str]:
     """What Slurm thinks of a job, before it is submitted: findings, and when it would start."""
     from gptctl.backends.slurm.client import SlurmError, would_start
-    from gptctl.planning.render import BATCH, render
+    from gptctl.engine.contract import BATCH_SCRIPT
+    from gptctl.planning.render import render
 
     if not _is_program("sbatch"):
         return [_not_asked(checked, "there is no sbatch here")], ""
     ground = Ground("validate", os.path.join(site.absolute(checked.cluster.run_root), "validate"))
-    script = render(build_plan(checked, site, ground), BATCH)
+    script = render(build_plan(checked, site, ground), BATCH_SCRIPT)
     try:
         return [], would_start(script)
     except SlurmError as error:

@@ -107,7 +107,7 @@ def status(record: JobRecord) -> dict[str, Any]:
         "hosts": read_text(folder.attempt(attempt) / "hosts").split(),
         "endpoint": folder.endpoint(),
         "ended": result.ended if result else None,
-        "exit_codes": folder.exit_codes(attempt, record.nodes) if attempt >= 0 else {},
+        "exit_codes": folder.exit_codes(attempt, range(record.nodes)) if attempt >= 0 else {},
         "ranks": rank_rows(record, attempt, is_complete) if attempt >= 0 else [],
         "not_ended": read_text(folder.not_ended).split(),
         "trainer": read_json(Path(record.output_dir) / "status.json")

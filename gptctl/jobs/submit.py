@@ -14,19 +14,18 @@ from typing import Any, NamedTuple
 
 import trainer
 from gptctl.backends import KINDS, backend_of
+from gptctl.engine.contract import AGENT_SCRIPT, BATCH_SCRIPT, LAUNCH_SCRIPT, TOKEN
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder, read_json, read_text
 from gptctl.jobs.preflight import check_surroundings
 from gptctl.jobs.store import JobRecord, Store, home, new_record, own_mark, private_files
 from gptctl.planning.build import Ground, Site, build_plan
-from gptctl.planning.render import AGENT, BATCH, LAUNCH, check_syntax, render
+from gptctl.planning.render import check_syntax, render
 from gptctl.spec.check import Checked, check_config
 from gptctl.spec.summary import frozen_config
 from trainer.config import Override
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors_in
-
-TOKEN = ".token"
 
 
 class Prepared(NamedTuple):
@@ -78,7 +77,9 @@ def prepare(
 
 def _scripts(plan: LaunchPlan, templates: Sequence[Path]) -> dict[str, str]:
     """What is submitted, by file name; where a template is the user's own, bash reads it first."""
-    names = {"slurm": [BATCH, LAUNCH], "ssh": [AGENT, LAUNCH]}.get(plan.kind, [LAUNCH])
+    names = {"slurm": [BATCH_SCRIPT, LAUNCH_SCRIPT], "ssh": [AGENT_SCRIPT, LAUNCH_SCRIPT]}.get(
+        plan.kind, [LAUNCH_SCRIPT]
+    )
     scripts = {name: render(plan, name, templates) for name in names}
     for name, text in scripts.items() if templates else ():
         check_syntax(name, text)

@@ -89,6 +89,10 @@ def build_plan(
         secrets=_absolute_secrets(launch, site),
         sbatch=_sbatch_options(checked, ground.run_dir, _log_dir(launch, site, ground)),
         inputs=tuple(site.absolute(path) for path in checked.inputs.values()),
+        is_one_machine=cluster.kind == "local",
+        pins_interface=cluster.kind == "ssh",
+        engine_python=cluster.engine_python or "",
+        submit_python=site.python,
     )
 
 

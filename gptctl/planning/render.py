@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gptctl.engine.contract import BATCH_SCRIPT, BOOTSTRAP
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.jobs.store import home, private_files
 from gptctl.spec.resources import folder
@@ -21,11 +22,9 @@ if TYPE_CHECKING:
     from jinja2 import BytecodeCache, Environment
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # without USR1 torchrun would die of it and leave its ranks alone
-LAUNCH = "launch.sh"
-BATCH = "job.sbatch"
-AGENT = "agent.sh"
 SCRIPTS = {"srun-script": "srun-script.sh", "sbatch": "sbatch.sh", "loop": "loop.sh"}
 COMMAND = "command.sh"
+FOLDERS = ("jobs", "styles", "doctor", "parts")  # of templates/; file names are unique over all
 # Set by a template for the one that it includes.
 BETWEEN_TEMPLATES = ("node", "address", "port", "c10d_host", "local_addr", "on_head", "number")
 
@@ -60,9 +59,14 @@ def check_syntax(name: str, text: str) -> None:
     read = subprocess.run(["bash", "-n"], input=text.encode(), capture_output=True)
     if read.returncode:
         said = read.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(
-            f"bash cannot read {name}: {said[0] if said else ''}", "mend the template", WRONG_USAGE
+        message = f"bash cannot read {name}: {said[0] if said else ''}"
+        raise UserError(message, "fix the template", WRONG_USAGE)
+    if name == BATCH_SCRIPT and BOOTSTRAP not in text:
+        hint = (
+            "since 0.1.0 the script only starts gptctl's engine, which runs srun, restarts and "
+            "requeues: begin with templates/jobs/job.sbatch.j2, and keep its last lines"
         )
+        raise UserError(f"your {name}.j2 does not start gptctl's engine", hint, WRONG_USAGE)
 
 
 def script_of(style: str) -> str:
@@ -79,11 +83,8 @@ def _environment(templates: Sequence[Path]) -> Environment:
         if file.name not in known_templates():
             hint = f"name it after the one it replaces: {', '.join(known_templates())}"
             raise UserError(f"{file} replaces no template", hint, WRONG_USAGE)
-    loaders = [
-        FileSystemLoader(str(place))
-        for place in [*templates, folder("templates")]
-        if place.is_dir()
-    ]
+    ours = [folder("templates") / name for name in FOLDERS]
+    loaders = [FileSystemLoader(str(place)) for place in [*templates, *ours] if place.is_dir()]
     replaced = DictLoader({name: file.read_text(encoding="utf-8") for name, file in own.items()})
     environment = ImmutableSandboxedEnvironment(
         bytecode_cache=_compiled_templates(),
@@ -118,7 +119,8 @@ def _compiled_templates() -> BytecodeCache | None:
 
 
 def known_templates() -> list[str]:
-    return sorted(file.name for file in folder("templates").glob("*.j2"))
+    places = [folder("templates") / name for name in FOLDERS]
+    return sorted(file.name for place in places for file in place.glob("*.j2"))
 
 
 def quoted(value: Any) -> Any:
@@ -143,7 +145,7 @@ def _context(plan: LaunchPlan, node: int | None) -> dict[str, Any]:
         "attempts": plan.attempts,
         "is_trainer": is_trainer,
         "signals": SIGNALS,
-        "ranks_here": plan.per_node * (plan.nodes if plan.kind == "local" else 1),
+        "ranks_here": plan.per_node * (plan.nodes if plan.is_one_machine else 1),
         "numbers": [node]
         if node is not None
         else list(range(1 if plan.form == "c10d" else plan.nodes)),

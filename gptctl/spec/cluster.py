@@ -145,7 +145,12 @@ class Cluster:
     allow_proxy_command: bool = boolean(
         False, "ssh: a ProxyCommand of the ssh config may run on this machine"
     )
-    python: str | None = file_path(None, "interpreter on the nodes")
+    python: str | None = file_path(None, "interpreter of the ranks")
+    engine_python: str | None = file_path(
+        None,
+        "Python >= 3.10 that runs gptctl's engine on nodes; empty: the one that runs gptctl, if "
+        "it exists there, else python3 after the setup",
+    )
     env: Mapping[str, str] = key(
         Names(), {}, "environment of every rank; a run config's Launch.env wins"
     )

@@ -9,12 +9,14 @@ export GPTCTL_JOB=gpt-3f9a2c
 export GPTCTL_RUN_DIR=/home/me/work/runs/gpt-3f9a2c # in the environment of every process of the job, so that each can be found
 export GPTCTL_ATTEMPT_DIR="$GPTCTL_RUN_DIR/attempt-$GPTCTL_ATTEMPT"
 export GPTCTL_LOG_DIR=/home/me/work/runs/gpt-3f9a2c/logs/"attempt-$GPTCTL_ATTEMPT"
+asked='' # to stop, by a signal to this script
 umask 077
 mkdir -p "$GPTCTL_ATTEMPT_DIR" "$GPTCTL_LOG_DIR" || exit 73
 
-# Says how this node ended.
+# Record how this node exited.
 finish() {
   echo "$1" > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.exit" || exit "$1"
+  [ -z "$asked" ] || exit 0 # torchrun exits with 1 then, for which srun would kill nodes that are still saving
   exit "$1"
 }
 fail() {
@@ -48,7 +50,7 @@ torchrun=$!
 
 # Signals are for torchrun, which passes them on to its ranks; this script only has to outlive them.
 echo "$torchrun" > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.pid"
-trap : TERM INT HUP USR1 USR2
+trap 'asked=yes; : > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.asked"' TERM INT HUP USR1 USR2
 wait "$torchrun"
 while kill -0 "$torchrun" 2> /dev/null; do # a signal ends `wait` early
   wait "$torchrun"

@@ -16,9 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gptctl.engine.contract import AGENT_SCRIPT as AGENT
+from gptctl.engine.contract import BATCH_SCRIPT as BATCH
+from gptctl.engine.contract import LAUNCH_SCRIPT as LAUNCH
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.planning.build import IN_PLACE, Ground, Site, build_plan
-from gptctl.planning.render import AGENT, BATCH, LAUNCH, render, script_of
+from gptctl.planning.render import render, script_of
 from gptctl.spec.check import check_config
 from tests.conftest import ROOT
 from trainer.config import Override

@@ -19,6 +19,7 @@ from gptctl.backends import State, output_seen_here
 from gptctl.backends.slurm import client as slurm
 from gptctl.backends.slurm.client import QUEUE, Recorded, Seen, SlurmError
 from gptctl.cli import ui
+from gptctl.engine.contract import BATCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import clean_environment, is_alive, is_here
 from gptctl.engine.run_folder import (
@@ -37,7 +38,6 @@ from gptctl.engine.run_folder import (
     read_text,
 )
 from gptctl.jobs.store import JobRecord, private_files
-from gptctl.planning.render import BATCH
 from trainer.errors import OUT_OF_REACH, UserError
 
 SEND_PATIENCE = 60.0  # seconds for which a controller that is out of reach is tried again
@@ -118,7 +118,7 @@ def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     comment = " ".join(filter(None, [record.token, plan.sbatch.get("comment", "")]))
-    script = os.path.join(plan.run_dir, BATCH)
+    script = os.path.join(plan.run_dir, BATCH_SCRIPT)
 
     class ScriptExecutor(SlurmExecutor):
         """Sends a script of ours instead of a pickled function; what differs per submission is on the command line."""

@@ -76,7 +76,7 @@ class Jobs:
 def jobs(tmp_path: Path, gptctl) -> Iterator[Jobs]:
     yield Jobs(tmp_path, gptctl)
     supervisors = subprocess.run(
-        ["pgrep", "-f", f"gptctl.engine.supervisor {tmp_path}/"], capture_output=True, text=True
+        ["pgrep", "-f", f"engine/bootstrap.py supervisor {tmp_path}/"], capture_output=True, text=True
     )
     for pid in supervisors.stdout.split():
         subprocess.run(["kill", "-9", pid], check=False)

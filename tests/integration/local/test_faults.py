@@ -215,7 +215,7 @@ def test_a_job_whose_gptctl_is_killed_while_it_starts_runs_all_the_same(jobs) ->
     command = [
         sys.executable,
         "-c",
-        "import gptctl.backends.local as l, os, signal, subprocess\nstart = subprocess.Popen\nclass popen(start):\n    def __init__(self, a, **k):\n        super().__init__(a, **k)\n        if 'gptctl.engine.supervisor' in a: os.kill(os.getpid(), signal.SIGKILL)\nl.subprocess.Popen = popen\nfrom gptctl.cli import main\nmain()",
+        "import gptctl.backends.local as l, os, signal, subprocess\nstart = subprocess.Popen\nclass popen(start):\n    def __init__(self, a, **k):\n        super().__init__(a, **k)\n        if 'supervisor' in a: os.kill(os.getpid(), signal.SIGKILL)\nl.subprocess.Popen = popen\nfrom gptctl.cli import main\nmain()",
         *QUICK,
     ]
     assert subprocess.run(command, cwd=jobs.folder, env=env, capture_output=True).returncode == -signal.SIGKILL

@@ -375,7 +375,7 @@ def test_a_node_that_waits_for_a_failed_one_is_ended(jobs) -> None:
     job = jobs.submit("--nodes", "2", "--gpus-per-node", "1", "--", "x.py")
     assert jobs.wait(job, 40) == "FAILED"
     assert is_gone(jobs.run_dir(job), 1)
-    assert jobs.status(job)["reason"] == "node 1 ended with exit code 1"
+    assert jobs.status(job)["reason"] == "node 1 exited with code 1"
     assert f"{job}: FAILED: node 1 ended" in jobs.gptctl("logs", job, "--failed").stdout
 
 

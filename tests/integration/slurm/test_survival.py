@@ -137,7 +137,7 @@ def test_the_head_node_crashes(login: Login, undisturbed: dict[int, float]) -> N
     facts = training.end()
     assert facts["attempts"] == 2
     assert "node1" not in facts["hosts"]
-    assert "node1 of the attempt before is down" in training.shown.read_text()
+    assert "node1 of the last attempt is down" in training.shown.read_text()
     training.assert_as(undisturbed)
 
 
@@ -244,8 +244,8 @@ def test_how_often_a_job_is_started_again(login: Login) -> None:
     jobs.append(login.submit_quick("--nodes", "2", JOB_SECONDS="1", JOB_KILLED="1"))
     facts = [login.wait(job["job"], "FAILED") for job in jobs]
     assert [job["attempts"] for job in facts] == [2, 1, 1]
-    assert facts[1]["reason"].endswith("ended with exit code 93; starting again cannot help")
-    assert re.match(r"node 1 \(node\d\) ended without a word", facts[2]["reason"])
+    assert facts[1]["reason"].endswith("exited with code 93; starting again cannot help")
+    assert re.match(r"node 1 \(node\d\) exited without recording an exit code", facts[2]["reason"])
 
 
 def test_without_progress_three_attempts_are_enough(login: Login) -> None:
@@ -254,7 +254,7 @@ def test_without_progress_three_attempts_are_enough(login: Login) -> None:
     assert done.returncode == 0, done.stderr
     job = json.loads(done.stdout)
     facts = login.wait(job["job"], "FAILED")
-    assert re.fullmatch(r"node 0 \(node\d\) ended with exit code 7; three attempts without progress", facts["reason"])
+    assert re.fullmatch(r"node 0 \(node\d\) exited with code 7; three attempts without progress", facts["reason"])
     assert facts["attempts"] == 3
     assert "requeued: two attempts on these nodes failed" in login.batch_log(job)
 
@@ -314,7 +314,7 @@ def test_a_rank_is_killed_and_a_node_crashes(undisturbed: dict[int, float], cras
     assert hosts[0] == hosts[1] == ["node1", "node2"]
     assert hosts[2] == ["node1", "node3"]
     assert "Node failure on node2" in training.said()
-    assert "node2 of the attempt before is down" in training.shown.read_text()
+    assert "node2 of the last attempt is down" in training.shown.read_text()
     training.assert_as(undisturbed)
     for before, after in ((0, 1), (1, 2)):
         last, first = steps_of_attempt(training, before)[-1], steps_of_attempt(training, after)[0]

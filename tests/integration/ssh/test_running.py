@@ -17,7 +17,9 @@ def test_logs_cannot_be_written_on_one_host(desk: Desk) -> None:
     desk.lab.run("ssh2", "install", "-d", "-m", "755", "/home/logs", check=True)
     job = desk.submit_quick("-o", "Launch.log_dir=/home/logs")
     facts = desk.wait(job["job"], "FAILED")
-    assert f"node 1 ended with exit code 73: /home/logs/{job['job']}: Permission denied" in facts["reason"], facts
+    assert f"node 1 (10.78.0.52) exited with code 73: /home/logs/{job['job']}: Permission denied" in facts["reason"], (
+        facts
+    )
 
 
 def test_the_folder_of_a_job_is_deleted_on_its_host(desk: Desk) -> None:

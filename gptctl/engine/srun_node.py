@@ -1,0 +1,302 @@
+"""The nodes of a Slurm allocation: one step of `srun` runs launch.sh on all of them.
+
+job.sbatch starts this on the first node of the allocation: bootstrap.py srun_node RUN_DIR
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+from gptctl.engine.contract import LAUNCH_SCRIPT
+from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.node import NodeExit, last_line, node_log, texts
+from gptctl.engine.run_folder import FAILED, RunFolder, read_plan, read_text
+from gptctl.engine.supervisor import Supervisor, say
+
+START_PATIENCE = 60  # seconds for which srun may wait for the nodes of its own allocation
+KILL_PATIENCE = 40.0  # seconds; Slurm's own patience between SIGTERM and SIGKILL is usually 30
+ASK_AGAIN = 5.0  # seconds after which a signal that reached nobody is sent again
+ANSWER_PATIENCE = 60.0  # seconds for one answer of a client
+CONTROLLER_TRIES, CONTROLLER_PAUSE = 60, 5.0  # a controller may be away for minutes
+
+
+class UnusableAllocation(Exception):
+    """The job cannot run on the nodes that Slurm gave it."""
+
+
+class Step:
+    """One `srun` for all nodes of an attempt."""
+
+    def __init__(self, plan: LaunchPlan, nodes: int, environment: Mapping[str, str]) -> None:
+        self.plan, self.nodes = plan, nodes
+        self.folder = RunFolder(plan.run_dir)
+        self.attempt = -1
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked_at = float("-inf")
+        self._exits: dict[int, NodeExit] = {}
+
+    def start(self, attempt: int, host: str, port: int) -> None:
+        self.attempt, self._asked_at, self._exits = attempt, float("-inf"), {}
+        for number in range(self.nodes):
+            self.folder.forget_node(attempt, number)
+        logs = node_log(self.plan, attempt, 0).parent
+        logs.mkdir(parents=True, exist_ok=True)
+        own = {"MASTER_ADDR": host, "MASTER_PORT": port, "GPTCTL_ATTEMPT": attempt}
+        self._process = subprocess.Popen(
+            [
+                "srun",
+                f"--nodes={self.nodes}",
+                "--ntasks-per-node=1",
+                # torchrun itself survives the loss of nodes in an elastic job.
+                *([] if self.plan.is_elastic else ["--kill-on-bad-exit=1"]),
+                "--unbuffered",
+                f"--immediate={START_PATIENCE}",
+                f"--output={str(logs).replace('%', '%%')}/node.%n.log",  # % begins a pattern
+                "--open-mode=append",
+                *("bash", "-c", 'GPTCTL_NODE=$SLURM_NODEID exec bash "$0"', LAUNCH_SCRIPT),
+            ],
+            cwd=self.plan.run_dir,
+            env={**self._environment, **texts(own)},
+            stdin=subprocess.DEVNULL,
+        )
+
+    def exits(self) -> dict[int, NodeExit] | None:
+        """How all nodes exited; None while the step runs."""
+        code = self._process.poll() if self._process else 0
+        if code is None:
+            return None
+        if self._process and not self._exits:
+            self._exits = self._read_exits(code if code >= 0 else 128 - code)
+        return self._exits or {number: NodeExit(0) for number in range(self.nodes)}
+
+    def _read_exits(self, step_code: int) -> dict[int, NodeExit]:
+        codes = self.folder.exit_codes(self.attempt, range(self.nodes))
+        exits = {
+            number: self._exit_of(number, codes.get(number), step_code)
+            for number in range(self.nodes)
+        }
+        if step_code and not any(end.code for end in exits.values()):
+            exits[0] = NodeExit(step_code, f"srun exited with code {step_code}")
+        return exits
+
+    def _exit_of(self, number: int, code: int | None, step_code: int) -> NodeExit:
+        log = node_log(self.plan, self.attempt, number)
+        if code is None:
+            # A node that recorded nothing was killed or lost, and the others fell with it: it is
+            # the first failure.
+            return NodeExit(
+                step_code or 1,
+                f"srun exited with code {step_code}",
+                time=-1.0,
+                is_silent=True,
+                never_started=not log.exists(),
+            )
+        is_hopeless = self.folder.cannot_be_helped(self.attempt)
+        words = last_line(read_text(log)) if code and not self.has_ranks() else ""
+        return NodeExit(code, words, is_hopeless, self.folder.exit_time(self.attempt, number))
+
+    def has_ranks(self) -> bool:
+        return bool(self.folder.rank_events(self.attempt))
+
+    def ask_to_stop(self) -> None:
+        """srun passes SIGUSR1 to launch.sh and torchrun on every node.
+
+        Before the step has started srun may swallow it, so it is sent again until a node has
+        noted it; a second signal would disturb a torchrun that is ending its ranks.
+        """
+        is_noted = any(self.folder.was_asked(self.attempt, number) for number in range(self.nodes))
+        if self._process and not is_noted and time.monotonic() - self._asked_at > ASK_AGAIN:
+            self._asked_at = time.monotonic()
+            self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """SIGTERM makes srun kill the step. What outlives it ends with the job."""
+        if not self._process or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(KILL_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class SrunNode:
+    """A node of the step. The first one starts, asks and kills it for all."""
+
+    def __init__(self, number: int, step: Step) -> None:
+        self.number, self._step = number, step
+
+    def start(self, attempt: int, host: str, port: int) -> None:
+        if self.number == 0:
+            self._step.start(attempt, host, port)
+
+    def exited(self) -> NodeExit | None:
+        exits = self._step.exits()
+        return exits[self.number] if exits else None
+
+    def has_ranks(self) -> bool:
+        return self._step.has_ranks()
+
+    def can_be_asked(self) -> bool:
+        return True  # whatever launch.sh does at the moment, the signal ends it
+
+    def ask_to_stop(self) -> None:
+        if self.number == 0:
+            self._step.ask_to_stop()
+
+    def kill(self) -> None:
+        if self.number == 0:
+            self._step.kill()
+
+    def output(self) -> str:
+        return read_text(node_log(self._step.plan, self._step.attempt, self.number))
+
+
+class SlurmJob:
+    """The scheduler, as a job sees it from inside."""
+
+    def __init__(self, plan: LaunchPlan, job: str, hosts: Sequence[str]) -> None:
+        self.can_requeue = "requeue" in plan.sbatch
+        self._plan, self._job, self._hosts = plan, job, hosts
+
+    def begin_attempt(self, number: int) -> None:
+        """The output of this process, which Slurm writes to, too, goes to the attempt's folder."""
+        logs = Path(self._plan.log_dir)
+        own = logs / f"attempt-{number}" / "batch.log"
+        own.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # Slurm has it open, and keeps writing to it under its new name
+            os.replace(logs / "batch.log", own)
+        log = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
+        say(f"attempt {number}, Slurm job {self._job}")
+        self._report_lost_nodes(number - 1)
+        # As the scripts of the tutorials print it: node id, hosts, head node, number of nodes.
+        print(os.environ.get("SLURM_NODEID", "0"), " ".join(self._hosts), sep="\n")
+        print(self._hosts[0], len(self._hosts), sep="\n", flush=True)
+
+    def _report_lost_nodes(self, attempt: int) -> None:
+        """A node of the last attempt that is down is the reason for this attempt."""
+        hosts = read_text(RunFolder(self._plan.run_dir).attempt(attempt) / "hosts").split()
+        if hosts:
+            states = ("--states=down,fail,unknown", "--format=%N of the last attempt is %T: %E")
+            done = run("sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", *states)
+            print(*sorted(set(done.stdout.splitlines())), sep="\n", flush=True)
+
+    def ending(self) -> str:
+        query = ("--noheader", "--states=all", f"--jobs={self._job}", "--format=%T")
+        done = patiently("squeue", *query)
+        state = done.stdout.strip()
+        if done.returncode == NOT_INSTALLED:
+            return ""
+        return "" if state == "RUNNING" else state or "Slurm does not answer"
+
+    def requeue(self) -> bool:
+        return patiently("scontrol", "requeue", self._job).returncode == 0
+
+
+NOT_INSTALLED = 127
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=ANSWER_PATIENCE,
+        )
+    except FileNotFoundError:
+        return subprocess.CompletedProcess(command, NOT_INSTALLED, "")
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "")
+
+
+def patiently(*command: str) -> subprocess.CompletedProcess[str]:
+    """Ask until the controller answers; when it does, a refusal is meant as one."""
+    for _ in range(CONTROLLER_TRIES):
+        done = run(*command)
+        if done.returncode in (0, NOT_INSTALLED):
+            break
+        if run("scontrol", "ping").returncode == 0:
+            return run(*command)
+        time.sleep(CONTROLLER_PAUSE)
+    return done
+
+
+def hosts_of_allocation() -> list[str]:
+    listed = os.environ.get("SLURM_JOB_NODELIST", "")
+    hosts = run("scontrol", "show", "hostnames", listed).stdout.split()
+    if not hosts:
+        raise UnusableAllocation(f"scontrol does not name the hosts of {listed}")
+    return hosts
+
+
+def head_address(plan: LaunchPlan, head: str) -> str:
+    """Where ranks meet. No fallback: with a wrong address every node would be its own world."""
+    if plan.master_addr:
+        return plan.master_addr
+    if plan.master_interface:
+        shown = run(
+            "ip", "-4", "-o", "address", "show", "dev", plan.master_interface
+        ).stdout.split()
+        addresses = [after.partition("/")[0] for word, after in pairwise(shown) if word == "inet"]
+        problem = f"{head} has no address on {plan.master_interface}"
+    else:
+        addresses = _addresses_of(head)
+        problem = f"{head} resolves to no address that other nodes can reach"
+    if not addresses:
+        raise UnusableAllocation(problem)
+    return addresses[0]
+
+
+def _addresses_of(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(place[0]) for *_, place in found if not str(place[0]).startswith("127.")]
+
+
+def environment_of_step() -> dict[str, str]:
+    """What this process has, whatever it got itself: ranks get it by way of srun."""
+    kept = {name: value for name, value in os.environ.items() if name != "SLURM_EXPORT_ENV"}
+    if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
+        kept["SRUN_CPUS_PER_TASK"] = cpus  # srun no longer takes it over by itself
+    return kept
+
+
+def main() -> None:
+    folder = RunFolder(sys.argv[1])
+    os.umask(0o077)
+    plan = read_plan(folder.path)
+    folder.forget_result()  # of a run before this one, after which somebody requeued the job
+    try:
+        hosts = hosts_of_allocation()
+        address = head_address(plan, hosts[0])
+    except UnusableAllocation as problem:
+        say(f"{FAILED}: {problem}")
+        folder.finish(FAILED, str(problem))
+        raise SystemExit(1) from None
+    step = Step(plan, len(hosts), environment_of_step())
+    nodes = [SrunNode(number, step) for number in range(len(hosts))]
+    scheduler = SlurmJob(plan, os.environ["SLURM_JOB_ID"], hosts)
+    log = f"{plan.log_dir}/attempt-*/batch.log"
+    raise SystemExit(Supervisor(plan, nodes, address, hosts, scheduler, log).run())
+
+
+if __name__ == "__main__":
+    main()
