@@ -1,22 +1,30 @@
-"""Where jobs run. A backend starts a job from its frozen folder, says how it stands, and ends it; nothing else."""
+"""Where jobs run. A backend is one object that owns everything that differs between kinds of clusters.
+
+`docs/adding-a-backend.md` shows how to write one: a class in a folder here, and one line in
+`spec/cluster_kinds.py`.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+from gptctl.engine.contract import LAUNCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.jobs.store import JobRecord
-from trainer.errors import OUT_OF_REACH, UserError
+from gptctl.planning.build import IN_PLACE, JobIdentity, PlanDefaults, Site, build_plan
+from gptctl.reporting import Fetched, Say, ShowProgress
+from gptctl.spec.check import Checked
+from gptctl.spec.cluster_kinds import KINDS
+from trainer.config import Override
+from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError
 
-KINDS = ("local", "slurm", "ssh")
 
-
-class State(NamedTuple):
-    """How a job stands, as far as it is known."""
+class JobState(NamedTuple):
+    """The state of a job, as far as it is known."""
 
     state: str
     reason: str = ""
@@ -26,52 +34,106 @@ class State(NamedTuple):
 
 
 class Backend(Protocol):
+    """One kind of cluster. Methods with a body here are what most kinds need."""
+
+    scripts: ClassVar[tuple[str, ...]] = (LAUNCH_SCRIPT,)  # rendered for a job, in running order
+
+    def __init__(self, say: Say) -> None: ...
+
+    # Before a job is submitted
+
+    def plan_defaults(self, checked: Checked, site: Site, identity: JobIdentity) -> PlanDefaults:
+        """What this kind decides about a plan where the user left it open."""
+        ...
+
+    def plan(
+        self,
+        checked: Checked,
+        site: Site,
+        identity: JobIdentity = IN_PLACE,
+        overrides: Sequence[Override] = (),
+    ) -> LaunchPlan:
+        defaults = self.plan_defaults(checked, site, identity)
+        return build_plan(checked, site, identity, overrides, defaults)
+
+    def preflight(self, checked: Checked, plan: LaunchPlan) -> Iterable[Finding]:
+        """What can be checked on this machine for jobs of this kind only."""
+        return ()
+
+    def expected_start(self, checked: Checked, site: Site) -> tuple[list[Finding], str]:
+        """Ask a scheduler about a job without submitting it: its objections, and when it would start."""
+        return [], ""
+
+    def local_dir(self, plan: LaunchPlan) -> str:
+        """The job's folder on this machine: its own one, or a copy of what other machines have."""
+        return plan.remote_dir
+
+    # The life of a job
+
     def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
-        """Starts the job whose folder is complete; returns its handle."""
-        ...
-
-    def expect(self, records: Sequence[JobRecord]) -> None:
-        """The states of these jobs, without results, are asked for next: a scheduler is asked once for all."""
-        ...
-
-    def following(self, record: JobRecord) -> AbstractContextManager[None]:
-        """While the logs of the job are followed: keeps the job's folder on this machine up to date."""
-        ...
-
-    def catch_up(self, record: JobRecord) -> list[str]:
-        """Brings the logs of a job on other machines here, as far as they can be reached; says where they cannot."""
-        ...
-
-    def state(self, record: JobRecord) -> State:
-        """Of a job that has left no result."""
-        ...
-
-    def cancel(self, record: JobRecord, now: bool) -> None:
-        """Ends every process of the job; returns when none is left."""
-        ...
-
-    def output(self, record: JobRecord) -> tuple[str, list[str]]:
-        """Where the trainer's checkpoints are when the next job runs there, and what is in that folder."""
+        """Start the job whose folder is complete; return its handle."""
         ...
 
     def abandon(self, record: JobRecord) -> bool:
-        """Makes sure that a half-submitted job never starts; False when it has started."""
+        """Make sure that a half-submitted job never starts; False if it has started."""
         ...
 
+    def expect(self, records: Sequence[JobRecord]) -> None:
+        """`state` is called next for these jobs: a scheduler is asked once for all."""
 
-def output_seen_here(record: JobRecord) -> tuple[str, list[str]]:
-    return record.output_dir, os.listdir(record.output_dir) if os.path.isdir(
-        record.output_dir
-    ) else []
+    def state(self, record: JobRecord) -> JobState:
+        """The state of a job that has recorded no result."""
+        ...
+
+    def may_answer_later(self, record: JobRecord) -> bool:
+        """Whether an UNKNOWN state can become known by waiting."""
+        return bool(record.handle)
+
+    def cancel(self, record: JobRecord, now: bool) -> None:
+        """End every process of the job; return when none is left."""
+        ...
+
+    # Its files
+
+    def following(self, record: JobRecord) -> AbstractContextManager[None]:
+        """Keep the job's folder on this machine up to date while its logs are followed."""
+        return nullcontext()
+
+    def catch_up(self, record: JobRecord) -> list[str]:
+        """Copy new logs to this machine; name the hosts that cannot be reached."""
+        return []
+
+    def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
+        """The trainer's output folder, as the next job there sees it, and the names in it."""
+        folder = record.output_dir
+        return folder, os.listdir(folder) if os.path.isdir(folder) else []
+
+    def fetch(
+        self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
+    ) -> Fetched:
+        """Copy what the job wrote on its hosts to this machine."""
+        message = f"{record.id} runs where its files are visible from here"
+        raise UserError(message, f"see {record.local_dir}", WRONG_USAGE)
 
 
-def backend_of(kind: str) -> Backend:
-    if kind not in KINDS:
-        hint = f"a newer one may have made this job; this one knows {', '.join(KINDS)}"
-        raise UserError(f"this gptctl knows no clusters of kind {kind}", hint, OUT_OF_REACH)
-    return cast(
-        "Backend",
-        import_module(
-            f"gptctl.backends.{kind}" if kind == "local" else f"gptctl.backends.{kind}.backend"
-        ),
-    )
+class Backends:
+    """The backends of one command, each created when it is first needed.
+
+    They hold connections and a scheduler's answers, which must not outlive the command.
+    """
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._created: dict[str, Backend] = {}
+
+    def of(self, kind: str) -> Backend:
+        if not self.knows(kind):
+            hint = f"a newer gptctl may have made this job; this one knows {', '.join(KINDS)}"
+            raise UserError(f"unknown kind of cluster: {kind}", hint, OUT_OF_REACH)
+        if kind not in self._created:
+            module, _, name = KINDS[kind].backend.partition(":")
+            self._created[kind] = getattr(import_module(module), name)(self._say)
+        return self._created[kind]
+
+    def knows(self, kind: str) -> bool:
+        return kind in KINDS

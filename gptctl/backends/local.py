@@ -1,4 +1,4 @@
-"""This machine. A detached supervisor runs the job; it is found again by its process number, start time and boot."""
+"""This machine. A detached supervisor runs the job; gptctl finds it again by process id, start time and boot id."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from gptctl.backends import State, output_seen_here
-from gptctl.engine.contract import BOOTSTRAP
+from gptctl.backends import Backend, JobState
+from gptctl.engine.contract import BOOTSTRAP, READY_VARIABLE
+from gptctl.engine.files import private_files
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.ports import fault_of_port
 from gptctl.engine.processes import (
     clean_environment,
     is_alive,
@@ -33,138 +34,159 @@ from gptctl.engine.run_folder import (
     RunFolder,
     read_json,
 )
-from gptctl.jobs.store import JobRecord, private_files
-from trainer.errors import OUT_OF_REACH, UserError
+from gptctl.jobs.store import JobRecord
+from gptctl.planning.build import JobIdentity, PlanDefaults, Site
+from gptctl.reporting import Say
+from gptctl.spec.check import Checked
+from trainer.errors import OUT_OF_REACH, Finding, Rule, UserError
 
+PORT_FREE = Rule("S004", "the rendezvous port must be free when a job starts on this machine")
+
+LOOPBACK = "127.0.0.1"
 START_PATIENCE = 30.0
 STOP_PATIENCE = 60.0  # the supervisor's own patience, and some seconds more
 
 
-def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
-    engine = os.path.join(plan.run_dir, BOOTSTRAP)  # as frozen: an upgrade must not change a job
-    reading, writing = os.pipe()
-    environment = {**clean_environment(), "GPTCTL_READY": str(writing)}
-    with private_files(), open(os.path.join(plan.run_dir, "supervisor.log"), "ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-S", engine, "supervisor", plan.run_dir],
-            cwd=plan.run_dir,
-            env=environment,
+class LocalBackend(Backend):
+    def __init__(self, say: Say) -> None:
+        pass
+
+    def plan_defaults(self, checked: Checked, site: Site, identity: JobIdentity) -> PlanDefaults:
+        return PlanDefaults(
+            host=LOOPBACK, rdzv_id=checked.launch.job_name, env={"GLOO_SOCKET_IFNAME": "lo"}
+        )
+
+    def preflight(self, checked: Checked, plan: LaunchPlan) -> Iterator[Finding]:
+        port = plan.master_port
+        is_chosen = port or plan.master_addr != LOOPBACK
+        if not is_chosen or plan.form == "standalone":
+            return
+        if fault := fault_of_port(plan.master_addr, port or 0):
+            message = f"ranks cannot meet at {plan.master_addr}:{port or '(any port)'}: {fault}"
+            hint = "leave it empty: gptctl chooses a free one"
+            yield PORT_FREE.found("Launch.rdzv.port", port, message, hint)
+
+    def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
+        reading, writing = os.pipe()
+        process = _start_supervisor(plan.remote_dir, writing)
+        os.close(writing)
+        answered, _, _ = select.select([reading], [], [], START_PATIENCE)
+        answer = (
+            os.read(reading, 1) if answered else b""
+        )  # empty if it exited before it could answer
+        os.close(reading)
+        claim = RunFolder(plan.remote_dir).claimed_by()
+        if answer != b"1" or not claim:
+            process.kill()
+            process.wait()
+            hint = f"see {plan.remote_dir}/supervisor.log"
+            raise UserError("the job's supervisor did not start", hint, OUT_OF_REACH)
+        return claim
+
+    def abandon(self, record: JobRecord) -> bool:
+        folder = RunFolder(record.local_dir)
+        # Or another gptctl has abandoned it, and was killed before it could remove the folder.
+        return folder.take({"abandoned": True}) or bool(
+            (folder.claimed_by() or {}).get("abandoned")
+        )
+
+    def state(self, record: JobRecord) -> JobState:
+        folder = RunFolder(record.local_dir)
+        claim = folder.claimed_by() or dict(record.handle)
+        owner = claim or record.submitter
+        if not is_here(owner):
+            return JobState(UNKNOWN, f"it runs on {owner.get('host')}: ask there")
+        if not claim:
+            return _half_submitted(record)
+        if not folder.path.is_dir():
+            runs = is_alive(claim) or (is_same_boot(claim) and processes_of(record.local_dir))
+            return JobState(RUNNING if runs else LOST, f"its folder {record.local_dir} is missing")
+        if is_alive(claim):
+            begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
+            return JobState(RUNNING, "" if begun else "starting")
+        if result := folder.result():  # written since the caller looked
+            return JobState(result.state, result.reason)
+        if is_same_boot(claim) and processes_of(record.local_dir):
+            words = "its supervisor was killed: nobody restarts it or enforces the time limit"
+            return JobState(RUNNING, words)
+        return _from_exit_codes(record, folder, claim)
+
+    def may_answer_later(self, record: JobRecord) -> bool:
+        return False  # only another machine would know
+
+    def cancel(self, record: JobRecord, now: bool) -> None:
+        folder = RunFolder(record.local_dir)
+        claim = folder.claimed_by() or dict(record.handle)
+        if not is_here(claim or record.submitter):
+            host = (claim or record.submitter).get("host")
+            raise UserError(f"{record.id} runs on {host}", "cancel it there", OUT_OF_REACH)
+        has_folder = folder.path.is_dir()
+        if not claim and has_folder:
+            folder.take({"abandoned": True})
+        if has_folder:
+            folder.cancel(now)
+        _stop(record, folder, claim, now)
+        if left := kill_all(record.local_dir):
+            message = f"processes {left} of {record.id} cannot be killed"
+            raise UserError(message, "check whose processes they are", OUT_OF_REACH)
+        if has_folder and not folder.result():
+            folder.finish(CANCELLED, "cancelled")
+
+
+def _start_supervisor(run_dir: str, ready: int) -> subprocess.Popen[bytes]:
+    """The engine that was frozen with the job: an upgrade of gptctl must not change it."""
+    with private_files(), open(os.path.join(run_dir, "supervisor.log"), "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-S", os.path.join(run_dir, BOOTSTRAP), "supervisor", run_dir],
+            cwd=run_dir,
+            env={**clean_environment(), READY_VARIABLE: str(ready)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=(writing,),
+            pass_fds=(ready,),
             start_new_session=True,
         )
-    os.close(writing)
-    answered, _, _ = select.select([reading], [], [], START_PATIENCE)
-    answer = (
-        os.read(reading, 1) if answered else b""
-    )  # or nothing, when it ended before it could answer
-    os.close(reading)
-    claim = RunFolder(plan.run_dir).claimed_by()
-    if answer != b"1" or not claim:
-        process.kill()
-        process.wait()
-        hint = f"see {plan.run_dir}/supervisor.log"
-        raise UserError("the job's supervisor did not start", hint, OUT_OF_REACH)
-    return claim
 
 
-def expect(records: Sequence[JobRecord]) -> None:
-    """Each is looked at by itself."""
+def _half_submitted(record: JobRecord) -> JobState:
+    if is_alive(record.submitter):
+        return JobState(PENDING, "being submitted")
+    return JobState(LOST, "gptctl was killed before it started the job")
 
 
-def following(record: JobRecord) -> AbstractContextManager[None]:
-    return nullcontext()  # its folder is here
-
-
-def catch_up(record: JobRecord) -> list[str]:
-    return []
-
-
-def state(record: JobRecord) -> State:
-    folder = RunFolder(record.run_dir)
-    claim = folder.claimed_by() or dict(record.handle)
-    owner = claim or record.submitter
-    if not is_here(owner):
-        return State(UNKNOWN, f"it runs on {owner.get('host')}: ask there")
-    if not claim:
-        alive = is_alive(record.submitter)
-        return (
-            State(PENDING, "being submitted")
-            if alive
-            else State(LOST, "gptctl ended before the job was started")
-        )
-    if not folder.path.is_dir():
-        runs = is_alive(claim) or (is_same_boot(claim) and processes_of(record.run_dir))
-        return State(RUNNING if runs else LOST, f"its folder {record.run_dir} is gone")
-    if is_alive(claim):
-        begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
-        return State(RUNNING, "" if begun else "starting")
-    if result := folder.result():  # written since the caller looked
-        return State(result.state, result.reason)
-    if is_same_boot(claim) and processes_of(record.run_dir):
-        return State(RUNNING, "its supervisor is gone: nobody restarts it or keeps the time limit")
-    return _from_exit_codes(record, folder, claim)
-
-
-def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]) -> State:
-    """The supervisor is gone without a word: what the nodes of the last attempt said counts."""
+def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]) -> JobState:
+    """The supervisor was killed: what the nodes of the last attempt recorded counts."""
     attempt = folder.attempts() - 1
     codes = folder.exit_codes(attempt, range(record.nodes))
     if len(codes) == record.nodes:
         nnodes = str((read_json(folder.path / "plan.json") or {}).get("nnodes", record.nodes))
-        ended = folder.judge(attempt, codes, nnodes, record.output_dir, since=record.created)
-        return State(ended.state, ended.reason)
+        result = folder.judge(attempt, codes, nnodes, record.output_dir, since=record.created)
+        return JobState(result.state, result.reason)
     if folder.cancelled.exists():
-        return State(CANCELLED, "cancelled")
+        return JobState(CANCELLED, "cancelled")
     why = "its processes were killed" if is_same_boot(claim) else "the machine was restarted"
-    return State(LOST, f"{why}; nodes that said how they ended: {len(codes)} of {record.nodes}")
+    known = f"{len(codes)} of {record.nodes} nodes recorded an exit code"
+    return JobState(LOST, f"{why}; {known}")
 
 
-def cancel(record: JobRecord, now: bool) -> None:
-    folder = RunFolder(record.run_dir)
-    claim = folder.claimed_by() or dict(record.handle)
-    if not is_here(claim or record.submitter):
-        host = (claim or record.submitter).get("host")
-        raise UserError(f"{record.id} runs on {host}", "cancel it there", OUT_OF_REACH)
-    has_folder = folder.path.is_dir()
-    if not claim and has_folder:
-        folder.take({"abandoned": True})
-    if has_folder:
-        folder.cancel(now)
+def _stop(record: JobRecord, folder: RunFolder, claim: dict[str, Any], now: bool) -> None:
     if is_alive(claim):
         send(claim["pid"], signal.SIGTERM)
-        _wait_while(lambda: is_alive(claim), STOP_PATIENCE)
+        _wait_while(lambda: is_alive(claim))
     elif not now:
         _ask_torchrun(folder)
-        _wait_while(lambda: bool(processes_of(record.run_dir)), STOP_PATIENCE)
-    if left := kill_all(record.run_dir):
-        raise UserError(
-            f"processes {left} of {record.id} cannot be ended", "are they yours?", OUT_OF_REACH
-        )
-    if has_folder and not folder.result():
-        folder.finish(CANCELLED, "cancelled")
+        _wait_while(lambda: bool(processes_of(record.local_dir)))
 
 
 def _ask_torchrun(folder: RunFolder) -> None:
-    """In the place of a supervisor that is gone."""
+    """What a supervisor that was killed would do."""
     running = processes_of(str(folder.path))
     for pid in folder.torchruns(folder.attempts() - 1).values():
         if pid in running:
             send(pid, signal.SIGTERM)
 
 
-def _wait_while(holds: Callable[[], bool], patience: float) -> None:
-    deadline = time.monotonic() + patience
+def _wait_while(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + STOP_PATIENCE
     while holds() and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def abandon(record: JobRecord) -> bool:
-    folder = RunFolder(record.run_dir)
-    # Or another gptctl has abandoned it, and was killed before it could take the folder away.
-    return folder.take({"abandoned": True}) or bool((folder.claimed_by() or {}).get("abandoned"))
-
-
-output = output_seen_here

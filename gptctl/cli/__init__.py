@@ -1,274 +1,131 @@
-"""The verbs: parse, call, print. Everything a verb needs is imported by the verb, so that `--help` stays fast."""
+"""The command line. Verbs parse, call and print; each is imported when it is used, so that one more costs nothing."""
 
 from __future__ import annotations
 
 import os
 import sys
 from contextlib import suppress
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import click
 
 from gptctl import __version__
-from gptctl.cli.jobs import VERBS
-from gptctl.cli.options import (
-    INTERRUPTED,
-    check_arguments,
-    complete_template,
-    config_options,
-    examples,
-)
-from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError, in_order
+from trainer.errors import WRONG_USAGE, UserError
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+INTERRUPTED = 130
 BUG = 70
 READER_GONE = 141  # as a program that dies of SIGPIPE
-MAX_LISTED = 1 << 17
+
+# Section -> verb -> (module of gptctl.cli, summary). The summary is the first line of the verb's help.
+VERBS = {
+    "Start here": {
+        "init": ("config", "Write a commented run config to start from."),
+        "validate": ("config", "Check a run config and its layout, and report every mistake."),
+        "submit": ("submit", "Check a run config, freeze what the job needs, and start it."),
+        "logs": ("logs", "Show the logs of all ranks in one stream."),
+    },
+    "Jobs": {
+        "list": ("jobs", "List jobs and their states."),
+        "status": ("jobs", "Show the state of a job."),
+        "show": ("jobs", "Show what a job was started with, and where each value came from."),
+        "cancel": ("jobs", "Stop jobs; the trainer saves a checkpoint first."),
+        "wait": ("jobs", "Wait until a job ends; exit with its status."),
+        "rerun": ("submit", "Submit a job again from its saved files."),
+        "fetch": ("jobs", "Copy what a job wrote on its ssh hosts to this machine."),
+    },
+    "Clusters": {
+        "clusters": ("clusters", "List, show and check cluster profiles."),
+        "doctor": ("clusters", "Check that a cluster can run jobs, and suggest fixes."),
+        "hosts": ("clusters", "Manage the hosts of ssh clusters."),
+    },
+    "Config": {
+        "topo": ("config", "Show where every rank runs, and the members of its groups."),
+        "keys": ("config", "List the keys of run configs, their defaults and meanings."),
+        "schema": ("config", "Print the JSON Schema of run configs, for editors."),
+        "rules": ("config", "List the rules behind the codes of findings."),
+        "render": ("submit", "Print the command line or script that launches a config."),
+        "completion": ("config", "Print the completion script of a shell."),
+    },
+}
+MODULE_OF = {verb: module for verbs in VERBS.values() for verb, (module, _) in verbs.items()}
+
+
+class LazyGroup(click.Group):
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(MODULE_OF)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in MODULE_OF:
+            return None
+        module = import_module(f"gptctl.cli.{MODULE_OF[name]}")
+        found = getattr(module, f"{name}_verb" if name == "list" else name)
+        assert isinstance(found, click.Command)
+        return found
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, MODULE_OF))
+        for section, verbs in VERBS.items():
+            with formatter.section(section):
+                rows = [(verb.ljust(width), summary) for verb, (_, summary) in verbs.items()]
+                formatter.write_dl(rows)
+
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Without importing the verbs."""
+        from click.shell_completion import CompletionItem
+
+        summaries = {verb: text for verbs in VERBS.values() for verb, (_, text) in verbs.items()}
+        return [
+            CompletionItem(verb, help=text)
+            for verb, text in summaries.items()
+            if verb.startswith(incomplete)
+        ]
 
 
 @click.group(
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog=examples("gptctl init dp8", "gptctl validate config"),
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="\b\nExamples:\n  gptctl init\n  gptctl validate config\n  gptctl submit --nodes 2 --follow",
 )
 @click.version_option(__version__, prog_name="gptctl")
-def cli() -> None:
-    """Turn one run config and a cluster profile into a distributed training job that starts right the first time."""
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Launch distributed GPT training jobs from one run config and a cluster profile."""
+    from gptctl.cli.session import Session
 
-
-@cli.command(
-    epilog=examples(
-        "gptctl validate config",
-        "gptctl validate run.yaml --nodes 2 --gpus-per-node 8 -o Distributed.mp_degree=2",
-    )
-)
-@config_options
-@click.option("--strict", is_flag=True, help="Treat warnings as errors.")
-@click.option(
-    "--resolved", is_flag=True, help="Print the complete config, with where every value came from."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print a report for programs.")
-def validate(strict: bool, resolved: bool, as_json: bool, **arguments: Any) -> int:
-    """Check a run config and its layout, and report every mistake at once.
-
-    CONFIG is a path or a bare name: `config` finds config.yaml, config.yml, configs.yaml or configs/config.yaml.
-    Exit code 0: valid; 1: invalid; 2: wrong usage or an unreadable file.
-    """
-    from gptctl.cli import ui
-    from gptctl.spec import summary as report
-
-    checked = check_arguments(**arguments)
-    starts = ""
-    if checked.is_valid and checked.cluster.kind == "slurm":
-        from gptctl.jobs.preflight import ask_scheduler
-        from gptctl.jobs.submit import this_site
-
-        refused, starts = ask_scheduler(checked, this_site())
-        checked = checked._replace(findings=in_order([*checked.findings, *refused]))
-    valid = checked.is_valid and not (
-        strict and any(finding.level == "warning" for finding in checked.findings)
-    )
-    if as_json:
-        scheduler = {"scheduler": starts} if starts else {}
-        ui.print_json(
-            {**report.as_json(checked, with_config=resolved), "valid": valid, **scheduler}
-        )
-    else:
-        show_yaml = resolved and checked.is_valid
-        ui.print_findings(checked.findings, to_stderr=show_yaml)
-        if show_yaml:
-            ui.print_text(report.resolved_yaml(checked))
-        elif checked.is_valid:
-            summary = [*report.summary(checked), *([("Slurm", starts)] if starts else [])]
-            ui.print_pairs(f"{checked.name}: {report.verdict(checked, valid)}", summary)
-            ui.say(report.assumptions())
-        else:
-            ui.print_text(f"{checked.name}: {report.verdict(checked, valid)}")
-    return 0 if valid else ANSWER_IS_NO
-
-
-@cli.command(
-    epilog=examples(
-        "gptctl topo config", "gptctl topo run.yaml --nodes 2 --gpus-per-node 8 --rank 3"
-    )
-)
-@config_options
-@click.option("--rank", type=click.IntRange(min=0), help="Only this rank.")
-@click.option("--json", "as_json", is_flag=True, help="Print a list for programs.")
-def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
-    """Show where every rank runs: node, local rank, its coordinates and the members of its groups."""
-    from gptctl.cli import ui
-    from gptctl.spec import summary as report
-    from trainer.layout import AXES
-
-    checked = check_arguments(**arguments)
-    if not checked.is_valid or checked.resolved is None:
-        raise UserError(
-            f"{checked.name} has no valid layout",
-            findings=[f for f in checked.findings if f.level == "error"],
-        )
-    layout, machines = checked.resolved.layout, checked.machines
-    if rank is not None and rank >= layout.world:
-        raise UserError(f"there is no rank {rank}", f"use 0 to {layout.world - 1}", WRONG_USAGE)
-    if rank is None and layout.world > MAX_LISTED:
-        raise UserError(
-            f"{layout.world:,} ranks are too many to list", "choose one with --rank", WRONG_USAGE
-        )
-    ranks = [rank] if rank is not None else range(layout.world)
-    rows = list(report.topo_rows(layout, machines, ranks))
-    if as_json:
-        ui.print_json({"ranks": rows, "groups": report.topo_groups(layout, ranks)})
-        return
-    columns = ["node", "rank", "local", *AXES, *(f"{axis} group" for axis in reversed(AXES))]
-    cells = [
-        [row["node"], row["rank"], row["local_rank"], *(row[axis] for axis in AXES)]
-        + [report.group_text(layout.group(axis, row["rank"])) for axis in reversed(AXES)]
-        for row in rows
-    ]
-    title = f"{layout} = {layout.world} ranks, {machines.nodes} × {machines.per_node}"
-    ui.print_table(title, columns, cells, by_first=True)
-
-
-@cli.command(epilog=examples("gptctl init", "gptctl init dp2-mp2-pp2 --output run.yaml"))
-@click.argument("name", required=False, shell_complete=complete_template)
-@click.option(
-    "--output", metavar="FILE", default="config.yaml", show_default=True, help="File to write."
-)
-@click.option("--force", is_flag=True, help="Overwrite an existing file.")
-@click.option("--list", "list_them", is_flag=True, help="List the configs instead.")
-@click.option("--json", "as_json", is_flag=True, help="With --list: for programs.")
-def init(name: str | None, output: str, force: bool, list_them: bool, as_json: bool) -> None:
-    """Write a commented run config to start from. Without NAME: char-gpt, which trains on any machine."""
-    from gptctl.cli import ui
-    from gptctl.spec.resources import choose, named_files
-
-    configs = named_files("templates/configs")
-    if list_them:
-        about = {
-            each: file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-            for each, file in configs.items()
-        }
-        ui.print_json(about) if as_json else ui.print_pairs("gptctl init NAME", list(about.items()))
-        return
-    name = name or "char-gpt"
-    text = choose("config", name, configs).read_text(encoding="utf-8")
-    try:
-        with open(output, "w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UserError(
-            f"{output} exists", "use --output FILE, or --force to overwrite it", WRONG_USAGE
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}", "", WRONG_USAGE) from None
-    ui.print_text(output)
-    ui.say(f"wrote {name}; next: gptctl validate {output}")
-
-
-@cli.command(
-    epilog=examples(
-        "gptctl schema > gptctl.schema.json",
-        "echo '# yaml-language-server: $schema=gptctl.schema.json' >> run.yaml",
-    )
-)
-def schema() -> None:
-    """Print the JSON Schema of run configs, for completion in editors."""
-    from gptctl.cli import ui
-    from gptctl.spec.launch import Launch
-    from trainer.config.schema import run_schema
-
-    ui.print_json(run_schema({"Launch": Launch}))
-
-
-@cli.command(epilog=examples("gptctl keys Distributed", "gptctl keys Engine.save_load --json"))
-@click.argument("prefix", default="")
-@click.option("--json", "as_json", is_flag=True, help="Print a list for programs.")
-def keys(prefix: str, as_json: bool) -> None:
-    """List the keys of run configs with their defaults and meanings, all of them or those below PREFIX."""
-    from gptctl.cli import ui
-    from gptctl.spec import summary as report
-
-    rows = report.key_rows(prefix)
-    if not rows:
-        raise UserError(f"no key starts with {prefix}", "`gptctl keys` lists them all", WRONG_USAGE)
-    if as_json:
-        ui.print_json(rows)
-    else:
-        ui.print_table(
-            "keys of a run config",
-            ["key", "default", "meaning"],
-            [list(row.values()) for row in rows],
-        )
-
-
-@cli.command(epilog=examples("gptctl rules", "gptctl rules L001"))
-@click.argument("code", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print a list for programs.")
-def rules(code: str | None, as_json: bool) -> None:
-    """List the rules behind the codes of findings."""
-    from gptctl.cli import ui
-    from gptctl.spec.rules import all_rules
-
-    chosen = [rule for rule in all_rules() if code is None or rule.code == code.upper()]
-    if not chosen:
-        raise UserError(f"there is no rule {code}", "`gptctl rules` lists them", WRONG_USAGE)
-    if as_json:
-        ui.print_json(
-            [{"code": rule.code, "level": rule.level, "rule": rule.text} for rule in chosen]
-        )
-    else:
-        ui.print_table(
-            "rules",
-            ["code", "level", "rule"],
-            [[rule.code, rule.level, rule.text] for rule in chosen],
-        )
-
-
-@cli.command(
-    epilog=examples(
-        'eval "$(gptctl completion bash)"',
-        "gptctl completion fish > ~/.config/fish/completions/gptctl.fish",
-    )
-)
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion(shell: str) -> None:
-    """Print the completion script of a shell."""
-    from click.shell_completion import get_completion_class
-
-    found = get_completion_class(shell)
-    assert found is not None
-    click.echo(found(cli, {}, "gptctl", "_GPTCTL_COMPLETE").source())
-
-
-for verb in VERBS:
-    cli.add_command(verb)
+    context.obj = Session()
 
 
 def main() -> None:
-    """The entry point: the one place where exceptions become words and exit codes."""
+    """The entry point: the one place where exceptions become messages and exit codes."""
     _make_streams_safe()
     try:
         code = _run()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has gone: nobody is left to tell
+    except BrokenPipeError:  # the reader (head, less) has exited: nobody is left to tell
         code = READER_GONE
     except OSError as error:
         code = WRONG_USAGE
         with suppress(OSError):
-            what = f"cannot use {error.filename}" if error.filename else "cannot write the answer"
+            what = f"cannot use {error.filename}" if error.filename else "cannot write the output"
             print(f"error: {what}: {error.strerror}", file=sys.stderr)
     _abandon_broken_streams()
-    os._exit(code)  # taking modules apart would be a tenth of a short command's time
+    os._exit(code)  # unloading modules would be a tenth of a short command's time
 
 
 def _make_streams_safe() -> None:
-    """A closed stream swallows what is written to it, and a terminal that knows no × gets an escape for it."""
+    """A closed stream swallows what is written to it, and a terminal without × gets an escape."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (it lives as long as the process)
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
         getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
 def _abandon_broken_streams() -> None:
-    """What a stream still holds and cannot write would end the interpreter with a code of its own."""
+    """A stream that cannot be flushed would make the interpreter exit with a code of its own."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

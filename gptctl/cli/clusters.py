@@ -1,18 +1,22 @@
-"""The verbs of cluster profiles."""
+"""The verbs about clusters: profiles, ssh hosts, and whether jobs can run."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
 from gptctl.cli.options import as_json_option, complete_cluster, examples
-from trainer.errors import ANSWER_IS_NO
+from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, UserError
+
+if TYPE_CHECKING:
+    from gptctl.remote.connection import JumpHosts, Route, ShownKey
 
 
 @click.group(epilog=examples("gptctl clusters list", "gptctl clusters check local"))
 def clusters() -> None:
-    """Cluster profiles: where jobs can run."""
+    """List, show and check cluster profiles."""
 
 
 @clusters.command("list", epilog=examples("gptctl clusters list", "gptctl clusters list --json"))
@@ -26,14 +30,13 @@ def list_clusters(as_json: bool) -> None:
     rows = []
     for name, file in known_profiles().items():
         profile = load_profile(str(file))
-        kind = "cannot be used" if errors_in(profile.findings) else profile.cluster.kind
+        kind = "invalid" if errors_in(profile.findings) else profile.cluster.kind
         rows.append({"cluster": name, "kind": kind, "file": str(file)})
     if as_json:
         ui.print_json(rows)
     else:
-        ui.print_table(
-            "clusters", ["cluster", "kind", "file"], [list(row.values()) for row in rows]
-        )
+        cells = [list(row.values()) for row in rows]
+        ui.print_table("clusters", ["cluster", "kind", "file"], cells)
 
 
 @clusters.command(
@@ -42,18 +45,14 @@ def list_clusters(as_json: bool) -> None:
 @click.argument("name", shell_complete=complete_cluster)
 @as_json_option
 def show_cluster(name: str, as_json: bool) -> None:
-    """Show every value of a profile, with the line it was written in."""
+    """Show every value of a profile, and the line it comes from."""
     from gptctl.cli import ui
     from gptctl.spec.cluster import load_profile
 
     profile = load_profile(name)
-    values = asdict(profile.cluster)
+    values, written = asdict(profile.cluster), profile.reading.values
     ui.print_findings(profile.findings, to_stderr=True)
-    places = {
-        key: str(place)
-        for key, place in profile.reading.places.items()
-        if key in profile.reading.values
-    }
+    places = {key: str(place) for key, place in profile.reading.places.items() if key in written}
     if as_json:
         ui.print_json({"values": values, "origins": places})
         return
@@ -71,30 +70,198 @@ def show_cluster(name: str, as_json: bool) -> None:
 @click.argument("name", shell_complete=complete_cluster)
 @as_json_option
 def check_cluster(name: str, as_json: bool) -> int:
-    """Check a profile, and on this machine that jobs can run. Exit code 0: nothing is wrong."""
+    """Check a profile, and for a local one that jobs can run here.
+
+    Exit code 0: valid; 1: invalid.
+    """
     from gptctl.cli import ui
     from gptctl.jobs.preflight import check_profile
     from gptctl.jobs.submit import this_site
     from gptctl.spec.cluster import load_profile
-    from gptctl.spec.summary import count
+    from gptctl.text import count
     from trainer.errors import errors_in
 
     profile = load_profile(name)
     findings = [*profile.findings, *check_profile(profile.cluster, this_site())]
+    errors = len(errors_in(findings))
     if as_json:
-        ui.print_json(
-            {
-                "cluster": profile.cluster.name,
-                "findings": [finding.as_json() for finding in findings],
-            }
-        )
+        listed = [finding.as_json() for finding in findings]
+        ui.print_json({"cluster": profile.cluster.name, "findings": listed})
     else:
         ui.print_findings(findings)
-        wrong = len(errors_in(findings))
-        sound = (
-            "ready"
-            if profile.cluster.kind == "local"
-            else f"the profile is sound; gptctl doctor --cluster {name} looks at the cluster itself"
+        verdict = "ready"
+        if not profile.cluster.traits.is_one_machine:
+            verdict = f"the profile is valid; check the cluster: gptctl doctor --cluster {name}"
+        ui.print_text(f"{profile.cluster.name}: {count(errors, 'error') if errors else verdict}")
+    return ANSWER_IS_NO if errors else 0
+
+
+@click.command(
+    epilog=examples("gptctl doctor --cluster a800", "gptctl doctor --cluster a800 --nodes 4 --json")
+)
+@click.option(
+    "--cluster",
+    metavar="NAME",
+    default="local",
+    show_default=True,
+    help="Cluster profile: a name or a path.",
+    shell_complete=complete_cluster,
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of nodes to check; default: 2 on Slurm, all on ssh.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    default=120.0,
+    show_default=True,
+    help="Slurm: how long the job of the check may wait for nodes.",
+)
+@as_json_option
+def doctor(cluster: str, nodes: int | None, timeout: float, as_json: bool) -> int:
+    """Check that a cluster can run jobs, and suggest fixes.
+
+    A short Slurm job, or a script on ssh hosts, checks Python, torch, GPUs, network, clocks, the
+    run folder, and the bandwidth between nodes. It leaves nothing behind.
+
+    Exit code 0: no problem; 1: problems; 3: the cluster cannot be reached.
+    """
+    from gptctl.cli import ui
+    from gptctl.doctor.examine import Visit, examine
+    from gptctl.doctor.rows import merged, tally
+    from gptctl.jobs.submit import this_site
+
+    report = examine(Visit(cluster, nodes, timeout, this_site(), ui.say))
+    if as_json:
+        ui.print_json([row.as_json() for row in report.rows])
+        return report.exit_code
+    rows = merged(report.rows)
+    cells = [[row.check, row.node, row.state, row.found] for row in rows]
+    title = f"{report.cluster}: {tally(rows)}"
+    ui.print_table(title, ["check", "node", "state", "found"], cells)
+    if to_do := [row for row in rows if row.state != "ok"]:
+        named = [(f"{row.check}{f' ({row.node})' if row.node else ''}", row.fix) for row in to_do]
+        ui.print_pairs("what to do", named)
+    return report.exit_code
+
+
+@click.group(epilog=examples("gptctl hosts trust lab", "gptctl hosts trust lab --yes"))
+def hosts() -> None:
+    """Manage the hosts of ssh clusters."""
+
+
+@hosts.command(epilog=examples("gptctl hosts trust lab", "gptctl hosts trust lab --json"))
+@click.argument("cluster", shell_complete=complete_cluster)
+@click.option("--yes", is_flag=True, help="Pin new keys without asking.")
+@as_json_option
+def trust(cluster: str, yes: bool, as_json: bool) -> int:
+    """Show the host keys of a cluster's hosts, and pin new ones.
+
+    Compare the fingerprints with those on the machines themselves:
+    ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub. A changed key is never pinned. With --json
+    nothing is asked, and new keys are pinned only with --yes.
+    """
+    from gptctl.cli import ui
+    from gptctl.remote.connection import JumpHosts
+
+    rows: list[dict[str, str]] = []
+    problems: list[UserError] = []
+    jump_hosts = JumpHosts()
+    for routes in by_distance(routes_of(cluster)):  # a jump host is trusted before those behind it
+        shown = ask_keys(routes, jump_hosts, problems)
+        if shown and not as_json:
+            cells = [list(row_of(key).values()) for key in shown]
+            ui.print_table("host keys", ["host", "key", "state"], cells)
+        rows += pin_new(shown, yes, as_json)
+    if as_json:
+        ui.print_json({"keys": rows, "problems": [problem.message for problem in problems]})
+    for problem in problems:
+        ui.print_error(problem)
+    if changed := [row["host"] for row in rows if row["state"] == "changed"]:
+        hint = (
+            "this may be an attack; only if you know why the key changed, delete its line from "
+            "known_hosts"
         )
-        ui.print_text(f"{profile.cluster.name}: {count(wrong, 'error') if wrong else sound}")
-    return ANSWER_IS_NO if errors_in(findings) else 0
+        raise UserError(f"the key of {', '.join(changed)} has CHANGED", hint, ANSWER_IS_NO)
+    return OUT_OF_REACH if problems else 0
+
+
+def pin_new(shown: list[ShownKey], yes: bool, as_json: bool) -> list[dict[str, str]]:
+    """Rows of these keys, after pinning the new ones if the user agrees."""
+    from gptctl.cli import ui
+    from gptctl.remote.known_hosts import pin
+    from gptctl.text import count
+
+    new = [key for key in shown if key.state == "new"]
+    is_agreed = bool(new) and (
+        yes or (not as_json and agrees(f"pin {count(len(new), 'new key')}?"))
+    )
+    if new and not is_agreed and not as_json:
+        hint = "run it again when you have compared the fingerprints"
+        raise UserError("no key was pinned", hint)
+    for key in new if is_agreed else ():
+        route = key.route
+        text = f"{key.key.get_name()} {key.key.get_base64()}"
+        pin(route.known_hosts, route.host, route.port, text)
+        ui.say(f"pinned: {route.name}")
+    return [
+        {**row_of(key), "state": "pinned"} if is_agreed and key in new else row_of(key)
+        for key in shown
+    ]
+
+
+def agrees(question: str) -> bool:
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:
+        hint = "--yes pins new keys without asking"
+        raise UserError("no answer", hint, WRONG_USAGE) from None
+
+
+def row_of(shown: ShownKey) -> dict[str, str]:
+    from gptctl.remote.connection import fingerprint
+
+    return {"host": shown.route.name, "key": fingerprint(shown.key), "state": shown.state}
+
+
+def routes_of(cluster: str) -> list[Route]:
+    from gptctl.remote.connection import routes
+    from gptctl.spec.cluster import load_profile
+    from trainer.errors import errors_in
+
+    profile = load_profile(cluster)
+    if errors_in(profile.findings):
+        raise UserError(f"profile {cluster} is invalid", findings=profile.findings)
+    if not profile.cluster.traits.has_hosts:
+        message = f"{cluster} is a cluster of kind {profile.cluster.kind}: it lists no hosts"
+        raise UserError(message, "name an ssh cluster", WRONG_USAGE)
+    return routes(profile.cluster)
+
+
+def by_distance(routes: list[Route]) -> list[list[Route]]:
+    """Each host once; hosts that are reached through others come after them."""
+    rounds: list[dict[tuple[str, int], Route]] = []
+    for route in routes:
+        for depth, hop in enumerate((*route.jumps, route)):
+            while len(rounds) <= depth:
+                rounds.append({})
+            rounds[depth].setdefault((hop.host, hop.port), hop._replace(jumps=route.jumps[:depth]))
+    return [list(hops.values()) for hops in rounds]
+
+
+def ask_keys(
+    routes: list[Route], jump_hosts: JumpHosts, problems: list[UserError]
+) -> list[ShownKey]:
+    from gptctl.remote.connection import in_parallel, shown_key
+
+    answers = in_parallel(lambda route: shown_key(route, jump_hosts), routes)
+    for answer in answers:
+        if isinstance(answer, UserError):
+            problems.append(answer)
+        elif isinstance(answer, Exception):
+            raise answer
+    return [answer for answer in answers if not isinstance(answer, Exception)]

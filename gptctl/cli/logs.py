@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gptctl.cli.options import INTERRUPTED, examples, job_argument
+from gptctl.cli import INTERRUPTED
+from gptctl.cli.options import examples, job_argument
+from gptctl.cli.session import Session, require_folder
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
@@ -57,8 +59,11 @@ ANSWERS = ("failed", "list_them", "metrics")  # options whose answer is a report
 @click.option(
     "--json", "as_json", is_flag=True, help="One object a line, or a report for programs."
 )
-def logs(job: str | None, **asked: Any) -> int:
-    """Show the logs of all ranks, nodes and the scheduler in one stream; without JOB those of the latest job.
+@click.pass_obj
+def logs(session: Session, /, job: str | None, **asked: Any) -> int:
+    """Show the logs of all ranks in one stream.
+
+    Those of the nodes and the scheduler, too. Without JOB: the latest job.
 
     A log file can stand in the place of JOB. Following works for a job that has not started yet, and picks up ranks and
     attempts as they come; leaving it with Ctrl-C leaves the job alone.
@@ -66,19 +71,19 @@ def logs(job: str | None, **asked: Any) -> int:
     check_options(asked)
     if job is not None and os.path.isfile(job):
         return show_file(job, asked)
-    from gptctl.cli.jobs import find_job, require_folder
-
-    record = find_job(job)
+    record = session.find(job)
     files = files_of(record)
     if asked["follow"]:
         return follow_job(
-            record, wanted_of(asked, record.per_node), lines_of(asked), style_of(asked)
+            session, record, wanted_of(asked, record.per_node), lines_of(asked), style_of(asked)
         )
     require_folder(record)
-    say_what_is_missing(record)
+    session.catch_up(record)
     if asked["failed"]:
-        return show_failure(record, files, asked)
-    return answer(files, wanted_of(asked, record.per_node), asked, is_over=lambda: is_over(record))
+        return show_failure(session, record, files, asked)
+    return answer(
+        files, wanted_of(asked, record.per_node), asked, is_over=lambda: session.is_over(record)
+    )
 
 
 def check_options(asked: dict[str, Any]) -> None:
@@ -152,49 +157,33 @@ def answer(
     return 0
 
 
-def show_failure(record: JobRecord, files: LogFiles, asked: dict[str, Any]) -> int:
+def show_failure(
+    session: Session, record: JobRecord, files: LogFiles, asked: dict[str, Any]
+) -> int:
     """First what is known of the job as a whole: a time limit or a cancel is not the fault of the first rank to end."""
     from gptctl.cli import ui
-    from gptctl.jobs import report as job_report
     from gptctl.logs import tables as report
 
-    state = job_report.state_of(record)
+    state = session.state_of(record)
     if not asked["as_json"]:
         ui.print_text(f"{record.id}: {state}")
     report.print_failure(files, asked["attempt"], asked["as_json"], **state._asdict())
     return 0
 
 
-def is_over(record: JobRecord) -> bool:
-    from gptctl.jobs import report as job_report
-
-    return job_report.is_final(job_report.state_of(record))
-
-
-def say_what_is_missing(record: JobRecord) -> None:
-    """Of the logs of a job on other machines, after trying to bring them here."""
-    from gptctl.backends import backend_of
-    from gptctl.cli import ui
-
-    try:
-        for words in backend_of(record.kind).catch_up(record):
-            ui.say(words)
-    except UserError as error:  # what is here can be shown all the same
-        ui.say(error.message)
-
-
 class Watched:
     """A job that is waited for: says how it stands while it is not running, and when that changes."""
 
-    def __init__(self, record: JobRecord, say: Callable[[str], None]) -> None:
+    def __init__(self, session: Session, record: JobRecord, say: Callable[[str], None]) -> None:
+        self._session = session
         self._record, self._say, self._said = record, say, ""
 
     def is_over(self) -> bool:
         from gptctl.engine.run_folder import RUNNING
-        from gptctl.jobs import report as job_report
+        from gptctl.jobs.state import is_final
 
-        state = job_report.state_of(self._record)
-        if job_report.is_final(state):
+        state = self._session.state_of(self._record)
+        if is_final(state):
             return True
         words = str(state).partition(", expected")[0]  # which is another moment in every answer
         if words != self._said and (self._said or state.state != RUNNING):
@@ -203,12 +192,14 @@ class Watched:
         return False
 
 
-def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "text") -> int:
+def follow_job(
+    session: Session, record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "text"
+) -> int:
     """Until the job ends; its verdict. On a terminal the training's progress stands below the lines."""
-    from gptctl.backends import backend_of
     from gptctl.cli import ui
     from gptctl.engine.run_folder import FAILED
-    from gptctl.jobs import report as job_report
+    from gptctl.jobs import report
+    from gptctl.jobs.state import exit_code
     from gptctl.logs.progress import ProgressLine
     from gptctl.logs.show import Printer
     from gptctl.logs.stream import follow
@@ -217,20 +208,20 @@ def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "te
     out = sys.stdout.buffer
     printer: Any = Printer(out, style)
     if style == "text" and out.isatty() and os.environ.get("TERM") != "dumb":
-        printer = ProgressLine(printer, out, job_report.max_steps(record))
-    watched = Watched(record, printer.say)
+        printer = ProgressLine(printer, out, report.max_steps(record))
+    watched = Watched(session, record, printer.say)
     try:
-        with backend_of(record.kind).following(record):
+        with session.backend_of(record).following(record):
             follow(files_of(record), wanted, lines, printer, watched.is_over)
     except KeyboardInterrupt:
-        ui.say(job_report.goes_on(record))
+        ui.say(report.still_running(record))
         return INTERRUPTED
     finally:
         if isinstance(printer, ProgressLine):
             printer.close()
-    say_what_is_missing(record)
-    state = job_report.state_of(record)
+    session.catch_up(record)
+    state = session.state_of(record)
     ui.say(f"{record.id}: {state}")
     if state.state == FAILED:
         ui.say(f"hint: gptctl logs {record.id} --failed")
-    return job_report.verdict(state)
+    return exit_code(state)

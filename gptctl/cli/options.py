@@ -1,4 +1,4 @@
-"""What verbs share: arguments that name a config or a job, their completion, and how help pages end."""
+"""What verbs share: arguments that name a config or a job, their completion, and the layout of help pages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import click
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
+    from gptctl.cli.session import Session
     from gptctl.spec.check import Checked
     from trainer.config import Override
-
-INTERRUPTED = 130  # exit code
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,32 +47,6 @@ def complete_template(
     return [name for name in named_files("templates/configs") if name.startswith(incomplete)]
 
 
-def config_options(verb: F) -> F:
-    """CONFIG and the options that say where and how it runs."""
-    for option in (
-        click.option(
-            "-o",
-            "--override",
-            "overrides",
-            metavar="KEY=VALUE",
-            multiple=True,
-            help="Override a key; repeatable.",
-            shell_complete=complete_override,
-        ),
-        click.option(
-            "--cluster",
-            metavar="NAME",
-            help="Cluster profile, a name or a path.",
-            shell_complete=complete_cluster,
-        ),
-        click.option("--gpus-per-node", metavar="G", help="Ranks per node."),
-        click.option("--nodes", metavar="N", help="Number of nodes, or MIN:MAX."),
-        click.argument("config", required=False, type=click.Path()),
-    ):
-        verb = option(verb)
-    return verb
-
-
 def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     from gptctl.jobs.store import Store
 
@@ -84,9 +57,36 @@ def job_argument(required: bool) -> Callable[[F], F]:
     return click.argument("job", required=required, shell_complete=complete_job)
 
 
-as_json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print a report for programs."
+as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+override_option = click.option(
+    "-o",
+    "--override",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Override a config key; repeatable.",
+    shell_complete=complete_override,
 )
+cluster_option = click.option(
+    "--cluster",
+    metavar="NAME",
+    help="Cluster profile: a name or a path.",
+    shell_complete=complete_cluster,
+)
+
+
+def config_options(verb: F) -> F:
+    """CONFIG and the options that say where and how it runs, in the order of the help page."""
+    for option in (
+        override_option,
+        cluster_option,
+        click.option("--gpus-per-node", metavar="G", help="Ranks per node."),
+        click.option("--nodes", metavar="N", help="Number of nodes, or MIN:MAX."),
+        click.argument("config", required=False, type=click.Path()),
+    ):
+        verb = option(verb)
+    return verb
+
 
 # Flags that set a key of Launch.
 FLAGS = {
@@ -111,76 +111,78 @@ FLAGS = {
     "max_restarts": "max_restarts",
 }
 
+# The sections of the help pages of submit, render and rerun, and the order of their options.
+SECTIONS = {
+    "Layout": ("nodes", "gpus_per_node", "cluster", "devices", "overrides"),
+    "Job": ("follow", "wait_for_it", "name", "time", "max_restarts", "resume", "config_option"),
+    "Run": ("dry_run", "variables", "log_dir", "style", "template", "node", "as_json", "help"),
+    "Slurm": (
+        *("partition", "account", "qos", "constraint", "mem", "nodelist", "exclude"),
+        *("reservation", "comment", "requeue", "after", "sbatch_options"),
+    ),
+}
+
 
 def launch_options(verb: F) -> F:
-    """Further options of the verbs that start a job or print how to."""
+    """Further options of the verbs that start a job or print how to; `SECTIONS` orders them."""
     for option in (
-        click.option(
-            "-c",
-            "--config",
-            "config_option",
-            metavar="CONFIG",
-            help="The same as the argument CONFIG.",
-        ),
-        click.option("--devices", "--gpus", metavar="0,1,…", help="Cards to use on every node."),
+        click.option("-c", "--config", "config_option", metavar="CONFIG", help="Same as CONFIG."),
+        click.option("--devices", "--gpus", metavar="0,1,…", help="GPUs to use on every node."),
         click.option("--name", metavar="NAME", help="Name of the job."),
-        click.option("--time", metavar="T", help="Time limit: 90 (minutes), 12:00:00, 1-12:00:00."),
-        click.option("--partition", metavar="P", help="Slurm partition."),
-        click.option("--account", metavar="A", help="Slurm account."),
-        click.option("--nodelist", metavar="HOSTS", help="Slurm: only these hosts."),
-        click.option("--exclude", metavar="HOSTS", help="Slurm: none of these hosts."),
-        click.option("--qos", metavar="Q", help="Slurm: quality of service."),
-        click.option("--constraint", metavar="C", help="Slurm: only nodes with these features."),
-        click.option("--mem", metavar="M", help="Slurm: memory per node, such as 200G."),
-        click.option("--reservation", metavar="R", help="Slurm: reservation."),
-        click.option("--comment", metavar="TEXT", help="Slurm: comment."),
+        click.option(
+            "--time", metavar="T", help="Time limit: 90 (minutes), 12:00:00 or 1-12:00:00."
+        ),
+        click.option("--partition", metavar="P", help="Partition."),
+        click.option("--account", metavar="A", help="Account."),
+        click.option("--nodelist", metavar="HOSTS", help="Use these hosts only."),
+        click.option("--exclude", metavar="HOSTS", help="Use none of these hosts."),
+        click.option("--qos", metavar="Q", help="Quality of service."),
+        click.option("--constraint", metavar="C", help="Use only nodes with these features."),
+        click.option("--mem", metavar="M", help="Memory per node, such as 200G."),
+        click.option("--reservation", metavar="R", help="Reservation."),
+        click.option("--comment", metavar="TEXT", help="Comment."),
         click.option(
             "--sbatch",
             "sbatch_options",
             metavar="NAME=VALUE",
             multiple=True,
-            help="Any option of sbatch.",
+            help="Any other option of sbatch; repeatable.",
         ),
         click.option(
             "--after",
             metavar="JOB",
             multiple=True,
-            help="Slurm: start when it has completed; repeatable.",
+            help="Start when that job has completed; repeatable.",
         ),
         click.option(
             "--requeue/--no-requeue",
             default=None,
-            help="Slurm: go on after preemption, a time limit, a node's failure.",
+            help="Continue after preemption, a time limit or a node failure.",
         ),
+        click.option("--log-dir", "--log_dir", metavar="DIR", help="Folder for the logs."),
         click.option(
-            "--log-dir",
-            "--log_dir",
-            metavar="DIR",
-            help="Folder of the logs, instead of the run folder's.",
-        ),
-        click.option(
-            "--env", "variables", metavar="K=V", multiple=True, help="Set a variable; repeatable."
+            "--env",
+            "variables",
+            metavar="K=V",
+            multiple=True,
+            help="Set an environment variable; repeatable.",
         ),
         click.option(
             "--style",
             metavar="STYLE",
             help="standalone, c10d, static or launch; on Slurm also srun-script, sbatch or loop.",
         ),
+        click.option("--max-restarts", metavar="K", help="Restart a failed job up to K times."),
         click.option(
-            "--max-restarts", metavar="K", help="Start a failed job again, at most K times."
-        ),
-        click.option(
-            "--template",
-            metavar="PATH",
-            help="Your own template, or a folder of them, before ours.",
+            "--template", metavar="PATH", help="Your own template, or a folder of templates."
         ),
     ):
         verb = option(verb)
     return verb
 
 
-class ScriptCommand(click.Command):
-    """A verb whose words after `--` are a script and its arguments, taken as they are."""
+class LaunchCommand(click.Command):
+    """A verb that launches jobs: its options in sections, and after `--` a script with its arguments."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
@@ -188,12 +190,19 @@ class ScriptCommand(click.Command):
             at = args.index("--")
             args, words = args[:at], args[at + 1 :]
             if not words:
-                raise click.UsageError(
-                    "nothing follows --: name a script, and its arguments", context
-                )
+                raise click.UsageError("nothing follows --: name a script", context)
         rest = super().parse_args(context, args)
         context.params["script"] = tuple(words)
         return rest
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        options = {param.name: param for param in self.get_params(context)}
+        for section, names in SECTIONS.items():
+            known = [options[name] for name in names if name in options]
+            records = [record for option in known if (record := option.get_help_record(context))]
+            if records:
+                with formatter.section(f"{section} options"):
+                    formatter.write_dl(records)
 
 
 def typed_overrides(
@@ -203,7 +212,7 @@ def typed_overrides(
     script: Sequence[str] = (),
     sbatch_options: tuple[str, ...] = (),
 ) -> list[Override]:
-    """What was typed, as layers over the config: `-o` first, since flags win. All that is malformed is said at once."""
+    """What was typed, as layers over the config: `-o` first, since flags win. Reports every mistake at once."""
     from trainer.config import Override
 
     wrong: list[UserError] = []
@@ -217,14 +226,11 @@ def typed_overrides(
                 wrong.append(error)
 
     add(Override.parse, overrides)
-    if flags.get("devices") and not flags.get(
-        "gpus_per_node"
-    ):  # what was typed wins over a number in the config
+    # What was typed wins over a number in the config.
+    if flags.get("devices") and not flags.get("gpus_per_node"):
         typed.append(Override("Launch.gpus_per_node", "", f"--devices {flags['devices']}"))
-    add(
-        lambda name: _flag_override(name, flags[name]),
-        [name for name, value in flags.items() if value is not None],
-    )
+    given = [name for name, value in flags.items() if value is not None]
+    add(lambda name: _flag_override(name, flags[name]), given)
     add(_variable_override, variables)
     add(_sbatch_override, sbatch_options)
     if script:
@@ -232,7 +238,8 @@ def typed_overrides(
         typed.append(Override("Launch.args", tuple(script[1:]), f"-- {script[0]}"))
     if wrong:
         hints = dict.fromkeys(error.hint for error in wrong if error.hint)
-        raise UserError("; ".join(error.message for error in wrong), "; ".join(hints), WRONG_USAGE)
+        message = "; ".join(error.message for error in wrong)
+        raise UserError(message, "; ".join(hints), WRONG_USAGE)
     return typed
 
 
@@ -243,8 +250,9 @@ def _flag_override(name: str, value: str | bool | None) -> Override:
     if isinstance(value, bool):
         return Override(key, str(value), flag if value else f"--no-{name}")
     if not value or not value.strip():  # an unset shell variable must not choose another world
-        raise UserError(f"{flag} is empty", "write a value, or leave the flag out", WRONG_USAGE)
-    return Override(key, value, f"{flag} {value}", verbatim=key.startswith("Launch.slurm.extra."))
+        raise UserError(f"{flag} is empty", "write a value, or omit the flag", WRONG_USAGE)
+    is_verbatim = key.startswith("Launch.slurm.extra.")
+    return Override(key, value, f"{flag} {value}", verbatim=is_verbatim)
 
 
 def _variable_override(text: str) -> Override:
@@ -252,9 +260,7 @@ def _variable_override(text: str) -> Override:
 
     name, equals, value = text.partition("=")
     if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-        raise UserError(
-            f"--env {text[:200]}: not a variable", "write it as NAME=value", WRONG_USAGE
-        )
+        raise UserError(f"--env {text[:200]}: not a variable", "write NAME=value", WRONG_USAGE)
     return Override(f"Launch.env.{name}", value, f"--env {name}", verbatim=True)
 
 
@@ -268,40 +274,36 @@ def _sbatch_override(text: str) -> Override:
     return Override(f"Launch.slurm.extra.{name}", value, f"--sbatch {name}", verbatim=True)
 
 
-def with_dependencies(sbatch_options: tuple[str, ...], jobs: Sequence[str]) -> tuple[str, ...]:
-    """Options of sbatch, with which a job starts after these jobs, or never if one of them fails."""
-    asked = [
-        option.partition("=")[2] for option in sbatch_options if option.startswith("dependency=")
-    ]
-    others = tuple(option for option in sbatch_options if not option.startswith("dependency="))
-    wanted = [text for text in (*asked, dependency_on(jobs)) if text]
-    return (
-        (*others, f"dependency={','.join(wanted)}", "kill-on-invalid-dep=yes") if wanted else others
-    )
+def with_dependencies(
+    sbatch_options: tuple[str, ...], jobs: Sequence[str], session: Session
+) -> tuple[str, ...]:
+    """Options of sbatch that start a job after these jobs, or never if one of them fails."""
+    prefix = "dependency="
+    asked = [option.partition("=")[2] for option in sbatch_options if option.startswith(prefix)]
+    others = tuple(option for option in sbatch_options if not option.startswith(prefix))
+    wanted = [text for text in (*asked, dependency_on(jobs, session)) if text]
+    if not wanted:
+        return others
+    return (*others, f"{prefix}{','.join(wanted)}", "kill-on-invalid-dep=yes")
 
 
-def dependency_on(jobs: Sequence[str]) -> str:
-    """By gptctl's id or the scheduler's; jobs that have completed need not be waited for."""
+def dependency_on(jobs: Sequence[str], session: Session) -> str:
+    """By gptctl's id or the scheduler's; completed jobs need not be waited for."""
     from gptctl.engine.run_folder import COMPLETED
-    from gptctl.jobs import report as job_report
-    from gptctl.jobs.store import Store
+    from gptctl.jobs.state import is_final
 
     ids = []
     for job in jobs:
-        record = Store().find(job)
-        state = job_report.state_of(record)
-        if record.kind != "slurm":
-            hint = f"wait for it first: gptctl wait {record.id}"
-            raise UserError(
-                f"--after {job}: it runs on {record.cluster}, which is no Slurm cluster",
-                hint,
-                WRONG_USAGE,
-            )
-        if job_report.is_final(state) and state.state != COMPLETED:
-            hint = f"run it again (gptctl rerun {record.id}), or leave out --after"
+        record = session.store.find(job)
+        state = session.state_of(record)
+        if "scheduler_id" not in record.handle:
+            message = f"--after {job}: it runs on {record.cluster}, which has no queue"
+            raise UserError(message, f"wait for it first: gptctl wait {record.id}", WRONG_USAGE)
+        if is_final(state) and state.state != COMPLETED:
+            hint = f"run it again (gptctl rerun {record.id}), or omit --after"
             raise UserError(f"--after {job}: that job is {state}", hint, ANSWER_IS_NO)
-        if not job_report.is_final(state):
-            ids.append(str(record.handle.get("scheduler_id")))
+        if not is_final(state):
+            ids.append(str(record.handle["scheduler_id"]))
     return f"afterok:{':'.join(ids)}" if ids else ""
 
 
@@ -323,6 +325,7 @@ def check_arguments(
 
 
 def check_job(
+    session: Session,
     config: str | None,
     config_option: str | None,
     overrides: tuple[str, ...],
@@ -332,20 +335,19 @@ def check_job(
     after: tuple[str, ...],
     **flags: str | bool | None,
 ) -> tuple[Checked, list[Override]]:
-    """The checked config of a job, and the overrides that its trainer has to be told. A script needs no config."""
+    """The checked config of a job, and the overrides for its trainer. A script needs no config."""
     from gptctl.spec.check import check_config, find_config
 
     if config and config_option:
         raise UserError(f"two configs: {config} and {config_option}", "name one", WRONG_USAGE)
     named = config or config_option
     if after:
-        sbatch_options = with_dependencies(sbatch_options, after)
+        sbatch_options = with_dependencies(sbatch_options, after, session)
     typed = typed_overrides(flags, overrides, variables, script, sbatch_options)
     path = None if script and not named else find_config(named)
     checked = check_config(path, typed)
-    if after and checked.cluster.kind != "slurm":
+    if after and not checked.cluster.traits.has_queue:
         hint = f"wait for it first: gptctl wait {after[0]}"
-        raise UserError(
-            f"--after {after[0]}: {checked.cluster.name} has no queue", hint, WRONG_USAGE
-        )
+        message = f"--after {after[0]}: {checked.cluster.name} has no queue"
+        raise UserError(message, hint, WRONG_USAGE)
     return checked, typed_overrides({}, overrides)

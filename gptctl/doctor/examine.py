@@ -22,7 +22,7 @@ from gptctl.engine.run_folder import read_json, read_text
 from gptctl.planning.build import Site
 from gptctl.spec.check import check_config
 from gptctl.spec.cluster import Cluster, Profile, find_profile, load_profile, visible_gpus
-from gptctl.spec.summary import count
+from gptctl.text import count
 from trainer.config import Override
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, Finding, UserError
 
@@ -130,7 +130,7 @@ def _on_this_machine(visit: Visit, cluster: Cluster) -> list[Row]:
 
 def _on_hosts(visit: Visit, cluster: Cluster, rows: list[Row]) -> Report:
     from gptctl.doctor.ssh_hosts import Hosts
-    from gptctl.remote.connection import ways
+    from gptctl.remote.connection import routes
 
     nodes = visit.nodes or len(cluster.hosts)
     if nodes > len(cluster.hosts):
@@ -142,7 +142,7 @@ def _on_hosts(visit: Visit, cluster: Cluster, rows: list[Row]) -> Report:
             )
         )
         return Report(cluster.name, rows)
-    hosts = Hosts(cluster, ways(cluster)[:nodes])
+    hosts = Hosts(cluster, routes(cluster)[:nodes])
     visit.say(f"connecting to {count(nodes, 'host')} …")
     rows += hosts.connect()
     with tempfile.TemporaryDirectory(prefix="gptctl-doctor-") as place:
@@ -166,7 +166,7 @@ def _seen_on_hosts(visit: Visit, hosts: Hosts, plan: LaunchPlan, folder: Path) -
     rows = hosts.clocks()
     hosts.act("facts", plan, folder, **head)
     gpus = [read_text(folder / f"node.{number}.gpus").strip() for number in range(plan.nodes)]
-    names = [way.name for way in hosts.ways]
+    names = [route.name for route in hosts.routes]
     if first := read_json(folder / "node.0.json"):
         rows.append(judge_port(names[0], first))
     if first and first["port"] and all(gpus):
@@ -214,7 +214,7 @@ def _on_nodes(visit: Visit, cluster: Cluster, sight: slurm_side.Sight, rows: lis
             return
         is_gpu = cluster.gpu_request != "none" and sight.gpus(nodes) > 0
         promised = cluster.gpus_per_node or (sight.gpus(nodes) if is_gpu else 1)
-        # A number that no node has is told above: the rest is looked at with what there is.
+        # A number that no node has is host_errors above: the rest is looked at with what there is.
         per_node = min(promised, sight.gpus(nodes)) if is_gpu else promised
         plan = plan_probe(
             visit.name, visit.site, folder, nodes, per_node, "gpu" if is_gpu else "cpu"

@@ -6,12 +6,12 @@ import os
 import subprocess
 from pathlib import Path
 
+from gptctl.backends.local import LOOPBACK
 from gptctl.doctor.probe import NODE_SCRIPT
 from gptctl.doctor.signals import undisturbed
 from gptctl.engine.ports import free_port
 from gptctl.engine.processes import clean_environment, kill_all
 from gptctl.engine.run_folder import read_text
-from gptctl.planning.build import LOOPBACK
 
 PATIENCE = 120.0
 

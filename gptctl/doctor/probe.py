@@ -11,13 +11,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from gptctl.backends import Backends
 from gptctl.doctor.judge import Node, Sighting, Wanted, judge_no_reduce, judge_nodes, judge_reduce
 from gptctl.doctor.rows import Row
 from gptctl.doctor.signals import undisturbed
+from gptctl.engine.files import private_files
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import read_json, read_text
-from gptctl.jobs.store import private_files
-from gptctl.planning.build import Ground, Site, build_plan
+from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import render
 from gptctl.spec.check import check_config
 from trainer.config import Override
@@ -75,7 +76,8 @@ def plan_probe(
     checked = check_config(None, overrides)
     if not checked.is_valid:
         raise UserError("this cluster cannot be looked at", findings=checked.findings)
-    plan = build_plan(checked, site, Ground(folder.name.strip("."), str(folder)))
+    identity = JobIdentity(folder.name.strip("."), str(folder))
+    plan = Backends(lambda text: None).of(checked.cluster.kind).plan(checked, site, identity)
     options = {name: value for name, value in plan.sbatch.items() if not name.startswith("mail")}
     # Where nodes do not see the folder, a job whose output is in it would end without a word.
     options |= {"time": str(MINUTES), "output": "/dev/null"}

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gptctl.backends.slurm import client as slurm
-from gptctl.backends.slurm.client import GOING, WAITING, Seen, SlurmError
+from gptctl.backends.slurm import client
+from gptctl.backends.slurm.client import SlurmError
+from gptctl.backends.slurm.queue import GOING, WAITING, Seen, with_token
 from gptctl.doctor.probe import BATCH_SCRIPT, MINUTES, Sightings
 from gptctl.doctor.rows import Row, ok, wrong
 from gptctl.doctor.signals import undisturbed
@@ -59,7 +60,7 @@ class ShortJob:
         ]
         self.sightings.not_yet()
         try:
-            slurm.run("sbatch", "--parsable", *own, str(self.folder / BATCH_SCRIPT))
+            client.run("sbatch", "--parsable", *own, str(self.folder / BATCH_SCRIPT))
         except SlurmError as error:
             if not error.is_doubtful:
                 raise
@@ -67,7 +68,7 @@ class ShortJob:
         self._sent = self._since = self._answered = time.monotonic()
 
     def seen(self) -> Seen | None:
-        jobs = slurm.with_token(self.name, str(self.folder))
+        jobs = with_token(self.name, str(self.folder))
         if not jobs:
             return None
         self.doubt = None
@@ -181,8 +182,8 @@ class ShortJob:
                 if job.state != "COMPLETING" and not (self.folder / "ended").exists():
                     self._say(f"cancelling job {job.id} …")
                     if job.state in GOING:
-                        slurm.run("scancel", "--full", "--signal=KILL", job.id)
-                    slurm.run("scancel", f"--name={self.name}", job.id)
+                        client.run("scancel", "--full", "--signal=KILL", job.id)
+                    client.run("scancel", f"--name={self.name}", job.id)
             except SlurmError as error:
                 if time.monotonic() > deadline:
                     self.say(

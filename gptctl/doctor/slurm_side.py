@@ -9,11 +9,11 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from gptctl.backends.slurm import client as slurm
+from gptctl.backends.slurm import client
 from gptctl.backends.slurm.client import SlurmError
 from gptctl.doctor.rows import Row, ok, warning, wrong
 from gptctl.spec.cluster import Cluster
-from gptctl.spec.summary import count
+from gptctl.text import count
 from trainer.errors import closest
 
 NEEDED = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
@@ -108,7 +108,7 @@ def look(cluster: Cluster) -> Sight:
     rows.append(controller)
     if controller.state == "wrong":
         return Sight(tuple(rows), answers=False)
-    groups = parse_sinfo(slurm.run("sinfo", "--noheader", f"--format={SINFO}"))
+    groups = parse_sinfo(client.run("sinfo", "--noheader", f"--format={SINFO}"))
     rows.append(ok("partitions", listed(groups)))
     own, row = choose_partition(groups, cluster.partition)
     rows.append(row)
@@ -127,7 +127,7 @@ def _clients() -> Iterator[Row]:
             missing += [name] if name in NEEDED else []
             continue
         try:
-            versions.setdefault(slurm.run(name, "--version").split()[-1], []).append(name)
+            versions.setdefault(client.run(name, "--version").split()[-1], []).append(name)
         except (SlurmError, IndexError) as error:
             broken.append(f"{name}: {getattr(error, 'said', 'no version')}")
     if missing:
@@ -145,7 +145,7 @@ def _clients() -> Iterator[Row]:
 def _controller() -> Row:
     fix = "scontrol ping; if it stays so, ask those who run the cluster"
     try:
-        answer = slurm.run("scontrol", "ping")
+        answer = client.run("scontrol", "ping")
     except SlurmError as error:
         return wrong("controller", error.said.partition(";")[0], fix)
     lines = [line for line in answer.splitlines() if " is " in line]
@@ -224,7 +224,7 @@ def _accounting() -> Row:
     if not shutil.which("sacct"):
         return Row("accounting", "", "notice", "there is no sacct here", WITHOUT_ACCOUNTING)
     try:
-        slurm.run("sacct", "-X", "-n", "-P", "-S", "now", "-o", "JobID")
+        client.run("sacct", "-X", "-n", "-P", "-S", "now", "-o", "JobID")
     except SlurmError as error:
         if "disabled" in error.said:
             return Row("accounting", "", "notice", error.said, WITHOUT_ACCOUNTING)
@@ -238,7 +238,7 @@ def _account(cluster: Cluster) -> Iterator[Row]:
         return
     user = pwd.getpwuid(os.getuid()).pw_name
     try:
-        text = slurm.run("sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=account")
+        text = client.run("sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=account")
     except SlurmError:
         return
     known = sorted(set(text.split()))

@@ -13,59 +13,51 @@ from gptctl.backends.ssh.launcher import pack
 from gptctl.doctor.judge import Sighting, judge_clock
 from gptctl.doctor.rows import Row, ok, wrong
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.remote.connection import BASH, Connection, HostError, Way, at_once
+from gptctl.remote.connection import Connection, JumpHosts, Route, in_parallel
+from gptctl.remote.host_error import HostError
+from gptctl.remote.scripts import remote_command
 from gptctl.spec.cluster import Cluster
 from trainer.errors import UserError
 
 PATIENCE = 120  # seconds for the facts of a host, and for the all-reduce
 LARGEST = 1 << 20  # of a file that a host sends
 
-# Says which folders above this one had to be made, the deepest first. The second word: whether another host makes it.
-MAKE = (
-    '[ -z "$2" ] || { while [ "$SECONDS" -lt 10 ]; do [ ! -e "$1/doctor.sh" ] || exit 0; sleep 0.2; done; '
-    'echo "$1, made by the first host, is not seen here, though the profile has shared_fs: true" >&2; exit 73; }; '
-    'umask 077; above=${1%/*}; while [ ! -d "$above" ]; do echo "$above"; above=${above%/*}; done; '
-    'mkdir -p "${1%/*}" && mkdir "$1" && exec tar -xzf - -C "$1"'
-)
-# The words after it: folder, seconds, what doctor.sh is to do. What it leaves comes back as an archive.
-ACT = (
-    'cd "$1" || exit 73; timeout --kill-after=5 "$2" bash --norc doctor.sh "$3" < /dev/null > /dev/null 2>&1; '
-    'for file in node.* rank.* reduce.*; do [ ! -f "$file" ] || echo "$file"; done | tar -cf - -T -'
-)
-REMOVE = (
-    'for pid in $(grep -lszF "GPTCTL_RUN_DIR=$1" /proc/[0-9]*/environ | cut -d/ -f3); do kill -9 "$pid"; done; '
-    'rm -rf "$1"; shift; for above in "$@"; do rmdir "$above" 2> /dev/null; done; :'
-)
-
 
 class Hosts:
     """The hosts that can be reached, by the number of their node."""
 
-    def __init__(self, cluster: Cluster, ways: Sequence[Way]) -> None:
-        self.cluster, self.ways = cluster, ways
+    def __init__(self, cluster: Cluster, routes: Sequence[Route]) -> None:
+        self.cluster, self.routes = cluster, routes
         self.open: dict[int, Connection] = {}
         self._made: dict[int, list[str]] = {}  # folders above the own one
 
     def connect(self) -> list[Row]:
         rows = []
-        for number, result in enumerate(at_once(Connection, self.ways)):
-            way = self.ways[number]
+        jump_hosts = JumpHosts()
+
+        def connect(route: Route) -> Connection:
+            return Connection(route, jump_hosts)
+
+        for number, result in enumerate(in_parallel(connect, self.routes)):
+            route = self.routes[number]
             if isinstance(result, Connection):
                 self.open[number] = result
                 through = (
-                    f" through {', '.join(jump.name for jump in way.jumps)}" if way.jumps else ""
+                    f" through {', '.join(jump.name for jump in route.jumps)}"
+                    if route.jumps
+                    else ""
                 )
-                place = f"{way.user}@{way.host}:{way.port}"
+                place = f"{route.user}@{route.host}:{route.port}"
                 rows.append(
                     ok(
                         "ssh",
                         f"{place}{through}: authenticated, its host key is the pinned one",
-                        way.name,
+                        route.name,
                     )
                 )
             elif isinstance(result, UserError):
                 what = result.what if isinstance(result, HostError) else result.message
-                rows.append(wrong("ssh", what, result.hint or "try it with ssh -v", way.name))
+                rows.append(wrong("ssh", what, result.hint or "try it with ssh -v", route.name))
             else:
                 raise result
         return rows
@@ -74,14 +66,14 @@ class Hosts:
         """Of the first host, for the others."""
         own = self.cluster.hosts[0].address
         if own or 0 not in self.open:
-            return own or self.ways[0].host
+            return own or self.routes[0].host
         said = (
             self.open[0]
             .run(["sh", "-c", 'echo "$SSH_CONNECTION"'])
             .out.decode(errors="replace")
             .split()
         )
-        return said[2] if len(said) > 2 else self.ways[0].host
+        return said[2] if len(said) > 2 else self.routes[0].host
 
     def clocks(self) -> list[Row]:
         """Each asked for the time, between two looks at the clock here."""
@@ -89,7 +81,9 @@ class Hosts:
         def ask(connection: Connection, number: int) -> Row:
             before = time.time()
             said = float(connection.run(["date", "+%s.%N"]).out)
-            return judge_clock(self.ways[number].name, said, Sighting(before, before, time.time()))
+            return judge_clock(
+                self.routes[number].name, said, Sighting(before, before, time.time())
+            )
 
         return [row for _, row in self._each(ask) if isinstance(row, Row)]
 
@@ -100,11 +94,12 @@ class Hosts:
         def run(connection: Connection, number: int) -> Any:
             is_made = self.cluster.shared_fs and number > 0
             return connection.run(
-                _shell(MAKE, run_dir, "there" if is_made else ""), b"" if is_made else archive
+                remote_command("doctor_create.sh", run_dir, "there" if is_made else ""),
+                b"" if is_made else archive,
             )
 
         for number, done in self._each(run):
-            name = self.ways[number].name
+            name = self.routes[number].name
             if isinstance(done, UserError):
                 rows.append(wrong("run_root", done.message, done.hint or "look at it there", name))
             elif done.code:
@@ -134,7 +129,11 @@ class Hosts:
                 for name, value in {**variables, "GPTCTL_NODE": str(number)}.items()
             ]
             return connection.run(
-                ["env", *own, *_shell(ACT, plan.run_dir, str(PATIENCE), what)],
+                [
+                    "env",
+                    *own,
+                    *remote_command("doctor_run.sh", plan.remote_dir, str(PATIENCE), what),
+                ],
                 patience=PATIENCE + 20,
             )
 
@@ -145,7 +144,7 @@ class Hosts:
     def remove(self, run_dir: str) -> None:
         self._each(
             lambda connection, number: connection.run(
-                _shell(REMOVE, run_dir, *self._made.get(number, []))
+                remote_command("doctor_remove.sh", run_dir, *self._made.get(number, []))
             )
         )
         for connection in self.open.values():
@@ -153,11 +152,9 @@ class Hosts:
 
     def _each(self, work: Any) -> list[tuple[int, Any]]:
         numbers = list(self.open)
-        return list(zip(numbers, at_once(lambda number: work(self.open[number], number), numbers)))
-
-
-def _shell(script: str, *words: str) -> list[str]:
-    return [*BASH, script, "gptctl", *words]
+        return list(
+            zip(numbers, in_parallel(lambda number: work(self.open[number], number), numbers))
+        )
 
 
 def unpack(archive: bytes, folder: Path) -> None:

@@ -18,10 +18,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gptctl.engine.contract import CANNOT_CREATE
+from gptctl.engine.contract import CANNOT_CREATE, ROLL_BACK_VARIABLE
 from gptctl.engine.files import replacing
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.messages import HANDSHAKE, Closed, Wire, admit, challenge, join, over_socket
+from gptctl.engine.messages import (
+    HANDSHAKE,
+    ConnectionLost,
+    MessageStream,
+    admit,
+    challenge,
+    join,
+    socket_stream,
+)
 from gptctl.engine.node import Node, NodeExit
 from gptctl.engine.ports import fault_of_port, free_port
 from gptctl.engine.processes import adopt_orphans, clean_environment, kill_all, this_process
@@ -38,12 +46,12 @@ class Refused(Exception):
     """The job cannot run on this host, for this reason."""
 
 
-class Host:
+class HostAgent:
     """What the agents of all hosts have in common."""
 
-    def __init__(self, plan: LaunchPlan, number: int, gptctl: Wire) -> None:
+    def __init__(self, plan: LaunchPlan, number: int, gptctl: MessageStream) -> None:
         self.plan, self.number, self.gptctl = plan, number, gptctl
-        self.folder = RunFolder(plan.run_dir)
+        self.folder = RunFolder(plan.remote_dir)
         hello = gptctl.receive(HANDSHAKE)
         if not hello:
             raise Refused("gptctl says nothing")
@@ -66,7 +74,7 @@ class Host:
 def roll_back(run_dir: str) -> None:
     """As if nothing had ever been here; a folder that several hosts share is taken away by the first one."""
     kill_all(run_dir, os.getpid())
-    if os.environ.get("GPTCTL_TAKE_BACK"):
+    if os.environ.get(ROLL_BACK_VARIABLE):
         import shutil
 
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -77,10 +85,10 @@ def address_here() -> str:
     return [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2]
 
 
-class Head(Host):
+class HeadAgent(HostAgent):
     """The first host: the others join it, and it decides for all."""
 
-    def arm(self) -> None:
+    def prepare(self) -> None:
         """Returns when gptctl has committed the job; all hosts have joined by then."""
         if ":" not in self.address:  # a name would not lead others to the interface
             self.address = socket.gethostbyname(self.address)
@@ -98,14 +106,14 @@ class Head(Host):
             place, family=family, backlog=MOST_STRANGERS, dualstack_ipv6=both
         ) as listener:
             self.gptctl.send(control=[self.address, listener.getsockname()[1]])
-            peers = Gathering(self, listener).until_committed()
+            peers = PeerAdmission(self, listener).until_committed()
         if not self.folder.take(this_process()):
             raise Refused("the job was given up meanwhile")
         self.peers = [RemoteNode(number, peers[number]) for number in sorted(peers)]
 
     @property
     def log(self) -> str:
-        return f"{self.plan.run_dir}/agent.0.log on the first host"
+        return f"{self.plan.remote_dir}/agent.0.log on the first host"
 
     def run(self) -> None:
         supervisor = Supervisor(self.plan, [self.node, *self.peers], self.address, log=self.log)
@@ -114,19 +122,19 @@ class Head(Host):
             peer.dismiss()
 
     def _tell_gptctl(self, supervisor: Supervisor) -> None:
-        with suppress(Closed):  # it may be gone; the job exists all the same
+        with suppress(ConnectionLost):  # it may be gone; the job exists all the same
             self.gptctl.send(committed=this_process(), endpoint=[supervisor.host, supervisor.port])
 
 
-class Gathering:
+class PeerAdmission:
     """The hosts that have joined the first one so far, and whoever else knocks."""
 
-    def __init__(self, head: Head, listener: socket.socket) -> None:
+    def __init__(self, head: HeadAgent, listener: socket.socket) -> None:
         self.head, self.listener = head, listener
-        self.peers: dict[int, Wire] = {}
-        self.strangers: dict[int, tuple[Wire, str]] = {}  # and what each was asked
+        self.peers: dict[int, MessageStream] = {}
+        self.strangers: dict[int, tuple[MessageStream, str]] = {}  # and what each was asked
 
-    def until_committed(self) -> dict[int, Wire]:
+    def until_committed(self) -> dict[int, MessageStream]:
         while True:
             self._wait()
             for number, peer in self.peers.items():
@@ -148,7 +156,7 @@ class Gathering:
                 message = peer.receive(max(0.0, deadline - time.monotonic()))
                 while message and "ready" not in message:
                     message = peer.receive(max(0.0, deadline - time.monotonic()))
-            except Closed as closed:
+            except ConnectionLost as closed:
                 raise Refused(f"node {number} has left: {closed}") from None
             if not message:
                 raise Refused(f"node {number} does not answer any more")
@@ -165,41 +173,41 @@ class Gathering:
 
     def _greet(self) -> None:
         connection, _ = self.listener.accept()
-        wire, asked = over_socket(connection, SILENCE), challenge()
-        with suppress(Closed):
-            wire.send(challenge=asked)
-            self.strangers[wire.reading] = wire, asked
+        stream, asked = socket_stream(connection, SILENCE), challenge()
+        with suppress(ConnectionLost):
+            stream.send(challenge=asked)
+            self.strangers[stream.reading] = stream, asked
         while len(self.strangers) > MOST_STRANGERS:
             del self.strangers[next(iter(self.strangers))]
 
     def _admit(self, ready: int) -> None:
-        wire, asked = self.strangers.pop(ready)
-        with suppress(Closed):
-            message = wire.receive()
+        stream, asked = self.strangers.pop(ready)
+        with suppress(ConnectionLost):
+            message = stream.receive()
             if message is None:  # half a line: the rest may come
-                self.strangers[ready] = wire, asked
+                self.strangers[ready] = stream, asked
                 return
-            number = admit(wire, asked, message, self.head.key)
+            number = admit(stream, asked, message, self.head.key)
             if number is not None and 1 <= number < self.head.plan.nodes:
-                self.peers[number] = wire
+                self.peers[number] = stream
 
-    def _check(self, number: int, peer: Wire, **word: bool) -> None:
+    def _check(self, number: int, peer: MessageStream, **word: bool) -> None:
         """Whether it is still there, with a word or a sign of life for it."""
         try:
             while peer.receive():
                 pass
             if word or time.monotonic() - peer.said > PULSE:
                 peer.send(**(word or {"pulse": True}))
-        except Closed as closed:
+        except ConnectionLost as closed:
             raise Refused(f"node {number} has left: {closed}") from None
 
 
 class RemoteNode:
     """A node on another host, as the first one sees it. What each of these means stands in `node.py`."""
 
-    def __init__(self, number: int, wire: Wire) -> None:
+    def __init__(self, number: int, stream: MessageStream) -> None:
         self.number = number
-        self._wire = wire
+        self._stream = stream
         self._start = (
             0  # counted, so that word of an earlier start is not taken for that of this one
         )
@@ -248,21 +256,21 @@ class RemoteNode:
     def _tell(self, **message: Any) -> None:
         if not self._lost:
             try:
-                self._wire.send(**message)
-            except Closed as closed:
+                self._stream.send(**message)
+            except ConnectionLost as closed:
                 self._lose(str(closed))
         elif "start" in message:
             self._lose(self._lost)
 
     def _listen(self, patience: float = 0.0) -> None:
-        if time.monotonic() - self._wire.said > PULSE:
+        if time.monotonic() - self._stream.said > PULSE:
             self._tell(pulse=True)
         try:
-            while not self._lost and (message := self._wire.receive(patience)):
+            while not self._lost and (message := self._stream.receive(patience)):
                 self._hear(message)
-        except Closed as closed:
+        except ConnectionLost as closed:
             self._lose(str(closed))
-        if time.monotonic() - self._wire.heard > SILENCE:
+        if time.monotonic() - self._stream.heard > SILENCE:
             self._lose(f"nothing was heard of it for {SILENCE:.0f} s")
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -277,10 +285,10 @@ class RemoteNode:
         self._end = self._end or NodeExit(255, f"its host is lost: {why}")
 
 
-class Peer(Host):
+class PeerAgent(HostAgent):
     """Any other host: it does what the first one says, and nothing without it."""
 
-    def arm(self) -> None:
+    def prepare(self) -> None:
         message = self.gptctl.receive(self.lease)
         while message and "join" not in message:
             message = self.gptctl.receive(self.lease)
@@ -289,7 +297,7 @@ class Peer(Host):
         try:
             address, port = message["join"]
             self.head = join(address, port, self.number, self.key, SILENCE)
-        except Closed as closed:
+        except ConnectionLost as closed:
             raise Refused(f"the first host cannot be reached from here: {closed}") from None
         self.gptctl.send(armed=this_process())
 
@@ -302,12 +310,12 @@ class Peer(Host):
             while not self.is_stopped and time.monotonic() - self.head.heard < self.patience:
                 self._obey(self.head.receive(TICK) or {})
                 self._report()
-        except Closed as closed:
+        except ConnectionLost as closed:
             print(f"the first host is gone: {closed}", flush=True)
         finally:
             self.node.kill()
         if not self.start:
-            roll_back(self.plan.run_dir)
+            roll_back(self.plan.remote_dir)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.is_stopped = True
@@ -365,17 +373,17 @@ def detach(log_file: str) -> None:
 def main() -> None:
     run_dir, number = sys.argv[1], int(sys.argv[2])
     os.umask(0o077)
-    gptctl = Wire(os.dup(0), os.dup(1))
+    gptctl = MessageStream(os.dup(0), os.dup(1))
     try:
         detach(os.path.join(run_dir, f"agent.{number}.log"))
         plan = read_plan(Path(run_dir))
         with replacing(Path(run_dir) / f"agent.{number}.json") as stream:
             stream.write(json.dumps(this_process()).encode())
-        host = (Peer if number else Head)(plan, number, gptctl)
-        host.arm()
+        host = (PeerAgent if number else HeadAgent)(plan, number, gptctl)
+        host.prepare()
     except Exception as why:  # whatever it was, nothing may be left
-        is_told = isinstance(why, (Refused, Closed, OSError))
-        with suppress(Closed):
+        is_told = isinstance(why, (Refused, ConnectionLost, OSError))
+        with suppress(ConnectionLost):
             gptctl.send(refused=str(why) if is_told else f"its agent failed: {why!r}")
         roll_back(run_dir)
         return

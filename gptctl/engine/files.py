@@ -13,6 +13,16 @@ from typing import BinaryIO
 
 
 @contextmanager
+def private_files() -> Iterator[None]:
+    """Files created in here belong to the user alone: folders 0700, files 0600."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
     """A stream whose content replaces the file once it is complete and on disk."""
     part = file.with_name(f"{file.name}.part{os.getpid()}")

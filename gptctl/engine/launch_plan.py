@@ -30,7 +30,7 @@ class LaunchPlan(NamedTuple):
     container: tuple[str, ...]  # words before the command
     program: tuple[str, ...]  # what every rank runs, without the interpreter
     work_dir: str
-    run_dir: str
+    remote_dir: str  # the job's folder, as its nodes see it
     log_dir: str
     output_dir: str  # of the bundled trainer, in whose status.json it says how it ended
     setup: tuple[str, ...]
@@ -61,12 +61,15 @@ class LaunchPlan(NamedTuple):
         return 1 + self.max_restarts - self.torchrun_restarts
 
     def as_json(self) -> dict[str, Any]:
-        return self._asdict()
+        """`remote_dir` is called run_dir there and in templates, as users know it."""
+        values = self._asdict()
+        values["run_dir"] = values.pop("remote_dir")
+        return values
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> LaunchPlan:
         """Ignores what a newer gptctl added; KeyError: it is no plan."""
-        complete = {**LaunchPlan._field_defaults, **values}
+        complete = {**LaunchPlan._field_defaults, **values, "remote_dir": values["run_dir"]}
         known = [complete[name] for name in LaunchPlan._fields]
         return LaunchPlan._make(
             tuple(value) if isinstance(value, list) else value for value in known

@@ -14,11 +14,11 @@ LONGEST = 1 << 20
 HANDSHAKE = 10.0  # seconds in which a peer has to show that it has the key
 
 
-class Closed(Exception):
+class ConnectionLost(Exception):
     """The other side is gone, or speaks nonsense."""
 
 
-class Wire:
+class MessageStream:
     """Read from one descriptor, written to another. `heard` and `said`: when either side last spoke."""
 
     def __init__(self, reading: int, writing: int, keeps: object = None) -> None:
@@ -33,7 +33,7 @@ class Wire:
             while data:
                 data = data[os.write(self._writing, data) :]
         except OSError as error:
-            raise Closed(error.strerror) from None
+            raise ConnectionLost(error.strerror) from None
         self.said = time.monotonic()
 
     def receive(self, patience: float = 0.0) -> dict[str, Any] | None:
@@ -49,28 +49,28 @@ class Wire:
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
-            raise Closed("it does not speak our language") from None
+            raise ConnectionLost("it does not speak our language") from None
         if not isinstance(message, dict):
-            raise Closed("it does not speak our language")
+            raise ConnectionLost("it does not speak our language")
         return message
 
     def _read(self) -> None:
         try:
             data = os.read(self.reading, 1 << 16)
         except OSError as error:
-            raise Closed(error.strerror) from None
+            raise ConnectionLost(error.strerror) from None
         if not data or len(self._rest) > LONGEST:
-            raise Closed("it closed the connection")
+            raise ConnectionLost("it closed the connection")
         self._rest += data
 
 
-def over_socket(connection: socket.socket, silence: float) -> Wire:
-    """A wire that notices within some seconds when the other machine is gone without a word."""
+def socket_stream(connection: socket.socket, silence: float) -> MessageStream:
+    """A stream that notices within some seconds when the other machine is gone without a word."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
-    return Wire(connection.fileno(), connection.fileno(), connection)
+    return MessageStream(connection.fileno(), connection.fileno(), connection)
 
 
 def prove(key: bytes, *words: str) -> str:
@@ -86,29 +86,31 @@ def is_proof(said: object, key: bytes, *words: str) -> bool:
     return isinstance(said, str) and hmac.compare_digest(said.encode(), prove(key, *words).encode())
 
 
-def join(address: str, port: int, node: int, key: bytes, silence: float) -> Wire:
+def join(address: str, port: int, node: int, key: bytes, silence: float) -> MessageStream:
     """Connects an agent to that of the head; each shows the other that it has the key."""
     try:
         connection = socket.create_connection((address, port), timeout=HANDSHAKE)
     except OSError as error:
-        raise Closed(f"{address}:{port} cannot be reached: {error.strerror or error}") from None
+        raise ConnectionLost(
+            f"{address}:{port} cannot be reached: {error.strerror or error}"
+        ) from None
     connection.settimeout(None)
-    wire = over_socket(connection, silence)
-    theirs = (wire.receive(HANDSHAKE) or {}).get("challenge", "")
+    stream = socket_stream(connection, silence)
+    theirs = (stream.receive(HANDSHAKE) or {}).get("challenge", "")
     mine = challenge()
-    wire.send(node=node, challenge=mine, proof=prove(key, "peer", str(theirs), str(node)))
-    welcome = wire.receive(HANDSHAKE) or {}
+    stream.send(node=node, challenge=mine, proof=prove(key, "peer", str(theirs), str(node)))
+    welcome = stream.receive(HANDSHAKE) or {}
     if not is_proof(welcome.get("proof"), key, "head", mine):
-        raise Closed(f"{address}:{port} is not the agent of the first host")
-    return wire
+        raise ConnectionLost(f"{address}:{port} is not the agent of the first host")
+    return stream
 
 
-def admit(wire: Wire, asked: str, message: dict[str, Any], key: bytes) -> int | None:
+def admit(stream: MessageStream, asked: str, message: dict[str, Any], key: bytes) -> int | None:
     """The number of the node that answered the challenge as it should, after telling it so; None for anybody else."""
     node = message.get("node")
     if not isinstance(node, int) or not is_proof(
         message.get("proof"), key, "peer", asked, str(node)
     ):
         return None
-    wire.send(proof=prove(key, "head", str(message.get("challenge"))))
+    stream.send(proof=prove(key, "head", str(message.get("challenge"))))
     return node

@@ -34,7 +34,7 @@ class NodeExit(NamedTuple):
 class Node:
     def __init__(self, plan: LaunchPlan, number: int, environment: Mapping[str, str]) -> None:
         self.number = number
-        self._plan, self._folder = plan, RunFolder(plan.run_dir)
+        self._plan, self._folder = plan, RunFolder(plan.remote_dir)
         self._environment = dict(environment)
         self._attempt, self._log_start = -1, 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -54,11 +54,11 @@ class Node:
             "MASTER_PORT": port,
             "GPTCTL_NODE": self.number,
             "GPTCTL_ATTEMPT": attempt,
-            RUN_DIR_VARIABLE: self._plan.run_dir,
+            RUN_DIR_VARIABLE: self._plan.remote_dir,
         }
         with open(log_file, "ab") as log:
             self._process = subprocess.Popen(
-                ["bash", "--norc", os.path.join(self._plan.run_dir, LAUNCH_SCRIPT)],
+                ["bash", "--norc", os.path.join(self._plan.remote_dir, LAUNCH_SCRIPT)],
                 env={**self._environment, **texts(own)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -91,13 +91,13 @@ class Node:
         if torchrun is None or self._is_asked or self.exited():
             return
         self._is_asked = True
-        for pid in processes_of(self._plan.run_dir):  # a stopped process could not react
+        for pid in processes_of(self._plan.remote_dir):  # a stopped process could not react
             send(pid, signal.SIGCONT)
         send(torchrun, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill every process of the job on this machine; return when none is left."""
-        kill_all(self._plan.run_dir, os.getpid())
+        kill_all(self._plan.remote_dir, os.getpid())
         if self._process:
             self._process.wait()
 

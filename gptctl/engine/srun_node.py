@@ -38,7 +38,7 @@ class Step:
 
     def __init__(self, plan: LaunchPlan, nodes: int, environment: Mapping[str, str]) -> None:
         self.plan, self.nodes = plan, nodes
-        self.folder = RunFolder(plan.run_dir)
+        self.folder = RunFolder(plan.remote_dir)
         self.attempt = -1
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,7 +65,7 @@ class Step:
                 "--open-mode=append",
                 *("bash", "-c", 'GPTCTL_NODE=$SLURM_NODEID exec bash "$0"', LAUNCH_SCRIPT),
             ],
-            cwd=self.plan.run_dir,
+            cwd=self.plan.remote_dir,
             env={**self._environment, **texts(own)},
             stdin=subprocess.DEVNULL,
         )
@@ -189,7 +189,7 @@ class SlurmJob:
 
     def _report_lost_nodes(self, attempt: int) -> None:
         """A node of the last attempt that is down is the reason for this attempt."""
-        hosts = read_text(RunFolder(self._plan.run_dir).attempt(attempt) / "hosts").split()
+        hosts = read_text(RunFolder(self._plan.remote_dir).attempt(attempt) / "hosts").split()
         if hosts:
             states = ("--states=down,fail,unknown", "--format=%N of the last attempt is %T: %E")
             done = run("sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", *states)

@@ -104,7 +104,7 @@ class Supervisor:
         scheduler: Scheduler | None = None,
         log: str = "supervisor.log",
     ) -> None:
-        self.folder, self.plan = RunFolder(plan.run_dir), plan
+        self.folder, self.plan = RunFolder(plan.remote_dir), plan
         self.nodes = nodes
         self.host = host or plan.master_addr
         self.hosts = hosts or plan.hosts

@@ -18,8 +18,11 @@ from typing import Any
 from gptctl import engine
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.planning.build import Site, cluster_as_json
-from gptctl.spec.check import Checked
-from gptctl.spec.summary import frozen_config
+from gptctl.spec.check import NO_PATH, Checked
+from gptctl.spec.summary import as_json
+from trainer.config.kinds import FilePath, Section, keys_of
+from trainer.config.resolve import NOT_BUILT_YET
+from trainer.config.sections import RunConfig
 from trainer.errors import UserError
 
 MAX_CODE = 200 << 20
@@ -60,6 +63,27 @@ def freeze(
     _copy_templates(folder / "templates", templates)
     _make_private(folder)
     _write(folder / "git.json", json.dumps(git, indent=1) + "\n")
+
+
+def frozen_config(checked: Checked, site: Site) -> dict[str, Any]:
+    """The resolved config with where every value came from, and with paths that hold in any folder."""
+    frozen = as_json(checked, with_config=True)
+    resolved, launch = frozen["resolved"], frozen["resolved"]["Launch"]
+    _make_absolute(RunConfig, resolved, site)
+    launch["log_dir"] = launch["log_dir"] and site.absolute(launch["log_dir"])
+    launch["files"] = [site.absolute(file) for file in launch["files"]]
+    if launch["entrypoint"] != "trainer":
+        launch["entrypoint"] = site.absolute(launch["entrypoint"])
+    return frozen
+
+
+def _make_absolute(cls: type, values: dict[str, Any], site: Site) -> None:
+    for name, key in keys_of(cls).items():
+        value = values[name]
+        if isinstance(key.kind, Section) and name not in NOT_BUILT_YET:  # of these nothing is used
+            _make_absolute(key.kind.cls, value, site)
+        elif isinstance(key.kind, FilePath) and value and value not in NO_PATH:
+            values[name] = site.absolute(value)
 
 
 def _copy_engine(lib: Path) -> None:

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from gptctl.backends import Backend
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.planning.build import LOOPBACK, Ground, Site, build_plan, python_of
+from gptctl.planning.build import Site, python_of
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster
 from trainer.errors import Finding, Rule
@@ -17,23 +18,22 @@ from trainer.errors import Finding, Rule
 SCRIPT = Rule("S001", "the script and the files that are shipped with it exist")
 DATA = Rule("S002", "the data and the checkpoint that a run starts from exist")
 PYTHON = Rule("S003", "the interpreter of the ranks exists and has torch")
-PORT_FREE = Rule("S004", "the rendezvous port is free when the job starts on this machine")
 OUTPUT = Rule("S005", "a run does not write into the checkpoints of another one")
 WRITABLE = Rule("S006", "the folder of runs can be written to")
 SECRET_SOURCE = Rule("S007", "a secret can be read where the job runs")
-ACCEPTED = Rule("S008", "the scheduler would accept the job")
-BACKSLASH = Rule("S009", "paths of a Slurm job have no backslash, which Slurm takes for its own")
 
 
-def check_surroundings(checked: Checked, plan: LaunchPlan, site: Site) -> list[Finding]:
-    places = checked.launch_origins
+def check_surroundings(
+    checked: Checked, plan: LaunchPlan, site: Site, backend: Backend
+) -> list[Finding]:
+    places, traits = checked.launch_origins, checked.cluster.traits
     found = [
         *_check_program(checked, site),
         *_check_data(checked, site),
-        *(_check_run_root(checked.cluster, site) if plan.kind != "ssh" else ()),
-        *(_check_this_machine(checked, plan) if plan.kind == "local" else ()),
+        *(_check_run_root(checked.cluster, site) if traits.shares_files else ()),
+        *(_check_interpreter(plan) if traits.is_one_machine else ()),
         *_check_secrets(plan),
-        *(_check_backslash(plan) if plan.kind == "slurm" else ()),
+        *backend.preflight(checked, plan),
     ]
     return [
         finding._replace(message=_at(finding, places.get(finding.key, ""))) for finding in found
@@ -79,12 +79,12 @@ def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
     if (
         checked.launch.entrypoint != "trainer"
         or checked.resolved is None
-        or checked.cluster.kind == "ssh"
+        or not checked.cluster.traits.shares_files
     ):
         return
     for name, path in checked.inputs.items():
         if not os.path.exists(site.absolute(path)):
-            rule = DATA if checked.cluster.kind == "local" else DATA._replace(level="warning")
+            rule = DATA if checked.cluster.traits.is_one_machine else DATA._replace(level="warning")
             yield rule.found(
                 name, path, f"{path} does not exist in {site.folder}", "check the path"
             )
@@ -100,38 +100,13 @@ def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
         )
 
 
-def ask_scheduler(checked: Checked, site: Site) -> tuple[list[Finding], str]:
-    """What Slurm thinks of a job, before it is submitted: findings, and when it would start."""
-    from gptctl.backends.slurm.client import SlurmError, would_start
-    from gptctl.engine.contract import BATCH_SCRIPT
-    from gptctl.planning.render import render
-
-    if not _is_program("sbatch"):
-        return [_not_asked(checked, "there is no sbatch here")], ""
-    ground = Ground("validate", os.path.join(site.absolute(checked.cluster.run_root), "validate"))
-    script = render(build_plan(checked, site, ground), BATCH_SCRIPT)
-    try:
-        return [], would_start(script)
-    except SlurmError as error:
-        if not error.is_doubtful and not error.is_missing:
-            words, hint = (
-                f"Slurm refuses it: {error.said}",
-                "sinfo shows partitions and their limits",
-            )
-            return [ACCEPTED.found("Launch.cluster", checked.cluster.name, words, hint)], ""
-        return [_not_asked(checked, error.said)], ""
-
-
-def _not_asked(checked: Checked, why: str) -> Finding:
-    rule, words = ACCEPTED._replace(level="notice"), f"Slurm was not asked: {why}"
-    return rule.found("Launch.cluster", checked.cluster.name, words, "ask again on a login node")
-
-
 def check_profile(cluster: Cluster, site: Site) -> Iterator[Finding]:
     """Whether a cluster can be used from here, as far as this machine can tell."""
-    if cluster.kind == "local":
+    if cluster.traits.is_one_machine:
         yield from _check_python(
-            python_of(cluster, site), bool(cluster.container.image or cluster.setup), cluster.name
+            python_of(cluster, site.python),
+            bool(cluster.container.image or cluster.setup),
+            cluster.name,
         )
         yield from _check_run_root(cluster, site)
 
@@ -147,28 +122,11 @@ def _check_run_root(cluster: Cluster, site: Site) -> Iterator[Finding]:
         )
 
 
-def _check_this_machine(checked: Checked, plan: LaunchPlan) -> Iterator[Finding]:
-    from gptctl.engine.ports import fault_of_port
-
-    yield from _check_python(plan.python, bool(plan.container or plan.setup), plan.cluster)
-    port = plan.master_port
-    asked = port or plan.master_addr != LOOPBACK
-    if (
-        asked
-        and plan.form != "standalone"
-        and (fault := fault_of_port(plan.master_addr, port or 0))
-    ):
-        message = f"ranks cannot meet at {plan.master_addr}:{port or '(any port)'}: {fault}"
-        yield PORT_FREE.found(
-            "Launch.rdzv.port", port, message, "leave it empty: a free one is chosen"
-        )
-
-
 def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
     """A job inherits from this environment; which files its nodes see is known for this machine only."""
     for name, source in plan.secrets.items():
         if "file" in source:
-            missing = plan.kind == "local" and not os.access(source["file"], os.R_OK)
+            missing = plan.is_one_machine and not os.access(source["file"], os.R_OK)
         else:
             missing = source["env"] not in os.environ
         if missing:
@@ -180,11 +138,8 @@ def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
             yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, what, "name another source")
 
 
-def _check_backslash(plan: LaunchPlan) -> Iterator[Finding]:
-    for key, path in {"run_root": plan.run_dir, "Launch.log_dir": plan.log_dir}.items():
-        if "\\" in path:
-            yield BACKSLASH.found(key, path, f"{path} has a backslash", "choose another folder")
-            return
+def _check_interpreter(plan: LaunchPlan) -> Iterator[Finding]:
+    return _check_python(plan.python, bool(plan.container or plan.setup), plan.cluster)
 
 
 def _check_python(python: str, comes_later: bool, cluster: str) -> Iterator[Finding]:

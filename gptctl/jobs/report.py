@@ -8,62 +8,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gptctl.backends import KINDS, State, backend_of
-from gptctl.engine.run_folder import (
-    COMPLETED,
-    FINAL,
-    LOST,
-    UNKNOWN,
-    RunFolder,
-    read_json,
-    read_text,
-)
+from gptctl.backends import Backends
+from gptctl.engine.run_folder import FINAL, RunFolder, read_json, read_text
+from gptctl.jobs.state import state_of
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.failed import rank_runs
 from gptctl.logs.local import LocalLogFiles
-from gptctl.spec.summary import count
+from gptctl.text import count
 
 
-def state_of(record: JobRecord) -> State:
-    """The job's own last word counts first; absence of it never counts as success."""
-    if result := RunFolder(record.run_dir).result():
-        return State(result.state, result.reason)
-    if record.kind not in KINDS:
-        return State(UNKNOWN, f"this gptctl knows no clusters of kind {record.kind}")
-    return backend_of(record.kind).state(record)
-
-
-def is_final(state: State) -> bool:
-    return state.state in FINAL
-
-
-def may_run(record: JobRecord) -> bool:
-    """Whether processes of the job may be left: also those of a lost one, and those that `cancel` did not reach."""
-    state = state_of(record)
-    return (
-        not is_final(state) or state.state == LOST or RunFolder(record.run_dir).not_ended.exists()
-    )
-
-
-def verdict(state: State) -> int:
-    return 0 if state.state == COMPLETED else 1
-
-
-def rows(records: Sequence[JobRecord]) -> list[dict[str, Any]]:
+def rows(records: Sequence[JobRecord], backends: Backends) -> list[dict[str, Any]]:
     """Lines of `gptctl list`; each backend is asked once for all of its jobs."""
-    open_ones = [
-        record
-        for record in records
-        if record.kind in KINDS and not RunFolder(record.run_dir).result()
-    ]
-    for kind in {record.kind for record in open_ones}:
-        backend_of(kind).expect([record for record in open_ones if record.kind == kind])
-    return [row(record) for record in records]
+    unfinished = [record for record in records if not RunFolder(record.local_dir).result()]
+    for kind in {record.kind for record in unfinished}:
+        if backends.knows(kind):
+            backends.of(kind).expect([record for record in unfinished if record.kind == kind])
+    return [row(record, backends) for record in records]
 
 
-def row(record: JobRecord) -> dict[str, Any]:
+def row(record: JobRecord, backends: Backends) -> dict[str, Any]:
     """A line of `gptctl list`."""
-    state = state_of(record)
+    state = state_of(record, backends)
     return {
         "job": record.id,
         "state": state.state,
@@ -73,7 +38,7 @@ def row(record: JobRecord) -> dict[str, Any]:
         "world_size": record.world,
         "scheduler_id": record.handle.get("scheduler_id"),
         "created": record.created,
-        "run_dir": record.run_dir,
+        "run_dir": record.local_dir,
     }
 
 
@@ -87,17 +52,17 @@ def submitted(record: JobRecord, endpoint: str) -> dict[str, Any]:
         "world_size": record.world,
         "endpoint": endpoint,
         "scheduler_id": record.handle.get("scheduler_id"),
-        "run_dir": record.run_dir,
+        "run_dir": record.local_dir,
         "log_dir": record.log_dir,
         "follow": f"gptctl logs {record.id} --follow",
     }
 
 
-def status(record: JobRecord) -> dict[str, Any]:
+def status(record: JobRecord, backends: Backends) -> dict[str, Any]:
     """How a job stands, in full."""
-    folder = RunFolder(record.run_dir)
+    folder = RunFolder(record.local_dir)
     attempt = folder.attempts() - 1
-    facts = row(record)
+    facts = row(record, backends)
     result = folder.result()
     is_complete = facts["state"] in FINAL and not folder.not_copied.exists()
     return {
@@ -188,9 +153,12 @@ def origins(record: JobRecord, prefix: str) -> list[tuple[str, Any, str]]:
     return found
 
 
-def goes_on(record: JobRecord) -> str:
-    """What an interrupt of gptctl is answered with."""
-    return f"\n{record.id} goes on; gptctl logs {record.id} --follow, gptctl cancel {record.id}"
+def still_running(record: JobRecord) -> str:
+    """What gptctl says when it is interrupted."""
+    return (
+        f"\n{record.id} is still running. Follow it: gptctl logs {record.id} -f. "
+        f"Stop it: gptctl cancel {record.id}."
+    )
 
 
 def max_steps(record: JobRecord) -> int:

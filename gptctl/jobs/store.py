@@ -11,15 +11,16 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from gptctl.engine.files import replacing
+from gptctl.engine.files import private_files, replacing
 from gptctl.engine.processes import this_process
 from gptctl.engine.run_folder import is_scheduler_id
+from gptctl.spec.resources import home
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError, closest
 
 SCHEMA = 1
@@ -33,7 +34,7 @@ class JobRecord(NamedTuple):
     created: float
     cluster: str
     kind: str
-    run_dir: str
+    local_dir: str  # its folder on this machine; in its file and in --json: run_dir
     log_dir: str
     nodes: int
     per_node: int
@@ -49,34 +50,7 @@ class JobRecord(NamedTuple):
 
     @property
     def run_folder(self) -> Path:
-        return Path(self.run_dir)
-
-
-def home() -> Path:
-    if chosen := os.environ.get("GPTCTL_HOME"):
-        return Path(chosen).absolute()
-    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(state) / "gptctl"
-
-
-def own_mark() -> str:
-    """Of this user's records, made at random when it is first needed."""
-    file = home() / "mark"
-    with private_files():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError), open(file, "x", encoding="utf-8") as stream:
-            stream.write(os.urandom(8).hex())
-    return file.read_text(encoding="utf-8")
-
-
-@contextmanager
-def private_files() -> Iterator[None]:
-    """What is made in here is for the user alone: folders 0700, files 0600."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)
+        return Path(self.local_dir)
 
 
 class Store:
@@ -242,10 +216,9 @@ def new_record(**facts: Any) -> JobRecord:
 
 
 def _text(record: JobRecord) -> str:
-    return (
-        json.dumps({name: _plain(value) for name, value in record._asdict().items()}, indent=1)
-        + "\n"
-    )
+    values = {name: _plain(value) for name, value in record._asdict().items()}
+    values["run_dir"] = values.pop("local_dir")
+    return json.dumps(values, indent=1) + "\n"
 
 
 def _plain(value: Any) -> Any:
@@ -261,11 +234,12 @@ def _read(file: Path) -> JobRecord:
         values = json.loads(os.read(descriptor, MAX_RECORD))
     finally:
         os.close(descriptor)
+    values["local_dir"] = values["run_dir"]
     known = {name: values[name] for name in JobRecord._fields if name in values}
     record = JobRecord(**known)
     wrong = [
         name
-        for name in ("id", "name", "run_dir", "log_dir", "kind")
+        for name in ("id", "name", "local_dir", "log_dir", "kind")
         if not isinstance(getattr(record, name), str)
     ]
     wrong += [

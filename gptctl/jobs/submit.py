@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -13,17 +12,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import trainer
-from gptctl.backends import KINDS, backend_of
-from gptctl.engine.contract import AGENT_SCRIPT, BATCH_SCRIPT, LAUNCH_SCRIPT, TOKEN
+from gptctl.backends import Backend, Backends
+from gptctl.engine.contract import TOKEN
+from gptctl.engine.files import private_files
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import is_alive, is_here
-from gptctl.engine.run_folder import RunFolder, read_json, read_text
+from gptctl.engine.run_folder import RunFolder, read_text
+from gptctl.jobs.freeze import frozen_config
 from gptctl.jobs.preflight import check_surroundings
-from gptctl.jobs.store import JobRecord, Store, home, new_record, own_mark, private_files
-from gptctl.planning.build import Ground, Site, build_plan
+from gptctl.jobs.store import JobRecord, Store, new_record
+from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import check_syntax, render
-from gptctl.spec.check import Checked, check_config
-from gptctl.spec.summary import frozen_config
+from gptctl.spec.check import Checked
+from gptctl.spec.resources import installation_id
 from trainer.config import Override
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors_in
 
@@ -57,171 +58,105 @@ def this_site() -> Site:
 def prepare(
     checked: Checked,
     store: Store,
+    backends: Backends,
     site: Site,
     overrides: Sequence[Override] = (),
     templates: Sequence[Path] = (),
     base: str = "",
 ) -> Prepared:
-    """Everything but the deed. Raises UserError with all findings when the job cannot start right."""
+    """All that precedes a submission. UserError with every finding if the job would not start."""
     if not checked.is_valid:
         raise UserError(f"{checked.name} is not submitted", findings=checked.findings)
-    base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides)}"
-    plan = _planned(checked, site, store, base)
-    found = [*checked.findings, *check_surroundings(checked, plan, site)]
+    backend = backends.of(checked.cluster.kind)
+    base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides, backend)}"
+    plan = _planned(checked, site, store, base, backend)
+    found = [*checked.findings, *check_surroundings(checked, plan, site, backend)]
     if errors_in(found):
         raise UserError(f"{checked.name} is not submitted", findings=found)
-    return Prepared(
-        checked, site, plan, _scripts(plan, templates), tuple(found), base, tuple(templates)
-    )
+    scripts = _scripts(plan, templates, backend)
+    return Prepared(checked, site, plan, scripts, tuple(found), base, tuple(templates))
 
 
-def _scripts(plan: LaunchPlan, templates: Sequence[Path]) -> dict[str, str]:
-    """What is submitted, by file name; where a template is the user's own, bash reads it first."""
-    names = {"slurm": [BATCH_SCRIPT, LAUNCH_SCRIPT], "ssh": [AGENT_SCRIPT, LAUNCH_SCRIPT]}.get(
-        plan.kind, [LAUNCH_SCRIPT]
-    )
-    scripts = {name: render(plan, name, templates) for name in names}
+def _scripts(plan: LaunchPlan, templates: Sequence[Path], backend: Backend) -> dict[str, str]:
+    """What is submitted, by file name; if a template is the user's own, bash checks its syntax."""
+    scripts = {name: render(plan, name, templates) for name in backend.scripts}
     for name, text in scripts.items() if templates else ():
         check_syntax(name, text)
     return scripts
 
 
-def prepare_rerun(record: JobRecord, store: Store, overrides: Sequence[Override]) -> Prepared:
-    """The same job again, from nothing but its folder."""
-    folder = record.run_folder
-    before = read_json(folder / "plan.json")
-    if before is None:
-        raise UserError(f"{folder} has no plan any more", "submit its config again", OUT_OF_REACH)
-    if not (folder / "code" / "rank_log.py").is_file():
-        raise UserError(
-            f"{folder}/code is gone or damaged", "submit its config again", OUT_OF_REACH
-        )
-    site = Site(before["work_dir"], before["python"], str(folder / "code" / "trainer"))
-    is_here = record.kind == "local" and os.path.isabs(before["python"])
-    if is_here and not os.access(before["python"], os.X_OK):
-        raise UserError(
-            f"the interpreter of {record.id} is gone: {before['python']}", "submit its config again"
-        )
-    kept = [Override("Engine.save_load.output_dir", "", "a folder of its own")]
-    kept += [
-        Override(
-            "Launch.cluster", str(folder / "cluster.json"), "the job's own profile", verbatim=True
-        )
-    ]
-    if not record.output_dir:
-        script = os.path.basename(before["program"][1])
-        files = sorted(
-            entry for entry in os.listdir(folder / "code") if entry not in (script, "rank_log.py")
-        )
-        kept.append(
-            Override(
-                "Launch.entrypoint",
-                str(folder / "code" / script),
-                "the job's own code",
-                verbatim=True,
-            )
-        )
-        kept.append(
-            Override(
-                "Launch.files",
-                tuple(str(folder / "code" / file) for file in files),
-                "the job's own code",
-            )
-        )
-        site = site._replace(trainer=str(folder / "code"))
-    checked = _with_first_origins(check_config(folder / "config.json", [*kept, *overrides]), folder)
-    # The same job again: another number of the same name.
-    base = "" if overrides else re.sub(r"(-[0-9a-f]{6})-\d+$", r"\1", record.id)
-    prepared = prepare(checked, store, site, overrides, [folder / "templates"], base)
-    return prepared._replace(git=read_json(folder / "git.json") or {})
-
-
-def _with_first_origins(checked: Checked, folder: Path) -> Checked:
-    """Values of a frozen config came from where they came from when it was frozen."""
-    config, first = (
-        str(folder / "config.json"),
-        (read_json(folder / "config.json") or {}).get("origins", {}),
-    )
-
-    def before(origins: Mapping[str, str]) -> dict[str, str]:
-        return {
-            key: first.get(key, origin) if origin.startswith(config) else origin
-            for key, origin in origins.items()
-        }
-
-    resolved = checked.resolved and checked.resolved._replace(
-        origins=before(checked.resolved.origins)
-    )
-    return checked._replace(resolved=resolved, launch_origins=before(checked.launch_origins))
-
-
-def _digest(checked: Checked, site: Site, overrides: Sequence[Override]) -> str:
-    """Equal jobs have equal ids, so that a dry run prints the very id that the next submit uses."""
-    plan = build_plan(checked, site, overrides=overrides)
+def _digest(checked: Checked, site: Site, overrides: Sequence[Override], backend: Backend) -> str:
+    """Equal jobs have equal ids, so that a dry run prints the id that the next submit uses."""
+    plan = backend.plan(checked, site, overrides=overrides)
     known = [plan.as_json(), frozen_config(checked, site)["resolved"]]
-    if plan.kind == "ssh":  # whose hosts have jobs of others, of which this machine knows nothing
-        known.append({"mark": own_mark()})
+    if not checked.cluster.traits.shares_files:  # its hosts have jobs of other machines, too
+        known.append({"mark": installation_id()})
     text = json.dumps(known, sort_keys=True)
     return f"{zlib.crc32(text.encode()) & 0xFFFFFF:06x}"
 
 
-def _planned(checked: Checked, site: Site, store: Store, base: str) -> LaunchPlan:
-    """The plan under the first id of this job that is free: `gpt-3f9a2c`, then `gpt-3f9a2c-2`, …"""
+def _planned(checked: Checked, site: Site, store: Store, base: str, backend: Backend) -> LaunchPlan:
+    """The plan under the first free id of this job: `gpt-3f9a2c`, then `gpt-3f9a2c-2`, …"""
     root = site.absolute(checked.cluster.run_root)
     number = 1
     while True:
         job_id = base if number == 1 else f"{base}-{number}"
-        plan = build_plan(checked, site, Ground(job_id, os.path.join(root, job_id)))
-        if not store.holds(job_id) and not os.path.lexists(folder_here(plan)):
+        plan = backend.plan(checked, site, JobIdentity(job_id, os.path.join(root, job_id)))
+        if not store.holds(job_id) and not os.path.lexists(backend.local_dir(plan)):
             return plan
         number += 1
 
 
-def folder_here(plan: LaunchPlan) -> str:
-    """The job's folder on this machine: for ssh hosts, a copy of what they have."""
-    return str(home() / "runs" / plan.job_id) if plan.kind == "ssh" else plan.run_dir
-
-
-def _here(path: str, plan: LaunchPlan) -> str:
+def _path_here(path: str, plan: LaunchPlan, backend: Backend) -> str:
     """Where a folder of the job is found on this machine."""
-    if plan.kind != "ssh" or not path:
+    local_dir = backend.local_dir(plan)
+    if local_dir == plan.remote_dir or not path:
         return path
-    name = "logs" if path == plan.log_dir else "output"
-    return os.path.join(folder_here(plan), name)
+    return os.path.join(local_dir, "logs" if path == plan.log_dir else "output")
 
 
-def submit(prepared: Prepared, store: Store) -> JobRecord:
-    """Journals, freezes and starts the job; what fails or is interrupted before it exists leaves nothing."""
-    backend = backend_of(prepared.plan.kind)
-    prepared, record = _journal(prepared, store)
+class Submitted(NamedTuple):
+    """A job that exists now. `problem`: what went wrong after it was started; an interrupt has no words."""
+
+    record: JobRecord
+    was_interrupted: bool = False
+    problem: str = ""
+
+
+def submit(prepared: Prepared, store: Store, backends: Backends) -> Submitted:
+    """Journal, freeze and start the job. What fails before the job exists leaves nothing behind."""
+    backend = backends.of(prepared.plan.kind)
+    prepared, record = _journal(prepared, store, backend)
     try:
         _freeze(prepared, record)
         record = record._replace(handle=backend.start(prepared.plan, record))
         store.accept(record)
-        _point_latest_at(record.run_dir)
+        _point_latest_at(record.local_dir)
     except BaseException as error:
-        if not _undo_or_say(record, store, error):
+        if not _undo_or_explain(record, store, backend, error):
             with suppress(OSError):  # a later gptctl completes the record
                 record = adopt(record, store)
-            raise Interrupted(record, _words(error)) from error
+            return Submitted(record, isinstance(error, KeyboardInterrupt), _words(error))
         if isinstance(error, OSError):
             hint = "check run_root in the cluster profile, and the space there"
-            raise UserError(
-                f"cannot write {record.run_dir}: {_reason(error)}", hint, OUT_OF_REACH
-            ) from None
+            message = f"cannot write {record.local_dir}: {_reason(error)}"
+            raise UserError(message, hint, OUT_OF_REACH) from None
         raise
-    return record
+    return Submitted(record)
 
 
-def _undo_or_say(record: JobRecord, store: Store, error: BaseException) -> bool:
+def _undo_or_explain(
+    record: JobRecord, store: Store, backend: Backend, error: BaseException
+) -> bool:
     try:
-        return undo(record, store)
-    except UserError as silent:
-        folder = RunFolder(record.run_dir)
+        return undo(record, store, backend)
+    except UserError as unreachable:
+        folder = RunFolder(record.local_dir)
         may_run = folder.in_doubt.exists() or "scheduler_id" in (folder.claimed_by() or {})
         became = "it is not known whether it was started" if may_run else "it was not started"
-        hint = "the next gptctl settles it: gptctl list"
-        raise UserError(f"{record.id}: {became}; {silent.message}", hint, OUT_OF_REACH) from error
+        hint = "the next gptctl command settles it: gptctl list"
+        message = f"{record.id}: {became}; {unreachable.message}"
+        raise UserError(message, hint, OUT_OF_REACH) from error
 
 
 def _reason(error: OSError) -> str:
@@ -237,15 +172,7 @@ def _words(error: BaseException) -> str:
     return _reason(error) if isinstance(error, OSError) else getattr(error, "message", "")
 
 
-class Interrupted(Exception):
-    """gptctl was interrupted by the user, or something went wrong at the end (`reason`), but the job exists."""
-
-    def __init__(self, record: JobRecord, reason: str) -> None:
-        super().__init__(record.id)
-        self.record, self.reason = record, reason
-
-
-def _journal(prepared: Prepared, store: Store) -> tuple[Prepared, JobRecord]:
+def _journal(prepared: Prepared, store: Store, backend: Backend) -> tuple[Prepared, JobRecord]:
     while True:
         plan, checked = prepared.plan, prepared.checked
         record = new_record(
@@ -253,20 +180,21 @@ def _journal(prepared: Prepared, store: Store) -> tuple[Prepared, JobRecord]:
             name=plan.job_name,
             cluster=plan.cluster,
             kind=plan.kind,
-            run_dir=folder_here(plan),
-            log_dir=_here(plan.log_dir, plan),
+            local_dir=backend.local_dir(plan),
+            log_dir=_path_here(plan.log_dir, plan, backend),
             nodes=plan.nodes,
             per_node=plan.per_node,
             world=plan.world,
             config=prepared.site.absolute(str(checked.path)) if checked.path else "",
-            output_dir=_here(plan.output_dir, plan),
+            output_dir=_path_here(plan.output_dir, plan, backend),
             token=os.urandom(8).hex(),
         )
         if store.add(record):
             return prepared, record
-        # Another gptctl took the id since.
-        plan = _planned(checked, prepared.site, store, prepared.base_id)
-        prepared = prepared._replace(plan=plan, scripts=_scripts(plan, prepared.templates))
+        # Another gptctl has taken the id meanwhile.
+        plan = _planned(checked, prepared.site, store, prepared.base_id, backend)
+        scripts = _scripts(plan, prepared.templates, backend)
+        prepared = prepared._replace(plan=plan, scripts=scripts)
 
 
 def _freeze(prepared: Prepared, record: JobRecord) -> None:
@@ -287,58 +215,57 @@ def _freeze(prepared: Prepared, record: JobRecord) -> None:
             git,
         )
         (part / TOKEN).write_text(record.token, encoding="utf-8")
-        if os.path.lexists(record.run_dir):
+        if os.path.lexists(record.local_dir):
             raise UserError(
-                f"{record.run_dir} has just been made by somebody else",
+                f"{record.local_dir} has just been made by somebody else",
                 "submit again",
                 OUT_OF_REACH,
             )
-        os.rename(part, record.run_dir)
+        os.rename(part, record.local_dir)
 
 
 def _part(record: JobRecord) -> Path:
-    run = Path(record.run_dir)
+    run = Path(record.local_dir)
     return run.with_name(f".{run.name}.{record.token}")
 
 
-def undo(record: JobRecord, store: Store) -> bool:
+def undo(record: JobRecord, store: Store, backend: Backend) -> bool:
     """Takes a half-submitted job back; False when it has started."""
     import shutil
 
     if (
         record.token and read_text(record.run_folder / TOKEN) == record.token
     ):  # else the folder is another's
-        if not backend_of(record.kind).abandon(record):
+        if not backend.abandon(record):
             return False
-        shutil.rmtree(record.run_dir, ignore_errors=True)
+        shutil.rmtree(record.local_dir, ignore_errors=True)
     shutil.rmtree(_part(record), ignore_errors=True)
     store.remove(record)
     return True
 
 
-def sweep(store: Store) -> list[str]:
-    """Settles what a killed gptctl left half-done: a job that has started is adopted, any other is taken back."""
+def settle(store: Store, backends: Backends) -> list[str]:
+    """Complete or undo what a killed gptctl left half-submitted; returns what to tell the user."""
     notes = []
     store.tidy()
     for record in store.pending():
-        if record.kind not in KINDS or is_alive(record.submitter) or not is_here(record.submitter):
+        is_ours = backends.knows(record.kind) and is_here(record.submitter)
+        if not is_ours or is_alive(record.submitter):
             continue
         try:
-            if undo(record, store):
-                notes.append(
-                    f"{record.id} was never started, since its gptctl was killed; its files are removed"
-                )
+            if undo(record, store, backends.of(record.kind)):
+                notes.append(f"{record.id} was never started: its gptctl was killed; files removed")
             else:
                 adopt(record, store)
         except (OSError, UserError) as error:
             why = _reason(error) if isinstance(error, OSError) else error.message
-            notes.append(f"{record.id} was left half-submitted, and cannot be tidied up now: {why}")
+            notes.append(f"{record.id} is half-submitted, and cannot be settled now: {why}")
     return notes
 
 
 def adopt(record: JobRecord, store: Store) -> JobRecord:
     """Completes the record of a job that runs, though its gptctl did not come to it."""
-    if claim := RunFolder(record.run_dir).claimed_by():
+    if claim := RunFolder(record.local_dir).claimed_by():
         record = record._replace(handle=claim)
         store.accept(record)
     return record

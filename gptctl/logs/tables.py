@@ -13,7 +13,7 @@ from gptctl.logs.files import LogFile, LogFiles, Wanted
 from gptctl.logs.lines import readable
 from gptctl.logs.match import Grep
 from gptctl.logs.stream import Lines, Source, merged
-from gptctl.spec.summary import count
+from gptctl.text import count
 from trainer.logline import TrainLine, parse_train_line
 
 LAST_LINES = 20

@@ -9,17 +9,16 @@ import os.path
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from gptctl.engine.launch_plan import LaunchPlan, seconds_of
+from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster
-from gptctl.spec.launch import Launch, Slurm, split_endpoint
+from gptctl.spec.launch import Launch, split_endpoint
 from gptctl.spec.launch_rules import has_private_disks
 from trainer.config import Override
 
-LOOPBACK = "127.0.0.1"
-WARNING = 120  # seconds before the time limit
 C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's own defaults
 NCCL_SYNTAX = re.compile(r"[=^:,]")  # for several interfaces; gloo reads plain names only
 
@@ -35,31 +34,54 @@ class Site(NamedTuple):
         return os.path.normpath(os.path.join(self.folder, os.path.expanduser(path)))
 
 
-class Ground(NamedTuple):
-    """Where a job lives: its id and its own folder. A job `in place` has neither and runs the user's own files."""
+class JobIdentity(NamedTuple):
+    """The id of a job and its folder on the nodes. A job `in place` has neither: it runs the user's
+    files where they are."""
 
     job_id: str = ""
-    run_dir: str = ""
+    remote_dir: str = ""
 
 
-IN_PLACE = Ground()
+IN_PLACE = JobIdentity()
+
+
+class PlanDefaults(NamedTuple):
+    """What a backend decides where config, flags and profile leave it open."""
+
+    style: str = ""  # empty: the form of the rendezvous
+    host: str = ""  # where ranks meet; empty: the first host
+    has_own_port: bool = False  # a script for pasting finds a port when it runs
+    rdzv_id: str = ""
+    python: str = ""  # of the ranks; empty: the interpreter that runs gptctl
+    work_dir: str = ""  # empty: the current folder
+    env: Mapping[str, str] = MappingProxyType({})
+    sbatch: Mapping[str, str] = MappingProxyType({})
+    pins_interface: bool = False
+
+
+NO_DEFAULTS = PlanDefaults()
 
 
 def build_plan(
-    checked: Checked, site: Site, ground: Ground = IN_PLACE, overrides: Sequence[Override] = ()
+    checked: Checked,
+    site: Site,
+    identity: JobIdentity = IN_PLACE,
+    overrides: Sequence[Override] = (),
+    defaults: PlanDefaults = NO_DEFAULTS,
 ) -> LaunchPlan:
     launch, cluster, machines = checked.launch, checked.cluster, checked.machines
     form = rendezvous_form(launch)
     hosts = tuple(host.address or host.host for host in cluster.hosts[: machines.nodes])
-    address, port = _endpoint(launch, cluster, form, hosts, is_in_place=not ground.run_dir)
-    environment = _environment(checked, form)
+    needs_port = not identity.remote_dir and not defaults.has_own_port
+    address, port = _endpoint(launch, form, defaults.host or next(iter(hosts), ""), needs_port)
+    environment = _environment(checked, form, defaults.env)
     fewest, most = launch.node_range
     return LaunchPlan(
-        job_id=ground.job_id,
+        job_id=identity.job_id,
         job_name=launch.job_name,
         cluster=cluster.name,
         kind=cluster.kind,
-        style=launch.style or ("sbatch" if cluster.kind == "slurm" else form),
+        style=launch.style or defaults.style or form,
         form=form,
         nodes=machines.nodes,
         nnodes=str(most) if fewest == most else f"{fewest}:{most}",
@@ -68,29 +90,27 @@ def build_plan(
         device=checked.device,
         hosts=hosts,
         interfaces=tuple(host.interface or "" for host in cluster.hosts[: machines.nodes]),
-        rdzv_id=launch.rdzv.id
-        or ground.job_id
-        or ("" if cluster.kind == "slurm" else launch.job_name),
+        rdzv_id=launch.rdzv.id or identity.job_id or defaults.rdzv_id,
         master_addr=address,
         master_port=port,
         master_interface=cluster.master_interface or "",
         max_restarts=launch.max_restarts,
         time_limit=launch.slurm.time or "",
-        python=python_of(cluster, site),
-        container=_container(cluster, ground),
-        program=_program(checked, site, ground, overrides),
-        work_dir=_work_dir(cluster, site, ground),
-        run_dir=ground.run_dir,
-        log_dir=_log_dir(launch, site, ground),
-        output_dir=_output_dir(checked, site, ground),
+        python=python_of(cluster, defaults.python or site.python),
+        container=_container(cluster, identity),
+        program=_program(checked, site, identity, overrides),
+        work_dir=defaults.work_dir or site.folder,
+        remote_dir=identity.remote_dir,
+        log_dir=log_dir_of(launch, site, identity),
+        output_dir=_output_dir(checked, site, identity),
         setup=cluster.setup,
         env={name: value for name, (value, _) in environment.items()},
         env_origins={name: origin for name, (_, origin) in environment.items()},
         secrets=_absolute_secrets(launch, site),
-        sbatch=_sbatch_options(checked, ground.run_dir, _log_dir(launch, site, ground)),
+        sbatch=dict(defaults.sbatch),
         inputs=tuple(site.absolute(path) for path in checked.inputs.values()),
-        is_one_machine=cluster.kind == "local",
-        pins_interface=cluster.kind == "ssh",
+        is_one_machine=cluster.traits.is_one_machine,
+        pins_interface=defaults.pins_interface,
         engine_python=cluster.engine_python or "",
         submit_python=site.python,
     )
@@ -105,34 +125,28 @@ def rendezvous_form(launch: Launch) -> str:
 
 
 def _endpoint(
-    launch: Launch, cluster: Cluster, form: str, hosts: Sequence[str], is_in_place: bool
+    launch: Launch, form: str, default_host: str, needs_port: bool
 ) -> tuple[str, int | None]:
     """Host and port where ranks meet, as far as they are known before the job runs."""
     host, port = split_endpoint(launch.rdzv.endpoint) if launch.rdzv.endpoint else ("", None)
     port = port or launch.rdzv.port
-    if is_in_place and cluster.kind != "slurm":
+    if needs_port:
         port = port or (C10D_PORT if form == "c10d" else STATIC_PORT)
-    if not host and cluster.kind == "local":
-        host = LOOPBACK
-    return host or (hosts[0] if hosts else ""), port
+    return host or default_host, port
 
 
-def python_of(cluster: Cluster, site: Site) -> str:
-    """The profile's; else that of the environment it sets up; else the one that runs gptctl."""
+def python_of(cluster: Cluster, default: str) -> str:
+    """The profile's; else that of the environment it sets up; else the default."""
     if cluster.python:
         return cluster.python
-    return (
-        "python"
-        if cluster.setup or cluster.container.image or cluster.kind == "ssh"
-        else site.python
-    )
+    return "python" if cluster.setup or cluster.container.image else default
 
 
-def _container(cluster: Cluster, ground: Ground) -> tuple[str, ...]:
+def _container(cluster: Cluster, identity: JobIdentity) -> tuple[str, ...]:
     container = cluster.container
     if not container.image:
         return ()
-    binds = [*container.binds, *([ground.run_dir] if ground.run_dir else [])]
+    binds = [*container.binds, *([identity.remote_dir] if identity.remote_dir else [])]
     words = [container.runtime or "apptainer", "exec", *(["--nv"] if container.nv else [])]
     words += ["--pwd", container.pwd] if container.pwd else []
     words += [word for bind in binds for word in ("-B", bind)]
@@ -140,23 +154,23 @@ def _container(cluster: Cluster, ground: Ground) -> tuple[str, ...]:
 
 
 def _program(
-    checked: Checked, site: Site, ground: Ground, overrides: Sequence[Override]
+    checked: Checked, site: Site, identity: JobIdentity, overrides: Sequence[Override]
 ) -> tuple[str, ...]:
     launch = checked.launch
     is_trainer = launch.entrypoint == "trainer"
-    if ground.run_dir:
-        code = os.path.join(ground.run_dir, "code")
+    if identity.remote_dir:
+        code = os.path.join(identity.remote_dir, "code")
         logged = [os.path.join(code, "rank_log.py")]
         if not is_trainer:
             return (*logged, os.path.join(code, os.path.basename(launch.entrypoint)), *launch.args)
-        own = f"Engine.save_load.output_dir={_output_dir(checked, site, ground)}"
+        own = f"Engine.save_load.output_dir={_output_dir(checked, site, identity)}"
         output = [] if checked.output_dir else ["-o", own]
         return (
             *logged,
             "-m",
             "trainer",
             "-c",
-            os.path.join(ground.run_dir, "config.json"),
+            os.path.join(identity.remote_dir, "config.json"),
             *output,
             *launch.args,
         )
@@ -169,28 +183,21 @@ def _program(
     return (*logged, "-m", "trainer", *config, *typed, *launch.args)
 
 
-def _output_dir(checked: Checked, site: Site, ground: Ground) -> str:
+def _output_dir(checked: Checked, site: Site, identity: JobIdentity) -> str:
     if checked.launch.entrypoint != "trainer":
         return ""
-    return site.absolute(checked.output_dir or os.path.join(ground.run_dir, "output"))
+    return site.absolute(checked.output_dir or os.path.join(identity.remote_dir, "output"))
 
 
-def _work_dir(cluster: Cluster, site: Site, ground: Ground) -> str:
-    """The current folder; ssh hosts do not have it, but the files that are sent with the job."""
-    return (
-        os.path.join(ground.run_dir, "code")
-        if cluster.kind == "ssh" and ground.run_dir
-        else site.folder
-    )
-
-
-def _log_dir(launch: Launch, site: Site, ground: Ground) -> str:
+def log_dir_of(launch: Launch, site: Site, identity: JobIdentity) -> str:
     if launch.log_dir:
-        return site.absolute(os.path.join(launch.log_dir, ground.job_id))
-    return os.path.join(ground.run_dir, "logs") if ground.run_dir else ""
+        return site.absolute(os.path.join(launch.log_dir, identity.job_id))
+    return os.path.join(identity.remote_dir, "logs") if identity.remote_dir else ""
 
 
-def _environment(checked: Checked, form: str) -> dict[str, tuple[str, str]]:
+def _environment(
+    checked: Checked, form: str, defaults: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
     """Every variable that is exported, with its value and where that came from; later ones win."""
     launch, cluster, ours = checked.launch, checked.cluster, "gptctl"
     chosen: dict[str, tuple[str, str]] = {
@@ -208,8 +215,7 @@ def _environment(checked: Checked, form: str) -> dict[str, tuple[str, str]]:
         )  # without it a restart meets the old store
     if checked.device == "gpu":
         chosen["NCCL_DEBUG"] = ("WARN", ours)
-    if cluster.kind == "local":
-        chosen["GLOO_SOCKET_IFNAME"] = ("lo", ours)
+    chosen |= {name: (value, ours) for name, value in defaults.items()}
     if launch.entrypoint == "trainer" and has_private_disks(launch, cluster):
         chosen["GPTCTL_PRIVATE_DISKS"] = ("1", ours)  # the trainer keeps a whole checkpoint on each
     if launch.devices:
@@ -233,57 +239,6 @@ def _absolute_secrets(launch: Launch, site: Site) -> dict[str, Mapping[str, str]
         return {"file": site.absolute(path)} if path else source
 
     return {name: absolute(source) for name, source in launch.secrets.items()}
-
-
-def _sbatch_options(checked: Checked, run_dir: str, log_dir: str) -> dict[str, str]:
-    """Options of sbatch by name, in the order they are written; flags and config win over the profile."""
-    slurm, cluster, machines = checked.launch.slurm, checked.cluster, checked.machines
-    if cluster.kind != "slurm":
-        return {}
-    cpus = slurm.cpus_per_task or cluster.cpus_per_task
-    options: dict[str, Any] = {
-        "job-name": checked.launch.job_name,
-        "partition": slurm.partition or cluster.partition,
-        "account": slurm.account or cluster.account,
-        "nodes": "-".join(map(str, dict.fromkeys(checked.launch.node_range))),
-        "ntasks-per-node": 1,
-        "cpus-per-task": cpus,
-        "time": slurm.time,
-    }
-    if checked.device == "gpu" and cluster.gpu_request != "none":
-        is_gres = cluster.gpu_request == "gres"
-        options["gres" if is_gres else "gpus-per-node"] = (
-            f"{'gpu:' if is_gres else ''}{machines.per_node}"
-        )
-    options |= {**cluster.sbatch, **slurm.extra}
-    if run_dir:
-        options |= {
-            "chdir": run_dir,
-            "output": os.path.join(
-                log_dir.replace("%", "%%"), "batch.log"
-            ),  # % begins a pattern of Slurm's
-            "open-mode": "append",
-            "signal": f"B:USR1@{_warning(slurm)}",
-            "requeue" if is_requeued(checked.launch) else "no-requeue": "",
-        }
-    written = {name: str(value) for name, value in options.items() if value is not None}
-    flags = {
-        name for name, value in written.items() if value in ("True", "true") and name != "comment"
-    }
-    return {
-        name: "" if name in flags else value for name, value in written.items()
-    }  # `exclusive: true`
-
-
-def is_requeued(launch: Launch) -> bool:
-    """The trainer goes on where it was; what a script does when it is started again, only its author knows."""
-    return launch.entrypoint == "trainer" if launch.slurm.requeue is None else launch.slurm.requeue
-
-
-def _warning(slurm: Slurm) -> int:
-    """How many seconds before its time limit a job saves: a quarter of a short one."""
-    limit = seconds_of(slurm.time) if slurm.time else 4 * WARNING
-    return slurm.save_before or min(WARNING, max(1, limit // 4))
 
 
 def cluster_as_json(cluster: Cluster) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptctl.engine.contract import BATCH_SCRIPT, BOOTSTRAP
+from gptctl.engine.files import private_files
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.jobs.store import home, private_files
-from gptctl.spec.resources import folder
+from gptctl.spec.resources import folder, home
 from trainer.errors import WRONG_USAGE, UserError, closest
 
 if TYPE_CHECKING:
@@ -85,10 +85,11 @@ def _environment(templates: Sequence[Path]) -> Environment:
             raise UserError(f"{file} replaces no template", hint, WRONG_USAGE)
     ours = [folder("templates") / name for name in FOLDERS]
     loaders = [FileSystemLoader(str(place)) for place in [*templates, *ours] if place.is_dir()]
+    remote = FileSystemLoader(str(folder("templates") / "remote"))  # first: never replaced
     replaced = DictLoader({name: file.read_text(encoding="utf-8") for name, file in own.items()})
     environment = ImmutableSandboxedEnvironment(
         bytecode_cache=_compiled_templates(),
-        loader=ChoiceLoader([replaced, *loaders]),
+        loader=ChoiceLoader([remote, replaced, *loaders]),
         undefined=StrictUndefined,
         finalize=quoted,
         trim_blocks=True,

@@ -10,7 +10,6 @@ import errno
 import getpass
 import logging
 import os
-import re
 import shlex
 import socket
 import stat
@@ -19,11 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from gptctl.remote.host_error import HostError
+from gptctl.remote.known_hosts import key_name, pinned_keys, pinning_file
 from gptctl.spec.cluster import Cluster, Host
-from gptctl.spec.summary import count
+from gptctl.text import count
 from trainer.errors import OUT_OF_REACH, Rule, UserError
 
 if TYPE_CHECKING:
@@ -37,15 +37,9 @@ ALIVE = 15  # seconds between two signs of life of a connection
 MOST_AT_ONCE = 32
 MOST_JUMPS = 8
 SSH_PORT = 22
-BEGINS = "gptctl begins"  # a line before what a command says: login shells may say something of their own first
-BASH = (
-    "bash",
-    "--norc",
-    "-c",
-)  # without it, bash reads what is meant for people when sshd starts it
-SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
-# Whatever else the kernel says is a file's fault, here or there, and not the way's.
-_OF_WAYS = (
+START_MARKER = "gptctl begins"  # a line before what a command says: login shells may say something of their own first
+# Whatever else the kernel says is a file's fault, here or there, and not the route's.
+_NETWORK_ERRORS = (
     *(
         errno.ECONNRESET,
         errno.ECONNABORTED,
@@ -63,15 +57,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class HostError(UserError):
-    """A host that cannot be used, and what can be done about it; `is_lost`: it may be back in a moment."""
-
-    def __init__(self, host: str, what: str, hint: str = "", is_lost: bool = False) -> None:
-        super().__init__(f"{host}: {what}", hint, OUT_OF_REACH)
-        self.host, self.what, self.is_lost = host, what, is_lost
-
-
-class Done(NamedTuple):
+class CommandResult(NamedTuple):
     """The end of a command on a host."""
 
     code: int
@@ -88,7 +74,7 @@ class Entry(NamedTuple):
     changed: int
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """How a host is reached: profile and ssh config together."""
 
     name: str  # as the profile calls it
@@ -97,18 +83,18 @@ class Way(NamedTuple):
     user: str
     keys: tuple[str, ...]
     known_hosts: tuple[str, ...]
-    jumps: tuple[Way, ...] = ()
+    jumps: tuple[Route, ...] = ()
     command: str = ""  # ProxyCommand
     timeout: float = CONNECT
 
 
-def ways(cluster: Cluster) -> list[Way]:
+def routes(cluster: Cluster) -> list[Route]:
     """In the order of the profile, which is that of the nodes."""
     logging.getLogger("paramiko").setLevel(
         logging.CRITICAL + 1
     )  # what it has to say comes as an exception, too
     config = _read_config()
-    found = at_once(lambda host: _way(host, cluster, config), cluster.hosts)
+    found = in_parallel(lambda host: _route(host, cluster, config), cluster.hosts)
     return all_or_none(found)
 
 
@@ -124,7 +110,7 @@ def _read_config() -> paramiko.SSHConfig:
         ) from None
 
 
-def _way(host: Host, cluster: Cluster, config: paramiko.SSHConfig) -> Way:
+def _route(host: Host, cluster: Cluster, config: paramiko.SSHConfig) -> Route:
     said = _said(config, host.host)
     jump = host.proxy_jump or said.get("proxyjump", "none")
     command = said.get("proxycommand", "none") if not host.proxy_jump and jump == "none" else "none"
@@ -132,16 +118,16 @@ def _way(host: Host, cluster: Cluster, config: paramiko.SSHConfig) -> Way:
         hint = "set allow_proxy_command: true in the profile if you trust it, or use ProxyJump"
         raise HostError(host.host, f"the ssh config runs a ProxyCommand for it: {command}", hint)
     jumps = _hops(host.host, jump, cluster, config)
-    return _plain_way(host, cluster, said, jumps, "" if command == "none" else command)
+    return _plain_route(host, cluster, said, jumps, "" if command == "none" else command)
 
 
-def _plain_way(
+def _plain_route(
     host: Host,
     cluster: Cluster,
     said: dict[str, Any],
-    jumps: tuple[Way, ...] = (),
+    jumps: tuple[Route, ...] = (),
     command: str = "",
-) -> Way:
+) -> Route:
     own = host.identity_file or cluster.identity_file
     if own and not (
         os.path.isfile(os.path.expanduser(own)) and os.access(os.path.expanduser(own), os.R_OK)
@@ -154,7 +140,7 @@ def _plain_way(
     keys = [own] if own else said.get("identityfile", [])
     pinned = said.get("userknownhostsfile", "~/.ssh/known_hosts")
     files = [cluster.known_hosts] if cluster.known_hosts else _words_of(host.host, pinned)
-    return Way(
+    return Route(
         name=host.host,
         host=said.get("hostname", host.host),
         port=host.port or int(said.get("port", SSH_PORT)),
@@ -167,13 +153,13 @@ def _plain_way(
     )
 
 
-def _hops(host: str, jump: str, cluster: Cluster, config: paramiko.SSHConfig) -> tuple[Way, ...]:
+def _hops(host: str, jump: str, cluster: Cluster, config: paramiko.SSHConfig) -> tuple[Route, ...]:
     """`user@bastion:2222,second`; the first may have jump hosts of its own in the ssh config."""
-    hops: list[Way] = []
+    hops: list[Route] = []
     while jump != "none" and len(hops) <= MOST_JUMPS:
         names = [_hop(text) for text in jump.split(",")]
         said = [_said(config, name.host) for name in names]
-        hops = [*(_plain_way(name, cluster, words) for name, words in zip(names, said)), *hops]
+        hops = [*(_plain_route(name, cluster, words) for name, words in zip(names, said)), *hops]
         own = said[0].get("proxyjump", "none")
         jump = (
             "none" if _hop(own.split(",")[-1]).host == names[0].host else own
@@ -216,16 +202,16 @@ def _said(config: paramiko.SSHConfig, name: str) -> dict[str, Any]:
 
 
 class Connection:
-    """An open way to a host. What fails raises HostError, and says whether the host was lost."""
+    """An open route to a host. What fails raises HostError, and says whether the host was lost."""
 
-    def __init__(self, way: Way) -> None:
-        self.way = way
-        self._client = _connected(way, _socket_to(way))
+    def __init__(self, route: Route, jump_hosts: JumpHosts) -> None:
+        self.route = route
+        self._client = _connected(route, _socket_to(route, jump_hosts))
         self._files: Files | None = None
 
     @property
     def _transport(self) -> paramiko.Transport:
-        return _transport_of(self._client, self.way)
+        return _transport_of(self._client, self.route)
 
     @contextmanager
     def _in_time(self, patience: float) -> Iterator[None]:
@@ -240,27 +226,29 @@ class Connection:
 
     def start(self, command: Sequence[str]) -> paramiko.Channel:
         """Begins a command; whoever began it reads and writes the channel."""
-        with told(self.way), self._in_time(ANSWER):
-            channel = self._transport.open_session(timeout=self.way.timeout)
+        with host_errors(self.route), self._in_time(ANSWER):
+            channel = self._transport.open_session(timeout=self.route.timeout)
             channel.settimeout(ANSWER)
-            channel.exec_command(f"echo {shlex.quote(BEGINS)}; {shlex.join(command)}")
+            channel.exec_command(f"echo {shlex.quote(START_MARKER)}; {shlex.join(command)}")
         return channel
 
-    def run(self, command: Sequence[str], stdin: bytes = b"", patience: float = ANSWER) -> Done:
-        with told(self.way), self._in_time(patience):
+    def run(
+        self, command: Sequence[str], stdin: bytes = b"", patience: float = ANSWER
+    ) -> CommandResult:
+        with host_errors(self.route), self._in_time(patience):
             channel = self.start(command)
             channel.settimeout(patience)
             if stdin:
                 channel.sendall(stdin)
             channel.shutdown_write()
-            out = channel.makefile("rb").read().partition(f"{BEGINS}\n".encode())[2]
+            out = channel.makefile("rb").read().partition(f"{START_MARKER}\n".encode())[2]
             err = last_words(channel)
-            return Done(channel.recv_exit_status(), out, err.strip())
+            return CommandResult(channel.recv_exit_status(), out, err.strip())
 
     @property
     def files(self) -> paramiko.SFTPClient:
         if self._files is None:
-            with told(self.way), self._in_time(ANSWER):
+            with host_errors(self.route), self._in_time(ANSWER):
                 self._files = self._transport.open_sftp_client()
             assert self._files
             channel = self._files.get_channel()
@@ -316,8 +304,8 @@ def last_words(channel: Channel, patience: float = 5.0) -> str:
 
 
 @contextmanager
-def told(way: Way) -> Iterator[None]:
-    """Whatever goes wrong on the way is said in our words."""
+def host_errors(route: Route) -> Iterator[None]:
+    """Whatever goes wrong on the route is said in our words."""
     import paramiko
 
     try:
@@ -325,35 +313,32 @@ def told(way: Way) -> Iterator[None]:
     except HostError:
         raise
     except (EOFError, OSError, paramiko.SSHException, paramiko.SFTPError) as error:
-        if isinstance(error, OSError) and error.errno and error.errno not in _OF_WAYS:
+        if isinstance(error, OSError) and error.errno and error.errno not in _NETWORK_ERRORS:
             raise
         raise HostError(
-            way.name, f"the connection is lost: {_words(error)}", is_lost=True
+            route.name, f"the connection is lost: {_words(error)}", is_lost=True
         ) from None
 
 
-class Bastions:
+class JumpHosts:
     """Jump hosts with an open connection, which all hosts behind them share until this process ends: sshd lets only few
     come in at the same time."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[Way, ...], paramiko.SSHClient] = {}
-        self._opening: dict[tuple[Way, ...], threading.Lock] = {}
+        self._open: dict[tuple[Route, ...], paramiko.SSHClient] = {}
+        self._opening: dict[tuple[Route, ...], threading.Lock] = {}
         self._lock = threading.Lock()
 
-    def client(self, hops: tuple[Way, ...]) -> paramiko.SSHClient:
+    def client(self, hops: tuple[Route, ...]) -> paramiko.SSHClient:
         """Of the last of these, through those before it."""
         with self._lock:
             opening = self._opening.setdefault(hops, threading.Lock())
         with opening:
             client = self._open.get(hops)
             if client is None or not _is_active(client):
-                client = _connected(hops[-1], _socket_to(hops[-1]._replace(jumps=hops[:-1])))
+                client = _connected(hops[-1], _socket_to(hops[-1]._replace(jumps=hops[:-1]), self))
                 self._open[hops] = client
             return client
-
-
-BASTIONS = Bastions()
 
 
 def _is_active(client: paramiko.SSHClient) -> bool:
@@ -361,40 +346,40 @@ def _is_active(client: paramiko.SSHClient) -> bool:
     return transport is not None and transport.is_active()
 
 
-def _transport_of(client: paramiko.SSHClient, way: Way) -> paramiko.Transport:
+def _transport_of(client: paramiko.SSHClient, route: Route) -> paramiko.Transport:
     transport = client.get_transport()
     if transport is None or not transport.is_active():
-        raise HostError(way.name, "the connection is lost", is_lost=True)
+        raise HostError(route.name, "the connection is lost", is_lost=True)
     return transport
 
 
-def _socket_to(way: Way) -> Any:
+def _socket_to(route: Route, jump_hosts: JumpHosts) -> Any:
     """Through its jump hosts, or through the user's command; None: straight."""
     import paramiko
 
-    if way.jumps:
-        bastion = _transport_of(BASTIONS.client(way.jumps), way)
-        there, here = (way.host, way.port), ("127.0.0.1", 0)
+    if route.jumps:
+        bastion = _transport_of(jump_hosts.client(route.jumps), route)
+        there, here = (route.host, route.port), ("127.0.0.1", 0)
         try:
-            with told(way):
-                return bastion.open_channel("direct-tcpip", there, here, timeout=way.timeout)
+            with host_errors(route):
+                return bastion.open_channel("direct-tcpip", there, here, timeout=route.timeout)
         except HostError:
-            _close_if_dead(bastion, way)
+            _close_if_dead(bastion, route)
             raise
-    return paramiko.ProxyCommand(way.command) if way.command else None
+    return paramiko.ProxyCommand(route.command) if route.command else None
 
 
-def _close_if_dead(bastion: paramiko.Transport, way: Way) -> None:
+def _close_if_dead(bastion: paramiko.Transport, route: Route) -> None:
     """A host behind it may not answer, or the bastion itself: then the next one gets a new connection."""
     import paramiko
 
     try:
-        bastion.open_session(timeout=way.timeout).close()
+        bastion.open_session(timeout=route.timeout).close()
     except (OSError, EOFError, paramiko.SSHException):
         bastion.close()
 
 
-def _connected(hop: Way, sock: Any) -> paramiko.SSHClient:
+def _connected(hop: Route, sock: Any) -> paramiko.SSHClient:
     import paramiko
 
     client = paramiko.SSHClient()
@@ -421,48 +406,30 @@ def _connected(hop: Way, sock: Any) -> paramiko.SSHClient:
     return client
 
 
-_HASHED = re.compile(r"\|1\|[A-Za-z0-9+/]{27}=\|[A-Za-z0-9+/]{27}=")
+def _load(keys: paramiko.HostKeys, hop: Route) -> None:
+    for names, kind, text in pinned_keys(hop.name, hop.known_hosts):
+        _add(keys, names, kind, text)
 
 
-def _load(keys: paramiko.HostKeys, hop: Way) -> None:
-    """The pinned keys but those that are revoked; lines that cannot be understood pin nothing."""
-    lines: list[str] = []
-    for file in (*hop.known_hosts, SYSTEM_KNOWN_HOSTS):
-        try:
-            if os.path.isfile(file):
-                lines += Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError as error:
-            hint = "mend it, or see known_hosts in the profile"
-            raise HostError(hop.name, f"{file} cannot be read: {error.strerror}", hint) from None
-    revoked = {
-        line.split()[3] for line in lines if line.startswith("@revoked ") and len(line.split()) > 3
-    }
-    for line in lines:
-        words = line.split()
-        if len(words) > 2 and not line.startswith(("#", "@")) and words[2] not in revoked:
-            _add(keys, *words[:3])
-
-
-def _add(keys: paramiko.HostKeys, names: str, kind: str, text: str) -> None:
+def _add(keys: paramiko.HostKeys, names: Sequence[str], kind: str, text: str) -> None:
     import paramiko
 
     try:
         key = paramiko.PKey.from_type_string(kind, base64.b64decode(text))
     except (ValueError, paramiko.SSHException, paramiko.UnknownKeyType):
         return
-    for name in names.split(","):
-        if not name.startswith("|") or _HASHED.fullmatch(name):
-            keys.add(name, kind, key)
+    for name in names:
+        keys.add(name, kind, key)
 
 
-def _refusal(hop: Way, error: Exception) -> HostError:
+def _refusal(hop: Route, error: Exception) -> HostError:
     """Why a host was not reached, and what helps."""
     import paramiko
 
     place = f"{hop.user}@{hop.host}:{hop.port}"
     if isinstance(error, paramiko.BadHostKeyException):
         what = f"its host key has CHANGED: it shows {fingerprint(error.key)}, pinned is {fingerprint(error.expected_key)}"
-        hint = f"somebody may be listening; only if you know why, delete its line from {_pinned_in(hop)}"
+        hint = f"somebody may be listening; only if you know why, delete its line from {pinning_file(hop.known_hosts)}"
         return HostError(hop.name, what, hint)
     if isinstance(error, paramiko.PasswordRequiredException):
         return HostError(
@@ -480,7 +447,9 @@ def _refusal(hop: Way, error: Exception) -> HostError:
         )
     if "not found in known_hosts" in str(error):
         hint = "`gptctl hosts trust CLUSTER` shows its fingerprint and pins it"
-        return HostError(hop.name, f"its host key is not known in {_pinned_in(hop)}", hint)
+        return HostError(
+            hop.name, f"its host key is not known in {pinning_file(hop.known_hosts)}", hint
+        )
     if "not a valid" in str(error) or "key file" in str(error):
         return HostError(
             hop.name, f"{', '.join(hop.keys)}: {_words(error)}", "see identity_file in the profile"
@@ -502,10 +471,6 @@ def _refusal(hop: Way, error: Exception) -> HostError:
     return HostError(hop.name, f"{place}: {_words(error)}", "try it with ssh -v", is_lost=True)
 
 
-def _pinned_in(hop: Way) -> str:
-    return hop.known_hosts[0] if hop.known_hosts else SYSTEM_KNOWN_HOSTS
-
-
 def _words(error: Exception) -> str:
     import paramiko
 
@@ -519,7 +484,7 @@ def _words(error: Exception) -> str:
 
 
 def all_or_none(results: Sequence[R | Exception], so: str = "", hint: str = "") -> list[R]:
-    """What went wrong is told of all hosts at once."""
+    """What went wrong is host_errors of all hosts at once."""
     wrong = [result for result in results if isinstance(result, HostError)]
     for result in results:
         if isinstance(result, Exception) and not isinstance(result, HostError):
@@ -536,7 +501,7 @@ def fingerprint(key: paramiko.PKey) -> str:
     return f"{key.get_name()} {key.fingerprint}"
 
 
-def at_once(
+def in_parallel(
     work: Callable[[T], R], items: Sequence[T], most: int = MOST_AT_ONCE
 ) -> list[R | Exception]:
     """The results of all, or what each raised, in their order."""
@@ -554,59 +519,36 @@ def at_once(
 class ShownKey(NamedTuple):
     """The key that a host shows, and whether it is the pinned one: `known`, `new` or `changed`."""
 
-    way: Way
+    route: Route
     key: Any
     state: str
 
 
-def shown_key(way: Way) -> ShownKey:
+def shown_key(route: Route, jump_hosts: JumpHosts) -> ShownKey:
     """Asked without telling the host who asks. Its jump hosts must be trusted already."""
     import paramiko
 
     pinned = paramiko.HostKeys()
-    _load(pinned, way)
-    known = pinned.lookup(_key_name(way)) or {}
+    _load(pinned, route)
+    known = pinned.lookup(key_name(route.host, route.port)) or {}
     try:
-        sock = _socket_to(way) or socket.create_connection((way.host, way.port), way.timeout)
+        sock = _socket_to(route, jump_hosts) or socket.create_connection(
+            (route.host, route.port), route.timeout
+        )
         with closing(paramiko.Transport(sock)) as transport:
-            transport.banner_timeout = way.timeout
+            transport.banner_timeout = route.timeout
             options = transport.get_security_options()
             options.key_types = sorted(
                 options.key_types, key=lambda kind: _key_kind(kind) not in known
             )  # pinned first
-            transport.start_client(timeout=way.timeout)
+            transport.start_client(timeout=route.timeout)
             key = transport.get_remote_server_key()
     except (OSError, EOFError, paramiko.SSHException) as error:
-        raise _refusal(way, error) from None
+        raise _refusal(route, error) from None
     same = known.get(key.get_name()) == key
-    return ShownKey(way, key, "known" if same else "changed" if known else "new")
+    return ShownKey(route, key, "known" if same else "changed" if known else "new")
 
 
 def _key_kind(algorithm: str) -> str:
-    """As known_hosts calls it: an RSA key has one name there, and several ways to sign."""
+    """As known_hosts calls it: an RSA key has one name there, and several routes to sign."""
     return "ssh-rsa" if algorithm.startswith("rsa-sha2-") else algorithm
-
-
-def _key_name(way: Way) -> str:
-    return way.host if way.port == SSH_PORT else f"[{way.host}]:{way.port}"
-
-
-def pin(shown: ShownKey) -> None:
-    """From now on this key, and no other one, is this host's."""
-    file = Path(_pinned_in(shown.way))
-    if file.exists() and not file.is_file():
-        raise UserError(
-            f"{file} keeps nothing", "name a file as known_hosts in the profile", OUT_OF_REACH
-        )
-    line = f"{_key_name(shown.way)} {shown.key.get_name()} {shown.key.get_base64()}\n"
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        before = file.read_text(encoding="utf-8") if file.exists() else ""
-        with open(
-            os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8"
-        ) as stream:
-            stream.write(line if not before or before.endswith("\n") else f"\n{line}")
-    except OSError as error:
-        raise UserError(
-            f"{file} cannot be written: {error.strerror}", "see known_hosts", OUT_OF_REACH
-        ) from None

@@ -14,13 +14,14 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
-from gptctl.backends.ssh.backend import mirror_of
-from gptctl.cli import ui
-from gptctl.jobs.store import JobRecord, private_files
-from gptctl.remote.connection import Connection, HostError
-from gptctl.remote.log_sync import CHUNK, MOST_AHEAD, HostMirror, Part, is_mirrored
+from gptctl.engine.files import private_files
+from gptctl.jobs.store import JobRecord
+from gptctl.remote.connection import Connection
+from gptctl.remote.host_error import HostError
+from gptctl.remote.log_sync import CHUNK, MOST_AHEAD, HostSync, LogSync, Part, is_synced
+from gptctl.reporting import Fetched, Progress, Say, ShowProgress
 from trainer.errors import OUT_OF_REACH, UserError
 
 CHECKPOINT = re.compile(r"step_\d+(\.aside\d+)?")
@@ -33,69 +34,69 @@ class Gone(Exception):
     """A file that was there a moment ago."""
 
 
-class Brought(NamedTuple):
-    files: int
-    bytes: int
-    folder: str
-
-
-def bring_home(record: JobRecord, target: str | None, checkpoints: bool) -> Brought:
-    mirror = mirror_of(record)
-    mirror.refresh()
-    if away := mirror.out_of_reach():
-        raise UserError(
-            f"not all of {record.id} can be fetched: {'; '.join(away)}", "fetch again", OUT_OF_REACH
-        )
+def fetch(
+    record: JobRecord,
+    sync: LogSync,
+    target: str | None,
+    checkpoints: bool,
+    say: Say,
+    show: ShowProgress,
+) -> Fetched:
+    sync.refresh()
+    if unreachable := sync.unreachable():
+        message = f"not all of {record.id} can be fetched: {'; '.join(unreachable)}"
+        raise UserError(message, "fetch again", OUT_OF_REACH)
     here = Path(target).absolute() if target else record.run_folder
     try:
         with private_files():
             here.mkdir(parents=True, exist_ok=True)
-            parts = _all_parts(mirror.with_files, here, checkpoints)
-            with ui.progress(
-                f"fetching {record.id}", sum(part.size for _, part in parts.values())
-            ) as done:
-                _bring_all(parts, done)
+            parts = _all_parts(sync.with_files, here, checkpoints, say)
+            total = sum(part.size for _, part in parts.values())
+            with show(f"fetching {record.id}", total) as done:
+                _copy_all(parts, say, done)
     except OSError as error:
         message = f"{error.filename or here} cannot be written: {error.strerror}"
         raise UserError(message, "choose another folder with --to", OUT_OF_REACH) from None
     _check(here)
-    return Brought(len(parts), sum(part.size for _, part in parts.values()), str(here))
+    return Fetched(len(parts), sum(part.size for _, part in parts.values()), str(here))
 
 
-Parts = dict[Path, tuple[HostMirror, Part]]
+Parts = dict[Path, tuple[HostSync, Part]]
 
 
-def _all_parts(hosts: list[HostMirror], here: Path, checkpoints: bool) -> Parts:
+def _all_parts(hosts: list[HostSync], here: Path, checkpoints: bool, say: Say) -> Parts:
     parts: Parts = {}
     for host in hosts:
-        for part in _wanted(host, here, checkpoints):
+        for part in _wanted(host, here, checkpoints, say):
             if (
                 part.local in parts
                 and not _is_of_checkpoint(part.local)
                 and part.local.name != SAME_EVERYWHERE
             ):
-                own = here / "hosts" / host.way.name / part.local.relative_to(here)
+                own = here / "hosts" / host.route.name / part.local.relative_to(here)
                 parts[own] = host, part._replace(local=own)
             else:
                 parts.setdefault(part.local, (host, part))
     return parts
 
 
-def _wanted(host: HostMirror, here: Path, checkpoints: bool) -> Iterator[Part]:
+def _wanted(host: HostSync, here: Path, checkpoints: bool, say: Say) -> Iterator[Part]:
     """Logs; what the trainer wrote, or what a script left in its folder beside the files that were sent there."""
     plan, own = host.plan, host.record.run_folder
     with host.connected() as connection:
-        yield from _below(connection, plan.log_dir, here / "logs", checkpoints)
+        yield from _below(connection, plan.log_dir, here / "logs", checkpoints, say)
         if plan.output_dir:
-            yield from _below(connection, plan.output_dir, here / "output", checkpoints)
+            yield from _below(connection, plan.output_dir, here / "output", checkpoints, say)
             return
-        for part in _below(connection, plan.work_dir, here / "work", checkpoints):
+        for part in _below(connection, plan.work_dir, here / "work", checkpoints, say):
             sent = own / "code" / part.local.relative_to(here / "work")
             if not _is_here(part._replace(local=sent)):
                 yield part
 
 
-def _below(connection: Connection, remote: str, local: Path, checkpoints: bool) -> Iterator[Part]:
+def _below(
+    connection: Connection, remote: str, local: Path, checkpoints: bool, say: Say
+) -> Iterator[Part]:
     links = []
     for entry in connection.listed(remote):
         if NOT_WANTED.fullmatch(entry.name) or "\0" in entry.name:
@@ -103,14 +104,16 @@ def _below(connection: Connection, remote: str, local: Path, checkpoints: bool) 
         if CHECKPOINT.fullmatch(entry.name) and not checkpoints:
             continue
         if stat.S_ISDIR(entry.mode):
-            yield from _below(connection, f"{remote}/{entry.name}", local / entry.name, checkpoints)
+            yield from _below(
+                connection, f"{remote}/{entry.name}", local / entry.name, checkpoints, say
+            )
         elif stat.S_ISREG(entry.mode):
             yield Part(f"{remote}/{entry.name}", local / entry.name, entry.size, entry.changed)
         else:
             links.append(entry.name)
     if links:
-        ui.say(
-            f"left on {connection.way.name}, in {remote}, since they are no plain files: {', '.join(links)}"
+        say(
+            f"left on {connection.route.name}, in {remote}, since they are no plain files: {', '.join(links)}"
         )
 
 
@@ -118,13 +121,13 @@ def _is_of_checkpoint(file: Path) -> bool:
     return bool(CHECKPOINT.fullmatch(file.parent.name))
 
 
-def _bring_all(parts: Parts, done: ui.Progress) -> None:
+def _copy_all(parts: Parts, say: Say, done: Progress) -> None:
     """A running job prunes old checkpoints: one that goes meanwhile does not come."""
     gone: set[Path] = set()
     for host, part in list(parts.values()):
         try:
             if part.local.parent not in gone:
-                _bring(host, part, done)
+                _copy(host, part, say, done)
         except Gone:
             gone.add(part.local.parent)
     for folder in gone:
@@ -138,9 +141,9 @@ def _bring_all(parts: Parts, done: ui.Progress) -> None:
             del parts[local]
 
 
-def _bring(host: HostMirror, part: Part, done: ui.Progress) -> None:
+def _copy(host: HostSync, part: Part, say: Say, done: Progress) -> None:
     """One file; after a lost connection it goes on where it was."""
-    if _is_here(part) or _is_of_mirror(host, part):
+    if _is_here(part) or _is_synced(host, part):
         done(part.size)
         return
     unfinished = part.local.with_name(
@@ -154,7 +157,7 @@ def _bring(host: HostMirror, part: Part, done: ui.Progress) -> None:
         except HostError as error:
             if not error.is_lost or not tries_left:
                 raise
-            ui.say(f"{error.message}; trying again …")
+            say(f"{error.message}; trying again …")
             host.wait_for_next_try()
     os.utime(unfinished, (part.changed, part.changed))
     unfinished.replace(part.local)
@@ -168,13 +171,13 @@ def _is_here(part: Part) -> bool:
     return (found.st_size, int(found.st_mtime)) == (part.size, part.changed)
 
 
-def _is_of_mirror(host: HostMirror, part: Part) -> bool:
+def _is_synced(host: HostSync, part: Part) -> bool:
     """What is followed is kept up to date by whoever follows; another file in its place would be shown again."""
     is_in_own_folder = part.local.is_relative_to(host.record.run_folder)
-    return is_in_own_folder and is_mirrored(part.local.name) and part.local.exists()
+    return is_in_own_folder and is_synced(part.local.name) and part.local.exists()
 
 
-def _read_on(host: HostMirror, part: Part, unfinished: Path, done: ui.Progress) -> None:
+def _read_on(host: HostSync, part: Part, unfinished: Path, done: Progress) -> None:
     with host.connected() as connection, open(unfinished, "ab") as copy:
         _lock(copy)
         if copy.tell() > part.size:
@@ -188,7 +191,7 @@ def _read_on(host: HostMirror, part: Part, unfinished: Path, done: ui.Progress) 
                 data = source.read(min(CHUNK, part.size - at))
                 if not data:
                     raise HostError(
-                        host.way.name, f"{part.remote} has become shorter", "fetch again"
+                        host.route.name, f"{part.remote} has become shorter", "fetch again"
                     )
                 copy.write(data)
                 at += len(data)
@@ -202,7 +205,7 @@ def _opened(connection: Connection, part: Part) -> Any:
         raise Gone from None
     except PermissionError:
         hint = "change its mode there, and fetch again"
-        raise HostError(connection.way.name, f"{part.remote} may not be read", hint) from None
+        raise HostError(connection.route.name, f"{part.remote} may not be read", hint) from None
 
 
 def _lock(copy: BinaryIO) -> None:

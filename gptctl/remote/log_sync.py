@@ -18,21 +18,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.engine.files import replacing
+from gptctl.engine.files import private_files, replacing
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import RunFolder, read_json
-from gptctl.jobs.store import JobRecord, private_files
+from gptctl.jobs.store import JobRecord
 from gptctl.remote.connection import (
-    BASH,
+    CommandResult,
     Connection,
-    Done,
     Files,
-    HostError,
-    Way,
-    at_once,
-    told,
-    ways,
+    JumpHosts,
+    Route,
+    host_errors,
+    in_parallel,
+    routes,
 )
+from gptctl.remote.host_error import HostError
+from gptctl.remote.scripts import remote_command
 from gptctl.spec.cluster import cluster_of_job
 from trainer.errors import OUT_OF_REACH, UserError
 
@@ -44,14 +45,6 @@ AGAIN = (1.0, 15.0)  # seconds until a lost host is tried again: at first, at mo
 LARGEST = 1 << 20  # of what is copied whole
 MOST_AHEAD = 1 << 30  # bytes that are asked for before the first of them has come
 IS_GONE = 66
-# Words: folder, token, verb and more. Where the folder is gone, processes of the job may be left all the same.
-ASK = (
-    '[ "$(cat "$1/.token" 2> /dev/null)" != "$2" ] || exec bash --norc "$1/agent.sh" host_commands "${@:3}"; '
-    f'[ "$3" = end ] && [ ! -e "$1/.token" ] || exit {IS_GONE}; '
-    'marked() { grep -lszxF "GPTCTL_RUN_DIR=$1" /proc/[0-9]*/environ | cut -d/ -f3; }; '
-    'for _ in 1 2 3 4 5; do for pid in $(marked "$1"); do kill -KILL "$pid"; done 2> /dev/null; sleep 0.1; done; '
-    'echo "{\\"left\\": [$(marked "$1" | paste -sd, -)]}"'
-)
 RESULT = "result.json"
 _ATTEMPT = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
 GROWS = re.compile(
@@ -71,11 +64,19 @@ class Part(NamedTuple):
     changed: int
 
 
-class HostMirror:
+class HostSync:
     """One host of a job: its files, and what it says of its processes."""
 
-    def __init__(self, record: JobRecord, plan: LaunchPlan, way: Way, node: int) -> None:
-        self.record, self.plan, self.way, self.node = record, plan, way, node
+    def __init__(
+        self,
+        record: JobRecord,
+        plan: LaunchPlan,
+        route: Route,
+        node: int,
+        jump_hosts: JumpHosts,
+    ) -> None:
+        self.record, self.plan, self.route, self.node = record, plan, route, node
+        self._jump_hosts = jump_hosts
         self.fault = "it was not asked yet"  # why it is out of reach
         self.seen: dict[str, Any] | None = None  # what it said last; None: its folder is gone
         self.has_result = False
@@ -89,7 +90,7 @@ class HostMirror:
         """An open connection; when it is lost, the host is out of reach until the next one."""
         try:
             self._connection = self._connection or self._connect()
-            with told(self.way):
+            with host_errors(self.route):
                 yield self._connection
             self.fault = ""
         except HostError as error:
@@ -103,7 +104,7 @@ class HostMirror:
         if self._refusal and began < self._try_at:
             raise self._refusal
         try:
-            connection = Connection(self.way)
+            connection = Connection(self.route, self._jump_hosts)
             self._refusal, self._pause = None, 0.0
             return connection
         except HostError as error:
@@ -120,19 +121,19 @@ class HostMirror:
     def ask(self, *words: str, patience: float = 60.0) -> dict[str, Any] | None:
         """Has `host_commands` answer; None when there is nothing of the job on that host."""
         with self.connected() as connection:
-            command = [*BASH, ASK, "gptctl", self.plan.run_dir, self.record.token, *words]
+            command = remote_command("ask_host.sh", self.plan.remote_dir, self.record.token, *words)
             done = connection.run(command, patience=patience)
             if done.code == IS_GONE:
                 return None
             return self._answer(done)
 
-    def _answer(self, done: Done) -> dict[str, Any]:
+    def _answer(self, done: CommandResult) -> dict[str, Any]:
         with suppress(ValueError):
             answer = json.loads(done.out)
             if isinstance(answer, dict):
                 return answer
         said = done.err.splitlines()[-1] if done.err else f"exit code {done.code}"
-        raise HostError(self.way.name, f"it cannot look after its job: {said}")
+        raise HostError(self.route.name, f"it cannot look after its job: {said}")
 
     def look(self) -> None:
         self.seen = self.ask("look")
@@ -141,7 +142,7 @@ class HostMirror:
         with self.connected() as connection:
             return [entry.name for entry in connection.listed(folder)]
 
-    def bring(self) -> None:
+    def copy_new(self) -> None:
         """Copies what is new."""
         with self._copying, self.connected() as connection:
             for part in self._parts(connection):
@@ -151,7 +152,7 @@ class HostMirror:
 
     def _parts(self, connection: Connection) -> Iterator[Part]:
         for remote, local in (
-            (self.plan.run_dir, self.record.run_dir),
+            (self.plan.remote_dir, self.record.local_dir),
             (self.plan.log_dir, self.record.log_dir),
         ):
             for entry in connection.listed(remote):
@@ -162,14 +163,14 @@ class HostMirror:
                 self.has_result |= entry.name == RESULT
         has_first_rank = (
             self.node == 0 or self.plan.form == "c10d"
-        )  # which sorts the hosts in its own way
+        )  # which sorts the hosts in its own route
         if self.plan.output_dir and has_first_rank:
             yield from _parts_of(connection, self.plan.output_dir, Path(self.record.output_dir))
 
-    def bring_result(self) -> None:
+    def copy_result(self) -> None:
         """The last word of the job, which only the first host has."""
         with self._copying, self.connected() as connection:
-            remote = f"{self.plan.run_dir}/{RESULT}"
+            remote = f"{self.plan.remote_dir}/{RESULT}"
             found = connection.files.stat(remote)
             part = Part(
                 remote, self.record.run_folder / RESULT, found.st_size or 0, found.st_mtime or 0
@@ -182,11 +183,11 @@ class HostMirror:
 
 def _parts_of(connection: Connection, remote: str, local: Path) -> Iterator[Part]:
     for entry in connection.listed(remote):
-        if is_mirrored(entry.name) and stat.S_ISREG(entry.mode):
+        if is_synced(entry.name) and stat.S_ISREG(entry.mode):
             yield Part(f"{remote}/{entry.name}", local / entry.name, entry.size, entry.changed)
 
 
-def is_mirrored(name: str) -> bool:
+def is_synced(name: str) -> bool:
     return bool(GROWS.fullmatch(name) or _WHOLE.fullmatch(name))
 
 
@@ -220,15 +221,17 @@ def _replace(files: Files, part: Part) -> None:
     os.utime(part.local, (part.changed, part.changed))
 
 
-class Mirror:
+class LogSync:
     """All hosts of a job. Of several gptctl that look at the same job, one writes its copy here, and all read it."""
 
-    def __init__(self, record: JobRecord) -> None:
+    def __init__(self, record: JobRecord, jump_hosts: JumpHosts) -> None:
         self.record = record
         self.plan = _plan_in(record.run_folder)
         cluster = cluster_of_job(record.run_folder)
-        used = ways(cluster)[: record.nodes]
-        self.hosts = [HostMirror(record, self.plan, way, node) for node, way in enumerate(used)]
+        used = routes(cluster)[: record.nodes]
+        self.hosts = [
+            HostSync(record, self.plan, route, node, jump_hosts) for node, route in enumerate(used)
+        ]
         self.with_files = self.hosts[:1] if cluster.shared_fs else self.hosts
         self._refreshed = float("-inf")
         self._stopped: threading.Event | None = None  # while it is kept fresh
@@ -241,25 +244,25 @@ class Mirror:
             return
         may_write = self._may_write()
         with private_files():
-            at_once(lambda host: self._refresh_host(host, may_write), self.hosts)
+            in_parallel(lambda host: self._refresh_host(host, may_write), self.hosts)
             if may_write:
-                self._bring_result()
+                self._copy_result()
         self._give_up_lock()
         self._refreshed = time.monotonic()
 
-    def _refresh_host(self, host: HostMirror, may_write: bool) -> None:
+    def _refresh_host(self, host: HostSync, may_write: bool) -> None:
         host.look()
         if may_write and host in self.with_files:
-            host.bring()
+            host.copy_new()
 
-    def _bring_result(self) -> None:
+    def _copy_result(self) -> None:
         """After everything that was written before it."""
-        head, folder = self.hosts[0], RunFolder(self.record.run_dir)
+        head, folder = self.hosts[0], RunFolder(self.record.local_dir)
         if not head.has_result or (folder.result() and not folder.not_copied.exists()):
             return
-        results = at_once(HostMirror.bring, self.with_files)
+        results = in_parallel(HostSync.copy_new, self.with_files)
         missing = [
-            host.way.name
+            host.route.name
             for host, result in zip(self.with_files, results)
             if isinstance(result, Exception)
         ]
@@ -269,10 +272,10 @@ class Mirror:
             folder.not_copied.unlink(missing_ok=True)
         if not folder.result():
             with suppress(HostError):
-                head.bring_result()
+                head.copy_result()
 
     @contextmanager
-    def kept_fresh(self) -> Iterator[None]:
+    def keep_updated(self) -> Iterator[None]:
         """While a job is followed. Every host is read by a thread of its own: one that is lost holds up no other."""
         self.refresh()
         self._stopped = stopped = threading.Event()
@@ -290,7 +293,7 @@ class Mirror:
                 self._stopped = None
                 self._give_up_lock()
 
-    def _follow(self, host: HostMirror, stopped: threading.Event) -> None:
+    def _follow(self, host: HostSync, stopped: threading.Event) -> None:
         looked = float("-inf")
         while not stopped.is_set():
             try:
@@ -298,12 +301,12 @@ class Mirror:
                     host.look()
                     looked = time.monotonic()
                 if self._may_write() and host in self.with_files:
-                    host.bring()
+                    host.copy_new()
                 if self._may_write() and host.node == 0:
-                    self._bring_result()
+                    self._copy_result()
             except (
                 Exception
-            ) as error:  # the way to it, the disk here, nonsense that it sent: it is tried again
+            ) as error:  # the route to it, the disk here, nonsense that it sent: it is tried again
                 host.fault = getattr(error, "what", "") or str(error) or repr(error)
             stopped.wait(BRING_EVERY)
 
@@ -311,7 +314,7 @@ class Mirror:
         """Whether this process is the one that writes the copy; the lock goes with the process that has it."""
         if self._lock is None:
             lock = os.open(
-                self.record.run_folder / ".mirror", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+                self.record.run_folder / ".sync", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
             )
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -332,15 +335,15 @@ class Mirror:
         if lock is not None:
             os.close(lock)
 
-    def out_of_reach(self) -> list[str]:
+    def unreachable(self) -> list[str]:
         """In words, which hosts are, since when, and why; when each was last seen is kept in the folder."""
         file = self.record.run_folder / "reach.json"
         last = read_json(file) or {}
         now = time.time()
-        last |= {host.way.name: now for host in self.hosts if not host.fault}
+        last |= {host.route.name: now for host in self.hosts if not host.fault}
         with suppress(OSError), private_files(), replacing(file) as stream:
             stream.write(json.dumps(last).encode())
-        away = {host.way.name: host.fault for host in self.hosts if host.fault}
+        away = {host.route.name: host.fault for host in self.hosts if host.fault}
         since = {name: _clock(last.get(name, self.record.created)) for name in away}
         return [
             f"{name} is out of reach since {since[name]}: {fault}" for name, fault in away.items()
@@ -350,7 +353,7 @@ class Mirror:
 def _plan_in(folder: Path) -> LaunchPlan:
     try:
         plan = LaunchPlan.from_json(read_json(folder / "plan.json") or {})
-        if plan.job_id != folder.name or not isinstance(plan.run_dir, str):
+        if plan.job_id != folder.name or not isinstance(plan.remote_dir, str):
             raise KeyError
         return plan
     except KeyError:

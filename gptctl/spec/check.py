@@ -170,7 +170,7 @@ def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> tuple[Machi
     if cluster.gpus_per_node:
         return Machines(nodes, cluster.gpus_per_node), f"profile {cluster.name}"
     on_gpus = reading.values.get("Global.device", "gpu") == "gpu"
-    if cluster.kind == "local" and on_gpus and (visible := visible_gpus()):
+    if cluster.traits.is_one_machine and on_gpus and (visible := visible_gpus()):
         return Machines(nodes, visible), "derived: visible GPUs"
     return Machines(nodes, _ranks_per_node(reading, nodes)), AS_ASKED
 

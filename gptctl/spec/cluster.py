@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gptctl.spec.cluster_kinds import KINDS, ClusterKind
 from gptctl.spec.launch import MAX_PER_NODE, OWN_KEY, SLURM_WORD, is_set_by_gptctl
 from gptctl.spec.resources import choose, named_files
 from trainer.config.kinds import (
@@ -37,17 +38,6 @@ RUN_ROOT = Rule(
 )
 FOREIGN_KEY = Rule("P003", "a key belongs to the cluster's kind", "warning", uses=("kind",))
 SBATCH = Rule("P004", "sbatch repeats no option that gptctl sets itself", uses=("sbatch",))
-
-_ONLY_SLURM = ("partition", "account", "gpu_request", "cpus_per_task", "sbatch")
-_ONLY_SSH = (
-    "hosts",
-    "identity_file",
-    "known_hosts",
-    "shared_fs",
-    "patience",
-    "allow_proxy_command",
-)
-
 
 _JUMPS = r"(?=.{1,255}$)[A-Za-z0-9._@-]+(:\d+)?(,[A-Za-z0-9._@-]+(:\d+)?)*"
 
@@ -105,7 +95,7 @@ class Cluster:
     name: str = text(
         None, "empty: the file's name", r"[A-Za-z0-9._-]{1,64}", "a name of letters, digits and ._-"
     )
-    kind: str = choice("local", ["local", "slurm", "ssh"], "local | slurm | ssh")
+    kind: str = choice("local", list(KINDS), " | ".join(KINDS))
     gpus_per_node: int | None = integer(
         None, "local, empty: visible GPUs, or as many ranks as asked for", low=1, high=MAX_PER_NODE
     )
@@ -154,6 +144,10 @@ class Cluster:
     env: Mapping[str, str] = key(
         Names(), {}, "environment of every rank; a run config's Launch.env wins"
     )
+
+    @property
+    def traits(self) -> ClusterKind:
+        return KINDS[self.kind]
 
 
 class Profile(NamedTuple):
@@ -207,10 +201,10 @@ def cluster_of_job(folder: Path) -> Cluster:
 
 def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
     hosts = [(host.host, host.port or 22) for host in cluster.hosts]
-    if cluster.kind == "ssh" and (not hosts or len(set(hosts)) < len(hosts)):
+    if cluster.traits.has_hosts and (not hosts or len(set(hosts)) < len(hosts)):
         message = "a host is listed twice" if hosts else "no hosts"
         yield HOSTS.found("hosts", None, message, "list every machine once, in node order")
-    if cluster.kind != "local" and not cluster.run_root.startswith("/"):
+    if not cluster.traits.is_one_machine and not cluster.run_root.startswith("/"):
         message = f"{cluster.run_root} depends on where gptctl is started"
         yield RUN_ROOT.found(
             "run_root", cluster.run_root, message, "write an absolute path that every node sees"
@@ -223,10 +217,9 @@ def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
         yield SBATCH.found(
             f"sbatch.{option}", None, f"gptctl sets --{option} itself, or cannot use it", OWN_KEY
         )
-    foreign = [(_ONLY_SLURM, "slurm"), (_ONLY_SSH, "ssh")]
-    for keys, kind in foreign:
-        for name in keys:
-            if cluster.kind != kind and name in reading.values:
+    for kind, traits in KINDS.items():
+        for name in traits.keys if traits is not cluster.traits else ():
+            if name in reading.values:
                 message = f"only a cluster of kind {kind} has it; this one is {cluster.kind}"
                 yield FOREIGN_KEY.found(name, None, message, "delete it, or change the kind")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gptctl.engine.launch_plan import seconds_of
 from gptctl.spec.cluster import Cluster
+from gptctl.spec.cluster_kinds import KINDS
 from gptctl.spec.launch import MAX_PER_NODE, OWN_KEY, Launch, is_set_by_gptctl, split_endpoint
 from trainer.config import Resolved, resolve
 from trainer.config.read import Reading
@@ -79,7 +80,7 @@ DISKS = Rule(
 
 OWN_HOST = ("localhost", "::1", "0.0.0.0", "::")
 MAX_TRIED = 200  # numbers of nodes of an elastic job; each takes some milliseconds
-SLURM_STYLES = ("sbatch", "srun-script", "loop")
+QUEUE_STYLES = tuple(style for kind in KINDS.values() for style in kind.styles)
 FIXED_STYLES = ("standalone", "static", "launch")  # with a number of nodes that is known beforehand
 
 
@@ -120,7 +121,7 @@ def _check_nodes(launch: Launch, cluster: Cluster, machines: Machines) -> Iterat
                 message,
                 f"use {host.gpus}, and more nodes",
             )
-    if cluster.kind == "ssh" and machines.nodes > len(cluster.hosts):
+    if cluster.traits.has_hosts and machines.nodes > len(cluster.hosts):
         message = f"{machines.nodes} nodes, but {cluster.name} lists {len(cluster.hosts)} hosts"
         yield HOST_COUNT.found(
             "Launch.nodes", machines.nodes, message, "use fewer nodes, or add hosts to the profile"
@@ -138,7 +139,7 @@ def _check_names(launch: Launch, cluster: Cluster) -> Iterator[Finding]:
         for name in ("partition", "account", "cpus_per_task", "requeue", "extra")
         if getattr(launch.slurm, name)
     ]
-    if unused and cluster.kind != "slurm":
+    if unused and not cluster.traits.has_queue:
         verb = "has" if len(unused) == 1 else "have"
         message = f"{', '.join(unused)} {verb} no effect on {cluster.name}, a cluster of kind {cluster.kind}"
         yield NO_SLURM.found("Launch.slurm", None, message)
@@ -162,7 +163,7 @@ def _check_rendezvous(launch: Launch, cluster: Cluster, machines: Machines) -> I
     host, endpoint_port = split_endpoint(endpoint) if endpoint else ("", None)
     if (
         machines.nodes > 1
-        and cluster.kind != "local"
+        and not cluster.traits.is_one_machine
         and (host in OWN_HOST or host.startswith("127."))
     ):
         message, hint = (
@@ -186,7 +187,7 @@ def _check_rendezvous(launch: Launch, cluster: Cluster, machines: Machines) -> I
 
 
 def _check_style(launch: Launch, cluster: Cluster, machines: Machines) -> Iterator[Finding]:
-    if launch.style in SLURM_STYLES and cluster.kind != "slurm":
+    if launch.style in QUEUE_STYLES and launch.style not in cluster.traits.styles:
         message = f"{launch.style} needs a Slurm cluster, {cluster.name} is {cluster.kind}"
         yield STYLE.found(
             "Launch.style", launch.style, message, "leave it empty, or choose a Slurm cluster"
@@ -233,7 +234,8 @@ def check_elastic(
 
 def has_private_disks(launch: Launch, cluster: Cluster) -> bool:
     """Whether every node of the job keeps what it writes to itself."""
-    return cluster.kind == "ssh" and not cluster.shared_fs and launch.node_range[1] > 1
+    keeps_own = not cluster.traits.shares_files and not cluster.shared_fs
+    return keeps_own and launch.node_range[1] > 1
 
 
 def check_disks(

@@ -1,10 +1,14 @@
-"""Where the bundled `templates/` and `clusters/` are: beside the package in a checkout, inside it in a wheel."""
+"""Where files are: the bundled `templates/` and `clusters/` (next to the package in a checkout, inside it in a wheel),
+and the folder in which gptctl keeps its records."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from gptctl.engine.files import private_files
 from trainer.errors import WRONG_USAGE, UserError, closest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -29,3 +33,20 @@ def choose(what: str, name: str, files: Mapping[str, Path]) -> Path:
     raise UserError(
         f"no {what} is called {name}", f"{hint}known: {', '.join(sorted(files))}", WRONG_USAGE
     )
+
+
+def home() -> Path:
+    if chosen := os.environ.get("GPTCTL_HOME"):
+        return Path(chosen).absolute()
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(state) / "gptctl"
+
+
+def installation_id() -> str:
+    """A random id of this user's records, created when it is first needed."""
+    file = home() / "mark"
+    with private_files():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError), open(file, "x", encoding="utf-8") as stream:
+            stream.write(os.urandom(8).hex())
+    return file.read_text(encoding="utf-8")

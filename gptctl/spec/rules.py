@@ -19,6 +19,8 @@ MODULES = (
     "gptctl.spec.check",
     "gptctl.spec.launch_rules",
     "gptctl.jobs.preflight",
+    "gptctl.backends.local",
+    "gptctl.backends.slurm.backend",
     "gptctl.spec.env_lint",
     "gptctl.remote.connection",
 )

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from gptctl.planning.build import Site
-from gptctl.spec.check import NO_PATH, Checked
+from gptctl.spec.check import Checked
 from gptctl.spec.launch import Launch
-from trainer.config.kinds import FilePath, Section, keys_of
-from trainer.config.resolve import NOT_BUILT_YET, Resolved, sections
+from gptctl.text import count
+from trainer.config.kinds import Section, keys_of
+from trainer.config.resolve import Resolved, sections
 from trainer.config.sections import RunConfig
 from trainer.estimate import ASSUMPTIONS, GIB, UNKNOWN_VOCAB, Estimate
 from trainer.layout import AXES, Layout, Machines, padded_vocab
@@ -74,10 +74,6 @@ def summary(checked: Checked) -> list[tuple[str, str]]:
         ("FLOPs", f"{estimated.flops_per_token:,} per token"),
         (f"memory per {unit}", _memory(estimated, checked)),
     ]
-
-
-def count(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def _stage(resolved: Resolved) -> str:
@@ -171,27 +167,6 @@ def _shown(checked: Checked) -> RunConfig:
     return replace(
         run, Global=opened("Global"), Engine=opened("Engine"), Distributed=opened("Distributed")
     )
-
-
-def frozen_config(checked: Checked, site: Site) -> dict[str, Any]:
-    """The resolved config with where every value came from, and with paths that hold in any folder."""
-    frozen = as_json(checked, with_config=True)
-    resolved, launch = frozen["resolved"], frozen["resolved"]["Launch"]
-    _make_absolute(RunConfig, resolved, site)
-    launch["log_dir"] = launch["log_dir"] and site.absolute(launch["log_dir"])
-    launch["files"] = [site.absolute(file) for file in launch["files"]]
-    if launch["entrypoint"] != "trainer":
-        launch["entrypoint"] = site.absolute(launch["entrypoint"])
-    return frozen
-
-
-def _make_absolute(cls: type, values: dict[str, Any], site: Site) -> None:
-    for name, key in keys_of(cls).items():
-        value = values[name]
-        if isinstance(key.kind, Section) and name not in NOT_BUILT_YET:  # of these nothing is used
-            _make_absolute(key.kind.cls, value, site)
-        elif isinstance(key.kind, FilePath) and value and value not in NO_PATH:
-            values[name] = site.absolute(value)
 
 
 def resolved_yaml(checked: Checked) -> str:

@@ -1,33 +1,44 @@
 #!/usr/bin/env bash
-# A part of gptctl on a host of job gpt-3f9a2c: `agent.sh agent NODE` runs the job there, `agent.sh host_commands VERB` looks after it.
+# A part of gptctl's engine on a host of job gpt-3f9a2c: `agent.sh agent NODE` runs the job there,
+# `agent.sh host_commands COMMAND` answers gptctl.
 umask 077
-trap '' PIPE # of a connection that is lost: what was sent here is still to be taken back
-exec 3>&1 4<&0 1>&2 < /dev/null # what gptctl says is not meant for the setup, nor what the setup says for gptctl
+trap '' PIPE # if the connection is lost, what was sent here must still be removed
+exec 3>&1 4<&0 1>&2 < /dev/null # gptctl's messages are not for the setup, nor the setup's output for gptctl
 fail() {
   echo "error: $*" >&2
   exit 78
 }
 gptctl_dir=/home/me/work/runs/gpt-3f9a2c
-take_back() {
-  end_guard
-  rm -rf "$gptctl_dir"
-  [ "$1" = 78 ] || echo "error: the setup ended with exit code $1" >&2
+# shellcheck shell=bash
+# Kill every process of a job on this machine. Ranks have sessions of their own, so only the
+# environment tells: each process of a job has the job's folder in GPTCTL_RUN_DIR.
+job_processes() {
+  grep -lszxF "GPTCTL_RUN_DIR=$1" /proc/[0-9]*/environ | cut -d/ -f3
+}
+kill_job() {
+  for pid in $(job_processes "$1"); do
+    [ "$pid" = "$$" ] || kill -KILL "$pid"
+  done 2> /dev/null
 }
 gptctl_guard=''
 end_guard() { # its session may be too young to be known
   [ -z "$gptctl_guard" ] || kill -- -"$gptctl_guard" 2> /dev/null || kill "$gptctl_guard"
 }
-if [ -n "${GPTCTL_TAKE_BACK:-}" ]; then # as long as there is no agent that would
-  trap 'take_back $?' EXIT
-  # A setup that hangs is ended by a shell of its own.
+roll_back() {
+  end_guard
+  rm -rf "$gptctl_dir"
+  [ "$1" = 78 ] || echo "error: the setup exited with code $1" >&2
+}
+if [ -n "${GPTCTL_ROLL_BACK:-}" ]; then # as long as there is no agent to do it
+  trap 'roll_back $?' EXIT
+  # A second shell kills a setup that hangs.
   # shellcheck disable=SC2016
-  setsid sh -c 'sleep "$1"
+  setsid bash -c "$(declare -f job_processes kill_job)"'
+    sleep "$1"
     for began in "$2"/agent.*.json; do [ ! -e "$began" ] || exit; done
-    echo "error: the setup did not end in $1 s" >&2
-    for pid in $(grep -lszxF "GPTCTL_RUN_DIR=$2" /proc/[0-9]*/environ | cut -d/ -f3); do
-      [ "$pid" = $$ ] || kill -KILL "$pid"
-    done 2> /dev/null
-    rm -rf "$2"' gptctl "$GPTCTL_TAKE_BACK" "$gptctl_dir" > /dev/null 3>&- 4<&- &
+    echo "error: the setup did not finish in $1 s" >&2
+    kill_job "$2"
+    rm -rf "$2"' gptctl "$GPTCTL_ROLL_BACK" "$gptctl_dir" > /dev/null 3>&- 4<&- &
   gptctl_guard=$!
 fi
 
@@ -37,7 +48,7 @@ fi
 } || fail 'in the setup: module load cuda/12'
 
 gptctl_python=/srv/venv/bin/python
-[ "$1" != old ] || fail "$gptctl_python is not Python 3.10 or newer"
+[ "$1" != old ] || fail "$gptctl_python is not Python 3.10 or newer: set engine_python in the profile"
 command -v "$gptctl_python" > /dev/null || fail "there is no $gptctl_python"
 "$gptctl_python" -S -c '' || fail "$gptctl_python does not start"
 cd "$gptctl_dir/lib" || fail "the job's folder is not here"

@@ -15,6 +15,7 @@
 #SBATCH --requeue
 
 umask 077
+trap '' USR1 # until the engine listens: it would kill this script
 cd /home/me/work/runs/gpt-3f9a2c || exit 73
 fail() {
   echo "error: $*" >&2

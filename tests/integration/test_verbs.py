@@ -8,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 
-from gptctl.cli import cli
+from gptctl.cli import MODULE_OF, VERBS, cli
 from gptctl.spec.resources import named_files
 from trainer.config.tree import parse
 
@@ -102,14 +103,27 @@ def test_rules_are_listed(gptctl) -> None:
     assert gptctl("rules", "X999").returncode == 2
 
 
-def test_help_pages_end_with_two_examples(gptctl) -> None:
-    """Every verb that there is, those of a group too."""
-    verbs = [[name] for name in cli.commands]
-    verbs += [["clusters", name] for name in cli.commands["clusters"].commands]
-    for page in [["--help"], *([*verb, "--help"] for verb in verbs)]:
-        text = gptctl(*page).stdout
+def verbs_and_help(gptctl) -> dict[tuple[str, ...], str]:
+    """The help page of every verb that there is, those of a group too."""
+    verbs = [(name,) for name in MODULE_OF]
+    for group in ("clusters", "hosts"):
+        found = cli.get_command(click.Context(cli), group)
+        verbs += [(group, name) for name in found.commands]
+    return {verb: gptctl(*verb, "--help").stdout for verb in [(), *verbs]}
+
+
+def test_help_pages(gptctl) -> None:
+    """They end with two or three examples; the summaries on the first page are whole, and those of the verbs."""
+    pages = verbs_and_help(gptctl)
+    for verb, text in pages.items():
         examples = text.split("Examples:")[1].strip().splitlines()
-        assert len(examples) == 2, page
+        assert 2 <= len(examples) <= 3, verb
+        assert "..." not in text.replace("[ARGS]...", "").replace("JOBS...", ""), verb
+    first_page = " ".join(pages[()].split())
+    for verbs in VERBS.values():
+        for verb, (_, summary) in verbs.items():
+            assert f"{verb} {summary}" in first_page
+            assert pages[verb,].split("\n\n")[1].split() == summary.split(), verb
 
 
 def test_topo_of_a_large_world_is_quick(gptctl, tmp_path) -> None:

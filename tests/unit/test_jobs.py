@@ -13,21 +13,28 @@ from pathlib import Path
 
 import pytest
 
-from gptctl.backends.local import clean_environment
+from gptctl.backends import Backends
 from gptctl.engine import ports
-from gptctl.engine.processes import descendants, is_alive, is_here, kill_all, processes_of, this_process
+from gptctl.engine.processes import (
+    clean_environment,
+    descendants,
+    is_alive,
+    is_here,
+    kill_all,
+    processes_of,
+    this_process,
+)
 from gptctl.engine.run_folder import COMPLETED, FAILED, STOPPED, RunFolder, has_stopped_on_purpose
-from gptctl.jobs.freeze import git_state, imported_beside
+from gptctl.jobs.freeze import frozen_config, git_state, imported_beside
 from gptctl.jobs.store import JobRecord, Store, new_record
-from gptctl.jobs.submit import prepare, sweep
+from gptctl.jobs.submit import prepare, settle
 from gptctl.planning.build import Site
 from gptctl.spec.check import check_config
-from gptctl.spec.summary import frozen_config
 from trainer.config import Override
 
 
 def record(name: str = "gpt-1", **facts) -> JobRecord:
-    where = {"run_dir": f"/nowhere/{name}", "log_dir": "/nowhere/logs", "nodes": 1, "per_node": 1, "world": 1}
+    where = {"local_dir": f"/nowhere/{name}", "log_dir": "/nowhere/logs", "nodes": 1, "per_node": 1, "world": 1}
     return new_record(id=name, name="gpt", cluster="local", kind="local", token="t", **{**where, **facts})
 
 
@@ -53,11 +60,11 @@ def test_a_submit_that_is_going_on_is_left_alone(tmp_path) -> None:
     store.add(dead._replace(submitter={**dead.submitter, "pid": 2**22 + 1}))
     elsewhere = record("gpt-3")
     store.add(elsewhere._replace(submitter={"pid": 1, "host": "elsewhere", "boot": "another"}))
-    unknown = record("gpt-4", run_dir="/nowhere/4")._replace(
+    unknown = record("gpt-4", local_dir="/nowhere/4")._replace(
         kind="cloud", submitter={**dead.submitter, "pid": 2**22 + 1}
     )
     store.add(unknown)
-    assert [note.split()[0] for note in sweep(store)] == ["gpt-2"]
+    assert [note.split()[0] for note in settle(store, Backends(print))] == ["gpt-2"]
     assert set(store.ids()) == {"gpt-1", "gpt-3", "gpt-4"}
 
 
@@ -66,10 +73,10 @@ def test_a_job_that_was_abandoned_halfway_is_taken_back_all_the_same(tmp_path) -
     store, run = Store(tmp_path / "home"), tmp_path / "runs" / "gpt-1"
     run.mkdir(parents=True)
     (run / ".token").write_text("t")
-    half = record(run_dir=str(run))
+    half = record(local_dir=str(run))
     store.add(half._replace(submitter={**half.submitter, "pid": 2**22 + 1}))
     assert RunFolder(run).take({"abandoned": True})
-    sweep(store)
+    settle(store, Backends(print))
     assert (store.ids(), store.pending(), run.exists()) == ([], [], False)
 
 
@@ -211,7 +218,9 @@ def test_equal_jobs_have_equal_ids_and_others_have_not(tmp_path, monkeypatch) ->
 
     def base_id(*keys: str) -> str:
         script = Override("Launch.entrypoint", "x.py", "--")
-        return prepare(check_config(None, [script, *map(Override.parse, keys)]), Store(tmp_path), site).base_id
+        return prepare(
+            check_config(None, [script, *map(Override.parse, keys)]), Store(tmp_path), Backends(print), site
+        ).base_id
 
     assert base_id() == base_id()
     assert len({base_id(), base_id("Global.seed=7"), base_id("Launch.nodes=2"), base_id("Launch.env.A=1")}) == 4

@@ -16,20 +16,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gptctl.backends import Backends
 from gptctl.engine.contract import AGENT_SCRIPT as AGENT
 from gptctl.engine.contract import BATCH_SCRIPT as BATCH
 from gptctl.engine.contract import LAUNCH_SCRIPT as LAUNCH
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.planning.build import IN_PLACE, Ground, Site, build_plan
+from gptctl.planning.build import IN_PLACE, JobIdentity, Site
 from gptctl.planning.render import render, script_of
-from gptctl.spec.check import check_config
+from gptctl.spec.check import Checked, check_config
 from tests.conftest import ROOT
 from trainer.config import Override
 from trainer.errors import UserError
 
 GOLDEN = ROOT / "tests" / "golden"
 SITE = Site("/home/me/work", "/venv/bin/python", "/venv/lib/trainer")
-JOB = Ground("gpt-3f9a2c", "/home/me/work/runs/gpt-3f9a2c")
+JOB = JobIdentity("gpt-3f9a2c", "/home/me/work/runs/gpt-3f9a2c")
 SCRIPT = Override("Launch.entrypoint", "multigpu_torchrun.py", "--", verbatim=True)
 ARGUMENTS = Override("Launch.args", ("--batch_size", "32", "10", "5"), "--")
 
@@ -76,19 +77,23 @@ CASES = {
 WITH_SCRIPT = ("c10d", "c10d-nodes", "static", "launch", "job-launch", "batch-script")
 
 
-def plan_of(folder: Path, profile: str, asked: list[str], ground: Ground, *more: Override) -> LaunchPlan:
+def planned(checked: Checked, identity: JobIdentity) -> LaunchPlan:
+    return Backends(print).of(checked.cluster.kind).plan(checked, SITE, identity)
+
+
+def plan_of(folder: Path, profile: str, asked: list[str], identity: JobIdentity, *more: Override) -> LaunchPlan:
     (folder / "lab.yaml").write_text(profile)
     overrides = [Override.parse(f"Launch.{text}") for text in asked]
     checked = check_config(None, [Override("Launch.cluster", str(folder / "lab.yaml"), "--"), *overrides, *more])
     assert checked.is_valid, [str(finding) for finding in checked.findings]
-    return build_plan(checked, SITE, ground)
+    return planned(checked, identity)
 
 
 def script_text(folder: Path, name: str) -> str:
     profile, asked, ground = CASES[name]
     plan = plan_of(folder, profile, asked, ground, *([SCRIPT, ARGUMENTS] if name in WITH_SCRIPT else []))
     of_job = AGENT if name == "agent" else BATCH if plan.kind == "slurm" else LAUNCH
-    return render(plan, of_job if ground.run_dir else script_of(plan.style))
+    return render(plan, of_job if ground.remote_dir else script_of(plan.style))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -140,7 +145,7 @@ def test_flags_win_over_config_and_config_over_profile(tmp_path) -> None:
         "Launch:\n  cluster: %s\n  env: {B: config, C: config}\n" % (tmp_path / "lab.yaml")
     )
     checked = check_config(tmp_path / "run.yaml", [Override("Launch.env.C", "flag", "--env C", verbatim=True)])
-    plan = build_plan(checked, SITE, JOB)
+    plan = planned(checked, JOB)
     assert {name: plan.env[name] for name in "ABC"} == {"A": "profile", "B": "config", "C": "flag"}
     assert plan.env_origins["A"] == "profile lab"
     assert plan.env_origins["B"].endswith("run.yaml:3")
@@ -244,7 +249,7 @@ def test_any_word_arrives_unchanged(tmp_path, arguments: list[str], value: str) 
     (folder / "dump.py").write_text(DUMP)
     asked = [Override("Launch.args", tuple(arguments), "--"), Override("Launch.entrypoint", "dump.py", "--")]
     asked += [Override(f"Launch.env.{name}", value, "--env", verbatim=True) for name in ("A", "B_2")]
-    plan = plan_of(folder, "kind: local\n", [], Ground("gpt-1", str(folder)), *asked)
+    plan = plan_of(folder, "kind: local\n", [], JobIdentity("gpt-1", str(folder)), *asked)
     # Everything as planned, but the interpreter runs the script itself: torchrun would need seconds for each example.
     plan = plan._replace(work_dir=str(folder), form="standalone", program=(str(folder / "dump.py"), *arguments))
     text = render(plan, LAUNCH)

@@ -8,19 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from gptctl.backends.slurm import backend
+from gptctl.backends.slurm import backend as backend_module
 from gptctl.backends.slurm import client as slurm
+from gptctl.backends.slurm import queue as slurm_queue
+from gptctl.backends.slurm.backend import SlurmBackend
 from gptctl.engine.processes import clean_environment
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
 
-SEEN = slurm.Seen("7", "PENDING", "Priority", "N/A", "", 0, 0, "", "")
+SEEN = slurm_queue.Seen("7", "PENDING", "Priority", "N/A", "", 0, 0, "", "")
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRecord:
-    monkeypatch.setattr(backend, "QUEUE", slurm.Queue())
-    monkeypatch.setattr(backend.QUEUE, "_asked", time.monotonic())
+def backend() -> SlurmBackend:
+    found = SlurmBackend(print)
+    found.queue._asked = time.monotonic()
+    return found
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> JobRecord:
     handle = {"scheduler_id": "7", "host": "login"}
     return JobRecord("gpt-1", "gpt", 0.0, "lab", "slurm", str(tmp_path), str(tmp_path / "logs"), 2, 2, 4, handle=handle)
 
@@ -55,51 +62,56 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRecord:
         ({"state": "NEW_IN_25"}, "UNKNOWN: Slurm calls it NEW_IN_25"),
     ],
 )
-def test_states(record: JobRecord, facts: dict[str, object], state: str) -> None:
-    backend.QUEUE.jobs = {"7": SEEN._replace(work_dir=record.run_dir, **facts)}
+def test_states(backend: SlurmBackend, record: JobRecord, facts: dict[str, object], state: str) -> None:
+    backend.queue.jobs = {"7": SEEN._replace(work_dir=record.local_dir, **facts)}
     assert str(backend.state(record)) == state
 
 
-def test_the_number_of_another_job_is_not_ours(record: JobRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend.QUEUE.jobs = {"7": SEEN._replace(state="COMPLETED", work_dir="/another")}
-    monkeypatch.setattr(slurm, "recorded", lambda jobs: {})
+def test_the_number_of_another_job_is_not_ours(
+    backend: SlurmBackend, record: JobRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.queue.jobs = {"7": SEEN._replace(state="COMPLETED", work_dir="/another")}
+    monkeypatch.setattr(slurm_queue, "recorded", lambda jobs: {})
     assert backend.state(record).state == "LOST"
 
 
-def test_an_end_that_slurm_told_is_known_when_it_has_forgotten_the_job(record: JobRecord) -> None:
+def test_an_end_that_slurm_told_is_known_when_it_has_forgotten_the_job(
+    backend: SlurmBackend, record: JobRecord
+) -> None:
     """But what may still be requeued is asked for again."""
     for state in ("NODE_FAIL", "PREEMPTED", "TIMEOUT"):
-        backend.QUEUE.jobs = {"7": SEEN._replace(state=state, work_dir=record.run_dir)}
+        backend.queue.jobs = {"7": SEEN._replace(state=state, work_dir=record.local_dir)}
         backend.state(record)
-        result = RunFolder(record.run_dir).result()
+        result = RunFolder(record.local_dir).result()
         assert (result and result.state) == ("TIMEOUT" if state == "TIMEOUT" else None)
 
 
-def test_a_script_that_could_not_be_started(record: JobRecord) -> None:
-    backend.QUEUE.jobs = {"7": SEEN._replace(state="FAILED", exit_code=53, nodes="n1", work_dir=record.run_dir)}
-    said = f"Slurm could not start its script on n1: do the nodes see {record.run_dir}? gptctl doctor --cluster lab"
+def test_a_script_that_could_not_be_started(backend: SlurmBackend, record: JobRecord) -> None:
+    backend.queue.jobs = {"7": SEEN._replace(state="FAILED", exit_code=53, nodes="n1", work_dir=record.local_dir)}
+    said = f"Slurm could not start its script on n1: do the nodes see {record.local_dir}? gptctl doctor --cluster lab"
     assert backend.state(record).reason == said
 
 
 def test_a_job_of_another_folder_in_the_accounting_is_not_ours(
-    record: JobRecord, monkeypatch: pytest.MonkeyPatch
+    backend: SlurmBackend, record: JobRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = slurm.Recorded("COMPLETED", 0, 0, "n1", "/another")
-    monkeypatch.setattr(slurm, "recorded", lambda jobs: {"7": known})
+    known = slurm_queue.Recorded("COMPLETED", 0, 0, "n1", "/another")
+    monkeypatch.setattr(slurm_queue, "recorded", lambda jobs: {"7": known})
     assert backend.state(record).state == "LOST"
-    assert backend.state(record._replace(run_dir="/another")).state == "COMPLETED"
+    assert backend.state(record._replace(local_dir="/another")).state == "COMPLETED"
 
 
-def test_the_accounting_may_be_late(record: JobRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_accounting_may_be_late(backend: SlurmBackend, record: JobRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that it does not know yet is not lost, and one that it calls running is asked for again."""
     answers = [{}, {"7": "RUNNING"}, {"7": "COMPLETED"}]
     records = [
-        {job: slurm.Recorded(state, 0, 0, "", record.run_dir) for job, state in said.items()} for said in answers
+        {job: slurm_queue.Recorded(state, 0, 0, "", record.local_dir) for job, state in said.items()}
+        for said in answers
     ]
-    monkeypatch.setattr(slurm, "recorded", lambda jobs: records.pop(0))
+    monkeypatch.setattr(slurm_queue, "recorded", lambda jobs: records.pop(0))
     fresh, states = record._replace(created=time.time()), []
     for _ in answers:
-        backend.QUEUE._looked_up = dict.fromkeys(backend.QUEUE._looked_up, float("-inf"))  # some seconds later
+        backend.queue._looked_up = dict.fromkeys(backend.queue._looked_up, float("-inf"))  # some seconds later
         states.append(backend.state(fresh).state)
     assert states == ["UNKNOWN", "RUNNING", "COMPLETED"]
     assert backend.state(fresh).state == "COMPLETED"  # and is not asked for again
@@ -117,6 +129,7 @@ def test_the_accounting_may_be_late(record: JobRecord, monkeypatch: pytest.Monke
     ],
 )
 def test_what_is_taken_back(
+    backend: SlurmBackend,
     record: JobRecord,
     monkeypatch: pytest.MonkeyPatch,
     queue: list[tuple[str, str]],
@@ -124,27 +137,27 @@ def test_what_is_taken_back(
     is_undone: bool,
     cancelled: list[str],
 ) -> None:
-    folder = RunFolder(record.run_dir)
+    folder = RunFolder(record.local_dir)
     folder.take(dict(record.handle))
     if has_run:
         folder.attempt(0).mkdir()
-    jobs = [SEEN._replace(id=job, reason=reason, work_dir=record.run_dir) for job, reason in queue]
-    monkeypatch.setattr(slurm, "with_token", lambda token, run_dir: jobs)
+    jobs = [SEEN._replace(id=job, reason=reason, work_dir=record.local_dir) for job, reason in queue]
+    monkeypatch.setattr(backend_module, "with_token", lambda token, run_dir: jobs)
     ended: list[str] = []
     monkeypatch.setattr(slurm, "run", lambda *command: ended.extend(command[1:]) or "")
     assert backend.abandon(record) is is_undone
     assert ended == cancelled
 
 
-def test_slurms_last_words_are_the_reason(record: JobRecord) -> None:
+def test_slurms_last_words_are_the_reason(backend: SlurmBackend, record: JobRecord) -> None:
     log = Path(record.log_dir) / "attempt-0" / "batch.log"
     log.parent.mkdir(parents=True)
-    RunFolder(record.run_dir).attempt(0).mkdir()
+    RunFolder(record.local_dir).attempt(0).mkdir()
     log.write_text("srun: error: Node failure on n2\nslurmstepd: error: *** JOB 7 ON n1 CANCELLED AT x DUE TO y ***\n")
-    backend.QUEUE.jobs = {"7": SEEN._replace(state="NODE_FAIL", work_dir=record.run_dir)}
+    backend.queue.jobs = {"7": SEEN._replace(state="NODE_FAIL", work_dir=record.local_dir)}
     words = "(Node failure on n2; *** JOB 7 ON n1 CANCELLED AT x DUE TO y ***)"
     assert backend.state(record).reason == f"Slurm calls it NODE_FAIL {words}"
-    RunFolder(record.run_dir).attempt(1).mkdir()
+    RunFolder(record.local_dir).attempt(1).mkdir()
     assert "(attempt 0: Node failure on n2;" in backend.state(record).reason
 
 
@@ -178,7 +191,7 @@ def test_words_without_the_name_of_their_client() -> None:
 
 
 def test_a_damaged_line_of_squeue_is_left_out() -> None:
-    assert slurm._seen(["1", "RUNNING"]) is None
+    assert slurm_queue._seen(["1", "RUNNING"]) is None
 
 
 def test_the_environment_of_another_job_does_not_come_along(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gptctl.remote.connection import ways
+from gptctl.remote.connection import routes
 from gptctl.spec.cluster import Cluster, Host
 from trainer.errors import OUT_OF_REACH, UserError
 
@@ -37,34 +37,34 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def fault(cluster: Cluster) -> str:
     with pytest.raises(UserError) as caught:
-        ways(cluster)
+        routes(cluster)
     assert caught.value.exit_code == OUT_OF_REACH
     return "; ".join(f"{found.key}: {found.message}" for found in caught.value.findings)
 
 
 def test_the_ssh_config_is_honoured(cluster: Any, tmp_path: Path) -> None:
-    (way,) = ways(cluster(Host(host="gpu1")))
-    assert (way.name, way.host, way.port, way.user) == ("gpu1", "10.0.0.1", 2201, "trainee")
-    assert way.keys == (f"{tmp_path}/.ssh/id_gpu",)
-    assert way.known_hosts == (f"{tmp_path}/.ssh/gpus", f"{tmp_path}/.ssh/more")
-    assert way.jumps[0][1:4] == ("192.0.2.7", 2200, "me")
-    assert [hop.host for hop in way.jumps] == ["192.0.2.7", "second"]
+    (route,) = routes(cluster(Host(host="gpu1")))
+    assert (route.name, route.host, route.port, route.user) == ("gpu1", "10.0.0.1", 2201, "trainee")
+    assert route.keys == (f"{tmp_path}/.ssh/id_gpu",)
+    assert route.known_hosts == (f"{tmp_path}/.ssh/gpus", f"{tmp_path}/.ssh/more")
+    assert route.jumps[0][1:4] == ("192.0.2.7", 2200, "me")
+    assert [hop.host for hop in route.jumps] == ["192.0.2.7", "second"]
 
 
 def test_the_profile_wins(cluster: Any, tmp_path: Path) -> None:
     key = str(tmp_path / ".ssh" / "config")  # any file will do
     host = Host(host="gpu1", user="root", port=22, proxy_jump="other", identity_file=key)
-    (way,) = ways(cluster(host, known_hosts="/pinned", identity_file=key))
-    assert (way.port, way.user, way.keys, way.known_hosts) == (22, "root", (key,), ("/pinned",))
-    assert [hop.host for hop in way.jumps] == ["other"]
+    (route,) = routes(cluster(host, known_hosts="/pinned", identity_file=key))
+    assert (route.port, route.user, route.keys, route.known_hosts) == (22, "root", (key,), ("/pinned",))
+    assert [hop.host for hop in route.jumps] == ["other"]
 
 
 def test_a_proxy_command_runs_only_when_it_is_allowed(cluster: Any) -> None:
     assert "ProxyCommand" in fault(cluster(Host(host="odd")))
-    (way,) = ways(cluster(Host(host="odd"), allow_proxy_command=True))
-    assert way.command == "nc odd 22"
-    (way,) = ways(cluster(Host(host="odd", proxy_jump="bastion")))
-    assert way.command == ""
+    (route,) = routes(cluster(Host(host="odd"), allow_proxy_command=True))
+    assert route.command == "nc odd 22"
+    (route,) = routes(cluster(Host(host="odd", proxy_jump="bastion")))
+    assert route.command == ""
 
 
 def test_what_cannot_be_used_is_said_of_its_host(cluster: Any, tmp_path: Path) -> None:
@@ -77,11 +77,11 @@ def test_what_cannot_be_used_is_said_of_its_host(cluster: Any, tmp_path: Path) -
     assert "No closing quotation" in fault(cluster(Host(host="a")))
     (tmp_path / ".ssh" / "config").write_text("nonsense\n")
     with pytest.raises(UserError, match="cannot be read"):
-        ways(cluster(Host(host="a")))
+        routes(cluster(Host(host="a")))
 
 
 def test_without_a_config_there_are_defaults(cluster: Any, tmp_path: Path) -> None:
     (tmp_path / ".ssh" / "config").unlink()
-    (way,) = ways(cluster(Host(host="10.0.0.9")))
-    assert (way.host, way.port, way.jumps, way.keys) == ("10.0.0.9", 22, (), ())
-    assert way.known_hosts == (f"{tmp_path}/.ssh/known_hosts",)
+    (route,) = routes(cluster(Host(host="10.0.0.9")))
+    assert (route.host, route.port, route.jumps, route.keys) == ("10.0.0.9", 22, (), ())
+    assert route.known_hosts == (f"{tmp_path}/.ssh/known_hosts",)

@@ -1,204 +1,219 @@
-"""Machines without a scheduler. Their agents run the job; a copy of its folder on this machine tells how it stands."""
+"""Machines without a scheduler. Their agents run the job; a copy of its folder on this machine shows its state."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from gptctl.backends import State
-from gptctl.engine.files import replacing
+from gptctl.backends import Backend, JobState
+from gptctl.engine.contract import AGENT_SCRIPT, LAUNCH_SCRIPT
+from gptctl.engine.files import private_files, replacing
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder
-from gptctl.jobs.store import JobRecord, private_files
-from gptctl.remote.connection import HostError, at_once
-from gptctl.remote.log_sync import Mirror
+from gptctl.jobs.store import JobRecord
+from gptctl.planning.build import JobIdentity, PlanDefaults, Site
+from gptctl.remote.connection import JumpHosts, in_parallel
+from gptctl.remote.host_error import HostError
+from gptctl.remote.log_sync import LogSync
+from gptctl.reporting import Fetched, Say, ShowProgress
+from gptctl.spec.check import Checked
+from gptctl.spec.resources import home
 from trainer.errors import OUT_OF_REACH, UserError
 
 if TYPE_CHECKING:
-    from gptctl.backends.ssh.launcher import Launch
+    from gptctl.backends.ssh.launcher import Launcher
 
-MOST_JOBS = 4  # that are asked for at once: sshd lets only few come in at the same time
+MAX_JOBS = 4  # asked for at the same time: sshd accepts only a few connections at once
 END_PATIENCE = 120.0  # seconds that a host has to end a job
 
-MIRRORS: dict[
-    str, Mirror
-] = {}  # of every job that this process has asked for, with open connections
+
+class SshBackend(Backend):
+    scripts: ClassVar[tuple[str, ...]] = (AGENT_SCRIPT, LAUNCH_SCRIPT)
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._jump_hosts = JumpHosts()
+        self._syncs: dict[str, LogSync] = {}  # of every job asked for, with open connections
+
+    def plan_defaults(self, checked: Checked, site: Site, identity: JobIdentity) -> PlanDefaults:
+        # Hosts do not have the current folder, but the files that are sent with the job.
+        code = os.path.join(identity.remote_dir, "code") if identity.remote_dir else ""
+        return PlanDefaults(
+            rdzv_id=checked.launch.job_name, python="python", work_dir=code, pins_interface=True
+        )
+
+    def local_dir(self, plan: LaunchPlan) -> str:
+        return str(home() / "runs" / plan.job_id)
+
+    def sync_of(self, record: JobRecord) -> LogSync:
+        if record.id not in self._syncs:
+            self._syncs[record.id] = LogSync(record, self._jump_hosts)
+        return self._syncs[record.id]
+
+    # Starting
+
+    def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
+        from gptctl.backends.ssh.launcher import Launcher
+
+        folder = RunFolder(record.local_dir)
+        launcher = Launcher(plan, record, self._jump_hosts, self._say)
+        try:
+            _prepare(launcher, folder)
+            # From here on the job may run, even if its answer never arrives.
+            folder.in_doubt.touch(mode=0o600)
+            answer = launcher.commit()
+        finally:
+            launcher.close()
+        host, port = answer["endpoint"]
+        handle = {**answer["committed"], "host": host}
+        with private_files():
+            folder.take(handle)
+            folder.attempt(0).mkdir()
+            with replacing(folder.attempt(0) / "endpoint.json") as stream:
+                stream.write(json.dumps({"host": host, "port": port}).encode())
+        return handle
+
+    def abandon(self, record: JobRecord) -> bool:
+        """What the first host says counts: once its agent has the claim, the job exists."""
+        folder = RunFolder(record.local_dir)
+        if (folder.claimed_by() or {}).get("abandoned"):
+            return True
+        head, *others = self.sync_of(record).hosts
+        claim = (head.ask("abandon") or {}).get("claim") or {"abandoned": True}
+        if not claim.get("abandoned"):
+            folder.take({**claim, "host": head.route.name})
+            return False
+        for result in in_parallel(lambda host: host.ask("abandon"), others):
+            if isinstance(result, Exception):
+                raise result
+        return True
+
+    # States
+
+    def expect(self, records: Sequence[JobRecord]) -> None:
+        started = [record for record in records if record.handle]
+        # Around all threads: the umask belongs to the process, and each would restore what it found.
+        with private_files():
+            in_parallel(lambda record: self.sync_of(record).refresh(), started, MAX_JOBS)
+
+    def state(self, record: JobRecord) -> JobState:
+        if not record.handle:
+            return _half_submitted(record)
+        try:
+            sync = self.sync_of(record)
+        except UserError as error:  # the job's folder here, or the user's ssh config
+            return JobState(UNKNOWN, error.message)
+        sync.refresh()
+        unreachable = sync.unreachable()
+        if result := RunFolder(record.local_dir).result():
+            return JobState(result.state, result.reason)
+        head = sync.hosts[0]
+        if head.fault:
+            return JobState(UNKNOWN, "; ".join(unreachable))
+        return _as_reported(head.route.name, head.seen, record, unreachable)
+
+    # Cancelling
+
+    def cancel(self, record: JobRecord, now: bool) -> None:
+        """The first host lets all ranks save and records the result; then every host kills what is left."""
+        sync, folder = self.sync_of(record), RunFolder(record.local_dir)
+        folder.cancel(now)
+        if not now:
+            with suppress(HostError):
+                sync.hosts[0].ask("end", "gently", patience=END_PATIENCE)
+        answers = in_parallel(
+            lambda host: host.ask("end", "now", patience=END_PATIENCE), sync.hosts
+        )
+        problems = [answer for answer in answers if isinstance(answer, HostError)]
+        problems += [
+            HostError(host.route.name, f"processes {answer['left']} cannot be killed")
+            for host, answer in zip(sync.hosts, answers)
+            if isinstance(answer, dict) and answer["left"]
+        ]
+        sync.refresh(0.0)
+        _note_not_ended(folder, problems)
+        if problems:
+            where = "; ".join(problem.message for problem in problems)
+            hint = f"cancel it again when they can be reached: gptctl cancel {record.id}"
+            raise UserError(f"{record.id} is not ended everywhere: {where}", hint, OUT_OF_REACH)
+        if not folder.result():
+            with private_files():
+                folder.finish(CANCELLED, "cancelled")
+
+    # Files
+
+    def following(self, record: JobRecord) -> AbstractContextManager[None]:
+        return self.sync_of(record).keep_updated()
+
+    def catch_up(self, record: JobRecord) -> list[str]:
+        folder = RunFolder(record.local_dir)
+        if not record.handle or (folder.result() and not folder.not_copied.exists()):
+            return []
+        sync = self.sync_of(record)
+        sync.refresh()
+        return [f"{words}; its logs here are incomplete" for words in sync.unreachable()]
+
+    def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
+        sync = self.sync_of(record)
+        return sync.plan.output_dir, sync.hosts[0].names_in(sync.plan.output_dir)
+
+    def fetch(
+        self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
+    ) -> Fetched:
+        from gptctl.remote.fetch import fetch
+
+        return fetch(record, self.sync_of(record), target, checkpoints, self._say, show)
 
 
-def mirror_of(record: JobRecord) -> Mirror:
-    if record.id not in MIRRORS:
-        MIRRORS[record.id] = Mirror(record)
-    return MIRRORS[record.id]
-
-
-def start(plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
-    from gptctl.backends.ssh.launcher import Launch
-
-    folder = RunFolder(record.run_dir)
-    launch = Launch(plan, record)
+def _prepare(launcher: Launcher, folder: RunFolder) -> None:
     try:
-        _arm(launch, folder)
-        folder.in_doubt.touch(mode=0o600)
-        answer = launch.commit()
-    finally:
-        launch.close()
-    host, port = answer["endpoint"]
-    handle = {**answer["committed"], "host": host}
-    with private_files():
-        folder.take(handle)
-        folder.attempt(0).mkdir()
-        with replacing(folder.attempt(0) / "endpoint.json") as stream:
-            stream.write(json.dumps({"host": host, "port": port}).encode())
-    return handle
-
-
-def _arm(launch: Launch, folder: RunFolder) -> None:
-    try:
-        launch.arm()
-    except (
-        BaseException
-    ):  # an interruption, too: nothing runs anywhere; where we cannot, the agents take it back
+        launcher.prepare()
+    except BaseException:  # an interrupt, too: what cannot be undone from here the agents undo
         folder.take({"abandoned": True})
-        launch.take_back()
+        launcher.roll_back()
         raise
 
 
-def expect(records: Sequence[JobRecord]) -> None:
-    started = [record for record in records if record.handle]
-    with (
-        private_files()
-    ):  # around all threads: a umask is the whole process's, and each would restore what it found
-        at_once(lambda record: mirror_of(record).refresh(), started, MOST_JOBS)
-
-
-def state(record: JobRecord) -> State:
-    if not record.handle:
-        return _half_submitted(record)
-    try:
-        mirror = mirror_of(record)
-    except UserError as error:  # its folder here, or the user's ssh config
-        return State(UNKNOWN, error.message)
-    mirror.refresh()
-    away = mirror.out_of_reach()
-    if result := RunFolder(record.run_dir).result():
-        return State(result.state, result.reason)
-    head = mirror.hosts[0]
-    if head.fault:
-        return State(UNKNOWN, "; ".join(away))
-    return _as_seen(head.way.name, head.seen, record, away)
-
-
-def _half_submitted(record: JobRecord) -> State:
+def _half_submitted(record: JobRecord) -> JobState:
     if not is_here(record.submitter):
-        return State(
-            UNKNOWN, f"it is being submitted on {record.submitter.get('host')}, or was: ask there"
-        )
-    alive = is_alive(record.submitter)
-    if not alive and RunFolder(record.run_dir).in_doubt.exists():
-        return State(
-            UNKNOWN, "whether it was started is not known: its first host was lost at that moment"
-        )
-    return (
-        State(PENDING, "being submitted")
-        if alive
-        else State(LOST, "gptctl ended before the job was started")
-    )
+        host = record.submitter.get("host")
+        return JobState(UNKNOWN, f"it is being submitted on {host}, or was: ask there")
+    if is_alive(record.submitter):
+        return JobState(PENDING, "being submitted")
+    if RunFolder(record.local_dir).in_doubt.exists():
+        words = "gptctl lost its first host while starting it: whether it runs is not known"
+        return JobState(UNKNOWN, words)
+    return JobState(LOST, "gptctl was killed before it started the job")
 
 
-def _as_seen(
-    name: str, seen: Mapping[str, Any] | None, record: JobRecord, away: Sequence[str]
-) -> State:
-    """By what its first host says."""
+def _as_reported(
+    name: str, seen: Mapping[str, Any] | None, record: JobRecord, unreachable: Sequence[str]
+) -> JobState:
+    """By what its first host reports."""
     if seen is None:
-        return State(LOST, f"its folder on {name} is gone")
+        return JobState(LOST, f"its folder on {name} is missing")
     if seen["agents"]:
-        folder = RunFolder(record.run_dir)
+        folder = RunFolder(record.local_dir)
         begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
-        return State(RUNNING, "; ".join([*([] if begun else ["starting"]), *away]))
-    if seen["result"]:  # which is not here yet: another gptctl writes the copy
-        return State(*seen["result"][:2])
+        return JobState(RUNNING, "; ".join([*([] if begun else ["starting"]), *unreachable]))
+    if seen["result"]:  # not copied here yet: another gptctl writes the copy
+        return JobState(*seen["result"][:2])
     if seen["processes"]:
-        return State(
-            RUNNING, f"its agent on {name} is gone: nobody restarts it or keeps the time limit"
-        )
+        words = f"its agent on {name} was killed: nobody restarts it or enforces the time limit"
+        return JobState(RUNNING, words)
     is_same_boot = seen["boot"] == record.handle.get("boot")
-    return State(
-        LOST, f"its agent on {name} was killed" if is_same_boot else f"{name} was restarted"
-    )
+    what = f"its agent on {name} was killed" if is_same_boot else f"{name} was restarted"
+    return JobState(LOST, what)
 
 
-def cancel(record: JobRecord, now: bool) -> None:
-    """The first host lets all ranks save and says how the job ended; then every host ends what is left there."""
-    mirror = mirror_of(record)
-    RunFolder(record.run_dir).cancel(now)
-    if not now:
-        with suppress(HostError):
-            mirror.hosts[0].ask("end", "gently", patience=END_PATIENCE)
-    answers = at_once(lambda host: host.ask("end", "now", patience=END_PATIENCE), mirror.hosts)
-    wrong = [answer for answer in answers if isinstance(answer, HostError)]
-    wrong += [
-        HostError(host.way.name, f"processes {answer['left']} cannot be ended", "are they yours?")
-        for host, answer in zip(mirror.hosts, answers)
-        if isinstance(answer, dict) and answer["left"]
-    ]
-    mirror.refresh(0.0)
-    _note(record, wrong)
-    if wrong:
-        message = (
-            f"{record.id} is not ended everywhere: {'; '.join(error.message for error in wrong)}"
-        )
-        raise UserError(
-            message,
-            f"cancel it again when they can be reached: gptctl cancel {record.id}",
-            OUT_OF_REACH,
-        )
-    if not RunFolder(record.run_dir).result():
-        with private_files():
-            RunFolder(record.run_dir).finish(CANCELLED, "cancelled")
-
-
-def _note(record: JobRecord, wrong: Sequence[HostError]) -> None:
-    """Where it still has to be ended, though the first host may have said how it ended."""
-    file = RunFolder(record.run_dir).not_ended
-    if wrong:
-        file.write_text("\n".join(error.host for error in wrong), encoding="utf-8")
+def _note_not_ended(folder: RunFolder, problems: Sequence[HostError]) -> None:
+    """Where the job must still be ended, though the first host may have recorded its result."""
+    if problems:
+        names = "\n".join(problem.host for problem in problems)
+        folder.not_ended.write_text(names, encoding="utf-8")
     else:
-        file.unlink(missing_ok=True)
-
-
-def abandon(record: JobRecord) -> bool:
-    """What the first host says counts: once its agent has the claim, the job exists."""
-    if (RunFolder(record.run_dir).claimed_by() or {}).get("abandoned"):
-        return True
-    mirror = mirror_of(record)
-    head, *others = mirror.hosts
-    claim = (head.ask("abandon") or {}).get("claim") or {"abandoned": True}
-    if not claim.get("abandoned"):
-        RunFolder(record.run_dir).take({**claim, "host": head.way.name})
-        return False
-    for result in at_once(lambda host: host.ask("abandon"), others):
-        if isinstance(result, Exception):
-            raise result
-    return True
-
-
-def output(record: JobRecord) -> tuple[str, list[str]]:
-    mirror = mirror_of(record)
-    return mirror.plan.output_dir, mirror.hosts[0].names_in(mirror.plan.output_dir)
-
-
-def catch_up(record: JobRecord) -> list[str]:
-    folder = RunFolder(record.run_dir)
-    if not record.handle or (folder.result() and not folder.not_copied.exists()):
-        return []
-    mirror = mirror_of(record)
-    mirror.refresh()
-    away = mirror.out_of_reach()
-    return [f"{words}; its logs here are not complete" for words in away]
-
-
-def following(record: JobRecord) -> AbstractContextManager[None]:
-    return mirror_of(record).kept_fresh()
+        folder.not_ended.unlink(missing_ok=True)

@@ -266,7 +266,7 @@ def long_job(login: Login) -> tuple[Login, dict[str, Any]]:
 
 def test_cancelled_while_it_runs(long_job: tuple[Login, dict[str, Any]]) -> None:
     login, job = long_job
-    login.wait(job["job"], "RUNNING")
+    await_true(lambda: len(ran(job)) == 2, 30, lambda: login.batch_log(job))
     begin = time.monotonic()
     done = login.run("cancel", job["job"])
     assert done.returncode == 0, done.stderr

@@ -9,20 +9,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from gptctl.engine.messages import Closed, Wire, admit, challenge, is_proof, join, over_socket, prove
+from gptctl.engine.messages import ConnectionLost, MessageStream, admit, challenge, is_proof, join, prove, socket_stream
 
 KEY = b"k" * 32
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Wire, Wire]]:
+def pair() -> Iterator[tuple[MessageStream, MessageStream]]:
     ours, theirs = socket.socketpair()
-    yield Wire(ours.fileno(), ours.fileno(), ours), Wire(theirs.fileno(), theirs.fileno(), theirs)
+    yield MessageStream(ours.fileno(), ours.fileno(), ours), MessageStream(theirs.fileno(), theirs.fileno(), theirs)
     ours.close()
     theirs.close()
 
 
-def test_messages_come_one_by_one(pair: tuple[Wire, Wire]) -> None:
+def test_messages_come_one_by_one(pair: tuple[MessageStream, MessageStream]) -> None:
     """However they were cut on the way."""
     here, there = pair
     here.send(a=1)
@@ -36,16 +36,16 @@ def test_messages_come_one_by_one(pair: tuple[Wire, Wire]) -> None:
 def test_nonsense_ends_the_conversation(nonsense: bytes) -> None:
     reading, writing = os.pipe()
     os.write(writing, nonsense)
-    with pytest.raises(Closed):
-        Wire(reading, writing).receive(1)
+    with pytest.raises(ConnectionLost):
+        MessageStream(reading, writing).receive(1)
     os.close(reading)
     os.close(writing)
 
 
-def test_the_other_side_is_gone(pair: tuple[Wire, Wire]) -> None:
+def test_the_other_side_is_gone(pair: tuple[MessageStream, MessageStream]) -> None:
     here, there = pair
     there._keeps.close()  # type: ignore[attr-defined]
-    with pytest.raises(Closed):
+    with pytest.raises(ConnectionLost):
         here.receive(1)
 
 
@@ -57,13 +57,13 @@ def meet(peer_key: bytes, head_key: bytes) -> list[object]:
         def as_peer() -> None:
             try:
                 answers[0] = join("127.0.0.1", listener.getsockname()[1], 3, peer_key, 5.0)
-            except Closed as closed:
+            except ConnectionLost as closed:
                 answers[0] = str(closed)
 
         thread = threading.Thread(target=as_peer)
         thread.start()
         connection, _ = listener.accept()
-        wire, asked = over_socket(connection, 5.0), challenge()
+        wire, asked = socket_stream(connection, 5.0), challenge()
         wire.send(challenge=asked)
         answers[1] = admit(wire, asked, wire.receive(5.0) or {}, head_key)
         if answers[1] is None:
@@ -74,7 +74,7 @@ def meet(peer_key: bytes, head_key: bytes) -> list[object]:
 
 def test_both_sides_need_the_key() -> None:
     peer, head = meet(KEY, KEY)
-    assert isinstance(peer, Wire)
+    assert isinstance(peer, MessageStream)
     assert head == 3
     peer, head = meet(KEY, b"other")
     assert isinstance(peer, str)
@@ -87,7 +87,7 @@ def test_a_false_head_is_not_joined() -> None:
 
         def pretend() -> None:
             connection, _ = listener.accept()
-            wire = over_socket(connection, 5.0)
+            wire = socket_stream(connection, 5.0)
             wire.send(challenge=challenge())
             wire.receive(5.0)
             wire.send(proof=prove(b"other", "head", "x"))
@@ -97,7 +97,7 @@ def test_a_false_head_is_not_joined() -> None:
         done = threading.Event()
         thread = threading.Thread(target=pretend)
         thread.start()
-        with pytest.raises(Closed, match="is not the agent of the first host"):
+        with pytest.raises(ConnectionLost, match="is not the agent of the first host"):
             join("127.0.0.1", listener.getsockname()[1], 3, KEY, 5.0)
         done.set()
         thread.join()
@@ -106,8 +106,8 @@ def test_a_false_head_is_not_joined() -> None:
 def test_deep_nonsense_is_nonsense() -> None:
     reading, writing = os.pipe()
     threading.Thread(target=os.write, args=(writing, b"[" * 60_000 + b"\n"), daemon=True).start()
-    with pytest.raises(Closed):
-        Wire(reading, writing).receive(5)
+    with pytest.raises(ConnectionLost):
+        MessageStream(reading, writing).receive(5)
 
 
 def test_a_proof_is_of_these_words_only() -> None:

@@ -1,0 +1,237 @@
+"""The verbs about run configs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gptctl.cli.options import (
+    as_json_option,
+    check_arguments,
+    complete_template,
+    config_options,
+    examples,
+)
+from gptctl.cli.session import Session
+from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError, in_order
+
+if TYPE_CHECKING:
+    from gptctl.spec.check import Checked
+
+MAX_LISTED = 1 << 17
+
+
+@click.command(
+    epilog=examples(
+        "gptctl validate config",
+        "gptctl validate run.yaml --nodes 2 --gpus-per-node 8 -o Distributed.mp_degree=2",
+        "gptctl validate config --resolved",
+    )
+)
+@config_options
+@click.option("--strict", is_flag=True, help="Treat warnings as errors.")
+@click.option("--resolved", is_flag=True, help="Print every value and where it came from.")
+@as_json_option
+@click.pass_obj
+def validate(
+    session: Session, /, strict: bool, resolved: bool, as_json: bool, **arguments: Any
+) -> int:
+    """Check a run config and its layout, and report every mistake.
+
+    CONFIG is a path or a bare name: `config` finds config.yaml, config.yml, configs.yaml or
+    configs/config.yaml. Nothing is submitted. On a Slurm cluster, Slurm is asked whether it would
+    accept the job.
+
+    Exit code 0: valid; 1: invalid; 2: wrong usage or an unreadable file.
+    """
+    from gptctl.cli import ui
+    from gptctl.spec import summary
+
+    checked = check_arguments(**arguments)
+    starts = ""
+    if checked.is_valid and checked.cluster.traits.has_queue:
+        from gptctl.jobs.submit import this_site
+
+        backend = session.backends.of(checked.cluster.kind)
+        refused, starts = backend.expected_start(checked, this_site())
+        checked = checked._replace(findings=in_order([*checked.findings, *refused]))
+    has_warnings = any(finding.level == "warning" for finding in checked.findings)
+    valid = checked.is_valid and not (strict and has_warnings)
+    if as_json:
+        answer = {**summary.as_json(checked, with_config=resolved), "valid": valid}
+        ui.print_json({**answer, "scheduler": starts} if starts else answer)
+    elif resolved and checked.is_valid:
+        ui.print_findings(checked.findings, to_stderr=True)
+        ui.print_text(summary.resolved_yaml(checked))
+    else:
+        ui.print_findings(checked.findings)
+        _print_summary(checked, valid, starts)
+    return 0 if valid else ANSWER_IS_NO
+
+
+def _print_summary(checked: Checked, valid: bool, starts: str) -> None:
+    from gptctl.cli import ui
+    from gptctl.spec import summary
+
+    title = f"{checked.name}: {summary.verdict(checked, valid)}"
+    if not checked.is_valid:
+        ui.print_text(title)
+        return
+    rows = summary.summary(checked)
+    ui.print_pairs(title, [*rows, ("Slurm", starts)] if starts else rows)
+    ui.say(summary.assumptions())
+
+
+@click.command(
+    epilog=examples(
+        "gptctl topo config", "gptctl topo run.yaml --nodes 2 --gpus-per-node 8 --rank 3"
+    )
+)
+@config_options
+@click.option("--rank", type=click.IntRange(min=0), help="Show this rank only.")
+@as_json_option
+def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
+    """Show where every rank runs, and the members of its groups."""
+    from gptctl.cli import ui
+    from gptctl.spec import summary
+    from trainer.layout import AXES
+
+    checked = check_arguments(**arguments)
+    if not checked.is_valid or checked.resolved is None:
+        errors = [finding for finding in checked.findings if finding.level == "error"]
+        raise UserError(f"{checked.name} has no valid layout", findings=errors)
+    layout, machines = checked.resolved.layout, checked.machines
+    if rank is not None and rank >= layout.world:
+        raise UserError(f"there is no rank {rank}", f"use 0 to {layout.world - 1}", WRONG_USAGE)
+    if rank is None and layout.world > MAX_LISTED:
+        message = f"{layout.world:,} ranks are too many to list"
+        raise UserError(message, "choose one with --rank", WRONG_USAGE)
+    ranks = [rank] if rank is not None else range(layout.world)
+    rows = list(summary.topo_rows(layout, machines, ranks))
+    if as_json:
+        ui.print_json({"ranks": rows, "groups": summary.topo_groups(layout, ranks)})
+        return
+    columns = ["node", "rank", "local", *AXES, *(f"{axis} group" for axis in reversed(AXES))]
+    cells = [
+        [row["node"], row["rank"], row["local_rank"], *(row[axis] for axis in AXES)]
+        + [summary.group_text(layout.group(axis, row["rank"])) for axis in reversed(AXES)]
+        for row in rows
+    ]
+    title = f"{layout} = {layout.world} ranks, {machines.nodes} × {machines.per_node}"
+    ui.print_table(title, columns, cells, by_first=True)
+
+
+@click.command(
+    epilog=examples(
+        "gptctl init", "gptctl init dp2-mp2-pp2 --output run.yaml", "gptctl init --list"
+    )
+)
+@click.argument("name", required=False, shell_complete=complete_template)
+@click.option(
+    "--output", metavar="FILE", default="config.yaml", show_default=True, help="File to write."
+)
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+@click.option("--list", "list_them", is_flag=True, help="List the configs instead.")
+@click.option("--json", "as_json", is_flag=True, help="With --list: print JSON.")
+def init(name: str | None, output: str, force: bool, list_them: bool, as_json: bool) -> None:
+    """Write a commented run config to start from.
+
+    Without NAME: char-gpt, which trains in a minute on any machine.
+    """
+    from gptctl.cli import ui
+    from gptctl.spec.resources import choose, named_files
+
+    configs = named_files("templates/configs")
+    if list_them:
+        texts = {each: file.read_text(encoding="utf-8") for each, file in configs.items()}
+        about = {each: text.splitlines()[0].lstrip("# ") for each, text in texts.items()}
+        ui.print_json(about) if as_json else ui.print_pairs("gptctl init NAME", [*about.items()])
+        return
+    name = name or "char-gpt"
+    text = choose("config", name, configs).read_text(encoding="utf-8")
+    try:
+        with open(output, "w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        hint = "use --output FILE, or --force to overwrite it"
+        raise UserError(f"{output} exists", hint, WRONG_USAGE) from None
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}", "", WRONG_USAGE) from None
+    ui.print_text(output)
+    ui.say(f"wrote {name}; next: gptctl validate {output}")
+
+
+@click.command(
+    epilog=examples(
+        "gptctl schema > gptctl.schema.json",
+        "echo '# yaml-language-server: $schema=gptctl.schema.json' >> run.yaml",
+    )
+)
+def schema() -> None:
+    """Print the JSON Schema of run configs, for editors."""
+    from gptctl.cli import ui
+    from gptctl.spec.launch import Launch
+    from trainer.config.schema import run_schema
+
+    ui.print_json(run_schema({"Launch": Launch}))
+
+
+@click.command(
+    epilog=examples("gptctl keys", "gptctl keys Distributed", "gptctl keys Engine.save_load --json")
+)
+@click.argument("prefix", default="")
+@as_json_option
+def keys(prefix: str, as_json: bool) -> None:
+    """List the keys of run configs, their defaults and meanings.
+
+    PREFIX selects the keys that start with it.
+    """
+    from gptctl.cli import ui
+    from gptctl.spec.summary import key_rows
+
+    rows = key_rows(prefix)
+    if not rows:
+        raise UserError(f"no key starts with {prefix}", "`gptctl keys` lists them all", WRONG_USAGE)
+    if as_json:
+        ui.print_json(rows)
+    else:
+        cells = [list(row.values()) for row in rows]
+        ui.print_table("keys of a run config", ["key", "default", "meaning"], cells)
+
+
+@click.command(epilog=examples("gptctl rules", "gptctl rules L001", "gptctl rules --json"))
+@click.argument("code", required=False)
+@as_json_option
+def rules(code: str | None, as_json: bool) -> None:
+    """List the rules behind the codes of findings."""
+    from gptctl.cli import ui
+    from gptctl.spec.rules import all_rules
+
+    chosen = [rule for rule in all_rules() if code is None or rule.code == code.upper()]
+    if not chosen:
+        raise UserError(f"there is no rule {code}", "`gptctl rules` lists them", WRONG_USAGE)
+    if as_json:
+        rows = [{"code": rule.code, "level": rule.level, "rule": rule.text} for rule in chosen]
+        ui.print_json(rows)
+    else:
+        cells = [[rule.code, rule.level, rule.text] for rule in chosen]
+        ui.print_table("rules", ["code", "level", "rule"], cells)
+
+
+@click.command(
+    epilog=examples(
+        'eval "$(gptctl completion bash)"',
+        "gptctl completion fish > ~/.config/fish/completions/gptctl.fish",
+    )
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the completion script of a shell."""
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    root = context.find_root().command
+    click.echo(found(root, {}, "gptctl", "_GPTCTL_COMPLETE").source())

@@ -1,0 +1,37 @@
+"""The kinds of clusters, as far as checks and plans must know them. How jobs run there: gptctl/backends/."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ClusterKind(NamedTuple):
+    """What is true of all clusters of a kind."""
+
+    backend: str  # module:class
+    is_one_machine: bool = False  # all nodes of a job are processes of this machine
+    has_queue: bool = False  # a scheduler allocates the nodes
+    has_hosts: bool = False  # the profile lists the machines
+    shares_files: bool = True  # this machine sees the files of the nodes
+    keys: tuple[str, ...] = ()  # profile keys that no other kind has
+    styles: tuple[str, ...] = ()  # launch styles that no other kind has
+
+
+KINDS: dict[str, ClusterKind] = {
+    "local": ClusterKind("gptctl.backends.local:LocalBackend", is_one_machine=True),
+    "slurm": ClusterKind(
+        "gptctl.backends.slurm.backend:SlurmBackend",
+        has_queue=True,
+        keys=("partition", "account", "gpu_request", "cpus_per_task", "sbatch"),
+        styles=("sbatch", "srun-script", "loop"),
+    ),
+    "ssh": ClusterKind(
+        "gptctl.backends.ssh.backend:SshBackend",
+        has_hosts=True,
+        shares_files=False,
+        keys=(
+            *("hosts", "identity_file", "known_hosts", "shared_fs"),
+            *("patience", "allow_proxy_command"),
+        ),
+    ),
+}
