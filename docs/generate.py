@@ -30,9 +30,9 @@ INTRODUCTION = """\
 
 # Config reference
 
-Every key of a run config and of a cluster profile, with its default and its meaning. `gptctl keys`
-prints the same list, `gptctl keys Distributed` one section. `gptctl validate --resolved` shows where
-each value of your config came from.
+Every key of a run config and of a cluster profile, with its default and its meaning.
+`gptctl keys` prints the same list, `gptctl keys Distributed` one section.
+`gptctl validate --resolved` shows where each value of your config came from.
 
 - An empty value means "not set": the key has its default, or a derived value where the meaning says
   so.
@@ -123,7 +123,7 @@ def in_a_cell(text: str) -> str:
 
 
 def prose(text: str) -> str:
-    """A text whose `<name>` and `*` Markdown shows as they are; what is in backticks stays as it is."""
+    """Escape what Markdown would take for a tag or for emphasis, outside of backticks."""
     parts = text.split("`")
     outside = [part.replace("<", "&lt;").replace("*", "\\*") for part in parts[::2]]
     parts[::2] = outside
