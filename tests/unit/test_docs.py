@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,14 +16,10 @@ from gptctl.spec.launch import STYLES
 from gptctl.spec.rules import all_rules
 from gptctl.spec.summary import key_rows
 from tests.conftest import ROOT
+from tests.pages import FENCE, commands, pages
 from trainer.config.dialects import IGNORED, RENAMED, SPECIAL
 
-PAGES = sorted(
-    page
-    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", ".github/**/*.md")
-    for page in ROOT.glob(pattern)
-    if "runs" not in page.parts
-)
+PAGES = pages()
 ENGLISH = [page for page in PAGES if page.parent.name != "zh-CN" and not page.name.endswith(".zh-CN.md")]
 TWINS = {
     "README.md": "README.zh-CN.md",
@@ -33,7 +28,6 @@ TWINS = {
 }
 MACHINE_PATH = re.compile(r"(?<![\w.~])/(work|root|tmp|home)(/|\b)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLACEHOLDER = re.compile(r"…|<|\bCOMMAND\b|\bARGS\b|[\u4e00-\u9fff]")
 SECTIONS = {row["key"].partition(".")[0] for row in key_rows("")}
 KEY = re.compile(rf"(?:{'|'.join(SECTIONS)})\.[A-Za-z0-9_.*]+")
@@ -41,20 +35,6 @@ KEY = re.compile(rf"(?:{'|'.join(SECTIONS)})\.[A-Za-z0-9_.*]+")
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def blocks(page: Path, *languages: str) -> Iterator[str]:
-    for language, body in FENCE.findall(page.read_text(encoding="utf-8")):
-        if language in languages:
-            yield body
-
-
-def commands(page: Path) -> list[str]:
-    """What a reader would type: the lines of bash blocks, and in console blocks those after a `$`; without comments."""
-    lines = [line for body in blocks(page, "bash") for line in body.replace("\\\n", " ").splitlines()]
-    for body in blocks(page, "console"):
-        lines += [line.removeprefix("$ ") for line in body.splitlines() if line.startswith("$ ")]
-    return list(filter(None, (re.sub(r"(^|\s+)# .*", "", line).strip() for line in lines)))
 
 
 def inline_commands(page: Path) -> list[str]:
@@ -94,7 +74,7 @@ def test_no_page_names_a_path_of_one_machine(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
 def test_shown_commands_exist(page: Path) -> None:
     """Every command and option is known to click; nothing is run."""
-    for line in [*commands(page), *inline_commands(page)]:
+    for line in [*(command.line for command in commands(page)), *inline_commands(page)]:
         words = shlex.split(line.partition(" > ")[0].partition(" | ")[0])
         if words[:1] == ["gptctl"] and len(words) > 1:
             parse(words[1:])
