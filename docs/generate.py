@@ -1,0 +1,159 @@
+"""Write docs/config-reference.md from the definitions that `gptctl keys` prints.
+
+    python docs/generate.py            writes the file
+    python docs/generate.py --check    exits with 1 if the file is out of date, and writes nothing
+
+Edit the texts where the keys are defined: trainer/config/sections.py, gptctl/spec/launch.py and
+gptctl/spec/cluster.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # so that the script also works where gptctl is not installed
+
+from gptctl.spec.cluster import Cluster, Host  # noqa: E402
+from gptctl.spec.summary import key_rows  # noqa: E402
+from trainer.config.kinds import Section, keys_of  # noqa: E402
+from trainer.config.presets import PRESETS  # noqa: E402
+from trainer.config.sections import RunConfig  # noqa: E402
+
+TARGET = ROOT / "docs" / "config-reference.md"
+COPIES_OF_TRAIN = ("Data.Eval.", "Data.Test.")
+
+INTRODUCTION = """\
+<!-- Written by `python docs/generate.py`. Do not edit: tests/unit/test_docs.py compares them. -->
+
+# Config reference
+
+Every key of a run config and of a cluster profile, with its default and its meaning.
+`gptctl keys` prints the same list, `gptctl keys Distributed` one section.
+`gptctl validate --resolved` shows where each value of your config came from.
+
+- An empty value means "not set": the key has its default, or a derived value where the meaning says
+  so.
+- `-o Section.key=value` overrides any key on the command line. `-o Data.Train.dataset.split.0=900`
+  sets one item of a list.
+- `_base_: other.yaml` at the top of a file loads that file first. `_inherited_: False` in a section
+  replaces the section of the base file instead of merging with it.
+- An unknown key is an error, and the message names the closest key. Keys that only Paddle uses are
+  accepted with a notice: see [Coming from](coming-from.md).
+- `gptctl schema` prints a JSON Schema of run configs, for completion in editors.
+- A `Profiler` or `Offline_Eval` section is read and checked, but nothing uses it yet.
+"""
+
+DATA_NOTE = """\
+`Data.Eval` and `Data.Test` have the same keys. An empty key has the value of `Data.Train`.
+"""
+
+PROFILE_INTRODUCTION = """\
+A cluster profile says where jobs run. `--cluster NAME` reads the first `NAME.yaml` found in
+`./clusters`, in `~/.config/gptctl/clusters`, or among the bundled profiles. A path works too. The
+bundled `clusters/local.yaml`, `clusters/slurm-example.yaml` and `clusters/ssh-example.yaml` show
+every key of their kind. See [Slurm](slurm.md) and [ssh](ssh.md).
+"""
+
+HOSTS_NOTE = """\
+An entry of `hosts` is a host name, or a mapping with these keys:
+"""
+
+PRESETS_INTRODUCTION = """\
+`Model.name` takes one of these names, or `GPT` with the sizes written out. Written sizes win.
+"""
+
+COLUMNS = ("key", "default", "meaning")
+
+
+def reference() -> str:
+    parts = [INTRODUCTION, *run_config(), *profile(), *presets()]
+    return "\n".join(parts)
+
+
+def run_config() -> Iterator[str]:
+    rows = [row for row in key_rows("") if not row["key"].startswith(COPIES_OF_TRAIN)]
+    about = {name: key.doc for name, key in keys_of(RunConfig).items()}
+    sections = dict.fromkeys(row["key"].partition(".")[0] for row in rows)
+    yield "## Run config\n"
+    for section in sections:
+        yield f"### {section}\n"
+        if about.get(section):
+            yield f"{sentence(about[section])}\n"
+        own = [row for row in rows if row["key"].startswith(f"{section}.")]
+        cells = [[code(row["key"]), code(row["default"]), prose(row["meaning"])] for row in own]
+        yield table(COLUMNS, cells)
+        if section == "Data":
+            yield DATA_NOTE
+
+
+def profile() -> Iterator[str]:
+    yield "## Cluster profile\n"
+    yield PROFILE_INTRODUCTION
+    yield table(COLUMNS, profile_rows(Cluster, ""))
+    yield HOSTS_NOTE
+    yield table(COLUMNS, profile_rows(Host, ""))
+
+
+def profile_rows(cls: type, path: str) -> Iterator[list[str]]:
+    for name, key in keys_of(cls).items():
+        if isinstance(key.kind, Section):
+            yield from profile_rows(key.kind.cls, f"{path}{name}.")
+        else:
+            yield [code(f"{path}{name}"), code(plain(key.default)), prose(key.doc)]
+
+
+def presets() -> Iterator[str]:
+    yield "## Model presets\n"
+    yield PRESETS_INTRODUCTION
+    columns = ["name", "layers", "hidden size", "heads", "vocabulary", "positions"]
+    rows = [[code(name), *map(str, preset)] for name, preset in PRESETS.items()]
+    yield table(columns, rows)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(in_a_cell, line))} |" for line in lines) + "\n"
+
+
+def in_a_cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def prose(text: str) -> str:
+    """Escape what Markdown would take for a tag or for emphasis, outside of backticks."""
+    parts = text.split("`")
+    outside = [part.replace("<", "&lt;").replace("*", "\\*") for part in parts[::2]]
+    parts[::2] = outside
+    return "`".join(parts)
+
+
+def code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def plain(value: object) -> str:
+    """A default as YAML writes it; nothing for an empty one."""
+    if value is None or value == ():
+        return ""
+    return "{}" if value == {} else str(value)
+
+
+def sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def main(arguments: Sequence[str]) -> int:
+    text = reference()
+    if "--check" not in arguments:
+        TARGET.write_text(text, encoding="utf-8")
+    elif not TARGET.exists() or TARGET.read_text(encoding="utf-8") != text:
+        print(f"{TARGET} is out of date: run python docs/generate.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
