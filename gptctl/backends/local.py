@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gptctl.backends import Backend, JobState
+from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import BOOTSTRAP, READY_VARIABLE
-from gptctl.engine.files import private_files
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.ports import fault_of_port
 from gptctl.engine.processes import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gptctl.backends.slurm.client import SlurmError
 from gptctl.doctor import here, slurm_side
-from gptctl.doctor.judge import Wanted, judge_port
+from gptctl.doctor.judge import Promised, judge_port
 from gptctl.doctor.probe import Sightings, fill, folder_in, node_names, plan_probe, rows_of
 from gptctl.doctor.rows import Row, is_wrong, of_finding, ok, wrong
 from gptctl.doctor.signals import interrupted_by_signals, undisturbed
@@ -123,7 +123,7 @@ def _on_this_machine(visit: Visit, cluster: Cluster) -> list[Row]:
         promised = (
             (cluster.gpus_per_node or gpus) if gpus else 0
         )  # without any, a number means ranks
-        wanted = Wanted(promised, cluster.gpus_per_node or gpus or 1, several=False)
+        wanted = Promised(promised, cluster.gpus_per_node or gpus or 1, several=False)
         rows += rows_of(folder, [here.this_host()], Sightings(folder, 1), wanted)
     return rows
 
@@ -176,7 +176,7 @@ def _seen_on_hosts(visit: Visit, hosts: Hosts, plan: LaunchPlan, folder: Path) -
     has_gpus = any(
         number not in ("", "0") for number in gpus
     )  # without any, a number in the profile means ranks
-    wanted = Wanted(plan.per_node if has_gpus else 0, plan.per_node, several=plan.nodes > 1)
+    wanted = Promised(plan.per_node if has_gpus else 0, plan.per_node, several=plan.nodes > 1)
     away = {name for number, name in enumerate(names) if number not in hosts.open}
     return [row for row in [*rows, *rows_of(folder, names, None, wanted)] if row.node not in away]
 
@@ -223,7 +223,7 @@ def _on_nodes(visit: Visit, cluster: Cluster, sight: slurm_side.Sight, rows: lis
         sightings = Sightings(folder, nodes)
         rows.append(run_on_nodes(folder, nodes, visit.timeout, sightings, visit.say))
         if (folder / "hosts").exists():
-            wanted = Wanted(per_node if is_gpu else 0, per_node, several=nodes > 1)
+            wanted = Promised(per_node if is_gpu else 0, per_node, several=nodes > 1)
             rows += rows_of(folder, node_names(folder, nodes), sightings, wanted)
 
 

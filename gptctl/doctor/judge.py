@@ -14,7 +14,7 @@ SMALL_SKEW, LARGE_SKEW = 2.0, 60.0  # seconds
 ENVIRONMENT = "see `python`, `setup` and `container` in the profile"
 
 
-class Wanted(NamedTuple):
+class Promised(NamedTuple):
     """What the profile promises of a node."""
 
     gpus: int  # 0: none are promised
@@ -30,7 +30,7 @@ class Sighting(NamedTuple):
     seen: float
 
 
-class Node(NamedTuple):
+class NodeFacts(NamedTuple):
     """What a node left in the folder."""
 
     name: str
@@ -41,14 +41,14 @@ class Node(NamedTuple):
     sighting: Sighting | None = None
 
 
-def judge_nodes(nodes: Sequence[Node], wanted: Wanted) -> list[Row]:
+def judge_nodes(nodes: Sequence[NodeFacts], wanted: Promised) -> list[Row]:
     rows = [row for node in nodes for row in _judge(node, wanted)]
     order = list(dict.fromkeys(row.check for row in rows))
     rows.sort(key=lambda row: order.index(row.check))
     return [*rows, *_compared(nodes)] if len(nodes) > 1 else rows
 
 
-def _judge(node: Node, wanted: Wanted) -> Iterator[Row]:
+def _judge(node: NodeFacts, wanted: Promised) -> Iterator[Row]:
     facts = node.facts
     if node.unseen:
         yield wrong(
@@ -73,7 +73,7 @@ def _judge(node: Node, wanted: Wanted) -> Iterator[Row]:
         yield judge_clock(node.name, facts["clock"], node.sighting)
 
 
-def _silent(node: Node) -> Row:
+def _silent(node: NodeFacts) -> Row:
     check, _, reason = node.failed.partition(": ")
     if not node.failed:
         said = f"; its last words: {node.said}" if node.said else ""
@@ -112,7 +112,7 @@ def _python(name: str, facts: Mapping[str, Any]) -> Row:
     return ok("python", found, name)
 
 
-def _libraries(node: Node, facts: Mapping[str, Any], wanted: Wanted) -> Iterator[Row]:
+def _libraries(node: NodeFacts, facts: Mapping[str, Any], wanted: Promised) -> Iterator[Row]:
     if "error" in facts:
         yield wrong(
             "torch", facts["error"], f"pip install torch numpy there; {ENVIRONMENT}", node.name
@@ -132,7 +132,7 @@ def _libraries(node: Node, facts: Mapping[str, Any], wanted: Wanted) -> Iterator
     yield _gpus(node.name, facts["gpus"], wanted)
 
 
-def _gpus(name: str, seen: Sequence[str], wanted: Wanted) -> Row:
+def _gpus(name: str, seen: Sequence[str], wanted: Promised) -> Row:
     kinds = ", ".join(dict.fromkeys(seen))
     found = f"torch sees {len(seen)}{f' ({kinds})' if kinds else ''}"
     if len(seen) >= wanted.gpus:
@@ -145,7 +145,7 @@ def _gpus(name: str, seen: Sequence[str], wanted: Wanted) -> Row:
     return wrong("GPUs", f"{found}, a job asks for {wanted.gpus} (gpus_per_node)", fix, name)
 
 
-def _cores(name: str, cores: int, wanted: Wanted) -> Row:
+def _cores(name: str, cores: int, wanted: Promised) -> Row:
     if cores >= wanted.ranks:
         return ok("cores", str(cores), name)
     fix = "raise cpus_per_task in the profile: each rank needs at least one"
@@ -206,7 +206,7 @@ def judge_port(name: str, facts: Mapping[str, Any]) -> Row:
     return ok("port", words, name)
 
 
-def _compared(nodes: Sequence[Node]) -> Iterator[Row]:
+def _compared(nodes: Sequence[NodeFacts]) -> Iterator[Row]:
     told = [node for node in nodes if node.facts]
     for check, key in (("same python", "version"), ("same torch", "torch")):
         names: dict[str, list[str]] = {}

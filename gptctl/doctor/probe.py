@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.backends import Backends
-from gptctl.doctor.judge import Node, Sighting, Wanted, judge_no_reduce, judge_nodes, judge_reduce
+from gptctl.doctor.judge import (
+    NodeFacts,
+    Promised,
+    Sighting,
+    judge_no_reduce,
+    judge_nodes,
+    judge_reduce,
+)
 from gptctl.doctor.rows import Row
 from gptctl.doctor.signals import undisturbed
-from gptctl.engine.files import private_files
+from gptctl.engine.atomic_files import private_files
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import read_json, read_text
 from gptctl.planning.build import JobIdentity, Site
@@ -128,13 +135,13 @@ def node_names(folder: Path, nodes: int) -> list[str]:
     return [hosts[number] if number < len(hosts) else f"node {number}" for number in range(nodes)]
 
 
-def read_nodes(folder: Path, names: Sequence[str], sightings: Sightings | None) -> list[Node]:
+def read_nodes(folder: Path, names: Sequence[str], sightings: Sightings | None) -> list[NodeFacts]:
     unseen = {}
     for line in read_text(folder / "unseen").splitlines():
         number, _, words = line.partition(" ")
         unseen[number] = f"{folder.parent} {words.partition(' ')[2]}"
     return [
-        Node(
+        NodeFacts(
             name=name,
             facts=_read(folder / f"node.{number}.json"),
             unseen=unseen.get(str(number), ""),
@@ -161,7 +168,7 @@ def last_line(file: Path) -> str:
 
 
 def rows_of(
-    folder: Path, names: Sequence[str], sightings: Sightings | None, wanted: Wanted
+    folder: Path, names: Sequence[str], sightings: Sightings | None, wanted: Promised
 ) -> list[Row]:
     """Everything that the nodes told."""
     nodes = read_nodes(folder, names, sightings)

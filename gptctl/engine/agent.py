@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gptctl.engine.atomic_files import replacing
 from gptctl.engine.contract import CANNOT_CREATE, ROLL_BACK_VARIABLE
-from gptctl.engine.files import replacing
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.messages import (
     HANDSHAKE,

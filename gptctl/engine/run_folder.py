@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.engine.files import replacing
+from gptctl.engine.atomic_files import replacing
 from gptctl.engine.launch_plan import LaunchPlan
 
 COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED = (

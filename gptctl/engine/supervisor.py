@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from gptctl.engine.atomic_files import replacing
 from gptctl.engine.contract import READY_VARIABLE
-from gptctl.engine.files import replacing
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
 from gptctl.engine.node import Node, NodeExit
 from gptctl.engine.ports import free_port

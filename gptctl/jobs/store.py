@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from gptctl.engine.files import private_files, replacing
+from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.processes import this_process
 from gptctl.engine.run_folder import is_scheduler_id
 from gptctl.spec.resources import home

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import trainer
 from gptctl.backends import Backend, Backends
+from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import TOKEN
-from gptctl.engine.files import private_files
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder, read_text

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import BATCH_SCRIPT, BOOTSTRAP
-from gptctl.engine.files import private_files
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.spec.resources import folder, home
 from trainer.errors import WRONG_USAGE, UserError, closest

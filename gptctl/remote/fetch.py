@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gptctl.engine.files import private_files
+from gptctl.engine.atomic_files import private_files
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.connection import Connection
 from gptctl.remote.host_error import HostError

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.engine.files import private_files, replacing
+from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import RunFolder, read_json
 from gptctl.jobs.store import JobRecord

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from gptctl.engine.files import private_files
+from gptctl.engine.atomic_files import private_files
 from trainer.errors import WRONG_USAGE, UserError, closest
 
 _PACKAGE = Path(__file__).resolve().parents[1]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from gptctl.doctor.judge import (
-    Node,
+    NodeFacts,
+    Promised,
     Sighting,
-    Wanted,
     duration,
     judge_clock,
     judge_no_reduce,
@@ -53,7 +53,7 @@ FACTS = {
     "numpy": "2.1.0",
     "gpus": ["A100", "A100"],
 }
-WANTED = Wanted(gpus=2, ranks=2, several=True)
+WANTED = Promised(gpus=2, ranks=2, several=True)
 NOW = Sighting(earliest=999.0, missing=1000.1, seen=1000.2)
 
 
@@ -151,7 +151,7 @@ def test_gpus_of_slurm_against_the_profile(partition: str, keys: dict, state: st
 
 
 def test_two_sound_nodes() -> None:
-    rows = judge_nodes([Node("n1", FACTS, sighting=NOW), Node("n2", FACTS, sighting=NOW)], WANTED)
+    rows = judge_nodes([NodeFacts("n1", FACTS, sighting=NOW), NodeFacts("n2", FACTS, sighting=NOW)], WANTED)
     assert not not_ok(rows)
     assert {row.node for row in rows} == {"n1", "n2", ""}
     assert [row.check for row in rows[-2:]] == ["same python", "same torch"]
@@ -178,20 +178,20 @@ def test_two_sound_nodes() -> None:
 )
 def test_one_thing_that_is_not_right(changed: dict, expected: tuple[str, str]) -> None:
     """Each gives one row with a fix, and no other row suffers from it."""
-    rows = judge_nodes([Node("n1", {**FACTS, **changed}, sighting=NOW)], WANTED)
+    rows = judge_nodes([NodeFacts("n1", {**FACTS, **changed}, sighting=NOW)], WANTED)
     assert not_ok(rows) == [expected]
     assert all(row.fix for row in rows if row.state != "ok")
 
 
 def test_a_node_that_told_nothing_little_or_something_else() -> None:
     nodes = [
-        Node("n0", unseen="/runs is not there"),
-        Node("n1", failed="setup: in the setup: module load x", said="module: not found"),
-        Node("n2", failed="python: there is no /nowhere"),
-        Node("n3", said="Killed"),
-        Node("n4", without("torch", "numpy", "gpus")),
-        Node("n5", {**FACTS, "version": "3.12.1"}),
-        Node("n6", FACTS),
+        NodeFacts("n0", unseen="/runs is not there"),
+        NodeFacts("n1", failed="setup: in the setup: module load x", said="module: not found"),
+        NodeFacts("n2", failed="python: there is no /nowhere"),
+        NodeFacts("n3", said="Killed"),
+        NodeFacts("n4", without("torch", "numpy", "gpus")),
+        NodeFacts("n5", {**FACTS, "version": "3.12.1"}),
+        NodeFacts("n6", FACTS),
     ]
     rows = {(row.node, row.check): row for row in judge_nodes(nodes, WANTED) if row.state == "wrong"}
     assert list(rows)[-1] == ("", "same python")
@@ -204,7 +204,7 @@ def test_a_node_that_told_nothing_little_or_something_else() -> None:
 
 
 def test_gpus_that_nobody_promised_are_not_missed() -> None:
-    rows = judge_nodes([Node("n1", {**FACTS, "gpus": []})], Wanted(0, 2, several=False))
+    rows = judge_nodes([NodeFacts("n1", {**FACTS, "gpus": []})], Promised(0, 2, several=False))
     assert not not_ok(rows)
     assert not {"network", "own name", "clock"} & {row.check for row in rows}, "one machine alone"
 

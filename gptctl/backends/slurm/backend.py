@@ -20,8 +20,8 @@ from gptctl.backends.slurm.client import SlurmError
 from gptctl.backends.slurm.options import sbatch_options
 from gptctl.backends.slurm.queue import Queue, Seen, with_token
 from gptctl.backends.slurm.states import STATES, as_ended, as_seen
+from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import BATCH_SCRIPT, LAUNCH_SCRIPT
-from gptctl.engine.files import private_files
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import clean_environment, is_alive, is_here
 from gptctl.engine.run_folder import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder

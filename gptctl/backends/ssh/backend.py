@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gptctl.backends import Backend, JobState
+from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.contract import AGENT_SCRIPT, LAUNCH_SCRIPT
-from gptctl.engine.files import private_files, replacing
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder
