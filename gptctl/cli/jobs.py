@@ -201,7 +201,7 @@ def accompany(
 ) -> int:
     """Says what was submitted, and stays with it if that was asked for. An interrupt leaves the job alone."""
     from gptctl.cli import ui
-    from gptctl.cli.logs import follow_job
+    from gptctl.cli.follow import follow_job
     from gptctl.jobs import report as job_report
     from gptctl.logs.files import Wanted
     from gptctl.logs.stream import Lines

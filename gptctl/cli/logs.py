@@ -1,16 +1,15 @@
-"""The verb `logs`: which job, which files, which lines; everything else is in `gptctl/logs`."""
+"""The verb `logs`: which job, which files, which lines. `gptctl/logs` reads them, `follow.py` follows a job."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gptctl.cli.options import INTERRUPTED, examples, job_argument
+from gptctl.cli.options import examples, job_argument
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
@@ -66,6 +65,7 @@ def logs(job: str | None, **asked: Any) -> int:
     check_options(asked)
     if job is not None and os.path.isfile(job):
         return show_file(job, asked)
+    from gptctl.cli.follow import follow_job
     from gptctl.cli.jobs import find_job, require_folder
 
     record = find_job(job)
@@ -140,28 +140,68 @@ def show_file(path: str, asked: dict[str, Any]) -> int:
 def answer(
     files: LogFiles, wanted: Wanted, asked: dict[str, Any], is_over: Callable[[], bool]
 ) -> int:
-    from gptctl.logs import tables as report
+    from gptctl.cli import ui
     from gptctl.logs.show import show_logs
 
     if asked["list_them"]:
-        report.print_list(files, wanted, asked["as_json"], is_over())
+        print_list(files, wanted, asked["as_json"], is_over())
     elif asked["metrics"]:
-        report.print_metrics(files, wanted, asked["as_json"])
+        print_metrics(files, wanted, asked["as_json"])
     else:
-        show_logs(files, wanted, lines_of(asked), style_of(asked))
+        show_logs(files, wanted, lines_of(asked), style_of(asked), say=ui.say)
     return 0
 
 
+def print_list(
+    files: LogFiles, wanted: Wanted, as_json: bool = False, job_is_over: bool = False
+) -> None:
+    from gptctl.cli import ui
+    from gptctl.logs.tables import LIST_COLUMNS, list_cells, list_rows
+    from gptctl.spec.summary import count
+
+    rows = list_rows(files, wanted, job_is_over)
+    if as_json:
+        ui.print_json(rows)
+    else:
+        ui.print_table(count(len(rows), "log file"), LIST_COLUMNS, list_cells(rows), by_first=True)
+
+
+def print_metrics(files: LogFiles, wanted: Wanted, as_json: bool = False) -> None:
+    from gptctl.cli import ui
+    from gptctl.logs.tables import metric_rows, metric_table
+    from gptctl.spec.summary import count
+
+    rows = metric_rows(files, wanted)
+    if as_json:
+        ui.print_json(rows)
+    else:
+        ui.print_table(count(len(rows), "step"), *metric_table(rows))
+
+
+def print_failure(
+    files: LogFiles, attempt: int | None = None, as_json: bool = False, **of_job: str
+) -> bool:
+    """Returns whether anything has failed."""
+    from gptctl.cli import ui
+    from gptctl.logs.tables import failure_report
+
+    report = failure_report(files, attempt, of_job.get("state", ""))
+    if as_json:
+        ui.print_json({**of_job, **report.as_json()})
+    else:
+        ui.print_text("\n".join(report.lines()))
+    return report.failure.is_failure
+
+
 def show_failure(record: JobRecord, files: LogFiles, asked: dict[str, Any]) -> int:
-    """First what is known of the job as a whole: a time limit or a cancel is not the fault of the first rank to end."""
+    """First the state of the job: a time limit or a cancel is not the fault of the first rank that exits."""
     from gptctl.cli import ui
     from gptctl.jobs import report as job_report
-    from gptctl.logs import tables as report
 
     state = job_report.state_of(record)
     if not asked["as_json"]:
         ui.print_text(f"{record.id}: {state}")
-    report.print_failure(files, asked["attempt"], asked["as_json"], **state._asdict())
+    print_failure(files, asked["attempt"], asked["as_json"], **state._asdict())
     return 0
 
 
@@ -181,56 +221,3 @@ def say_what_is_missing(record: JobRecord) -> None:
             ui.say(words)
     except UserError as error:  # what is here can be shown all the same
         ui.say(error.message)
-
-
-class Watched:
-    """A job that is waited for: says how it stands while it is not running, and when that changes."""
-
-    def __init__(self, record: JobRecord, say: Callable[[str], None]) -> None:
-        self._record, self._say, self._said = record, say, ""
-
-    def is_over(self) -> bool:
-        from gptctl.engine.run_folder import RUNNING
-        from gptctl.jobs import report as job_report
-
-        state = job_report.state_of(self._record)
-        if job_report.is_final(state):
-            return True
-        words = str(state).partition(", expected")[0]  # which is another moment in every answer
-        if words != self._said and (self._said or state.state != RUNNING):
-            self._said = words
-            self._say(f"{self._record.id}: {state}")
-        return False
-
-
-def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "text") -> int:
-    """Until the job ends; its verdict. On a terminal the training's progress stands below the lines."""
-    from gptctl.backends import backend_of
-    from gptctl.cli import ui
-    from gptctl.engine.run_folder import FAILED
-    from gptctl.jobs import report as job_report
-    from gptctl.logs.progress import ProgressLine
-    from gptctl.logs.show import Printer
-    from gptctl.logs.stream import follow
-
-    sys.stdout.flush()
-    out = sys.stdout.buffer
-    printer: Any = Printer(out, style)
-    if style == "text" and out.isatty() and os.environ.get("TERM") != "dumb":
-        printer = ProgressLine(printer, out, job_report.max_steps(record))
-    watched = Watched(record, printer.say)
-    try:
-        with backend_of(record.kind).following(record):
-            follow(files_of(record), wanted, lines, printer, watched.is_over)
-    except KeyboardInterrupt:
-        ui.say(job_report.goes_on(record))
-        return INTERRUPTED
-    finally:
-        if isinstance(printer, ProgressLine):
-            printer.close()
-    say_what_is_missing(record)
-    state = job_report.state_of(record)
-    ui.say(f"{record.id}: {state}")
-    if state.state == FAILED:
-        ui.say(f"hint: gptctl logs {record.id} --failed")
-    return job_report.verdict(state)

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from gptctl.logs.clean import CONTROL, clean
 from trainer.errors import Finding, UserError
 
-# Escape sequences and control characters of foreign text (file names, values) must not reach a terminal.
-_CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)"
-    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufeff]"
-)
 SAY_EVERY = 5.0  # seconds between two words about progress
 _COLOURS = {"error": "bold red", "warning": "yellow", "notice": "cyan", "hint": "green"}
-
-
-def clean(text: str) -> str:
-    return _CONTROL.sub("", text)
 
 
 def print_json(value: Any) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False)
     print(
-        _CONTROL.sub(
+        CONTROL.sub(
             lambda found: "".join(f"\\u{ord(character):04x}" for character in found[0]), text
         )
     )

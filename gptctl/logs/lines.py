@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 
-from gptctl.cli.ui import clean
+from gptctl.logs.clean import clean
 from trainer.errors import WRONG_USAGE, UserError
 
 LONGEST_LINE = 64 << 10
