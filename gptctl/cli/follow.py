@@ -1,26 +1,36 @@
-"""Following a job until it ends: its lines, how it stands meanwhile, and how it ended."""
+"""Following a job until it ends: its lines, its state meanwhile, and a summary at the end."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptctl.cli.logs import files_of, say_what_is_missing
 from gptctl.cli.options import INTERRUPTED
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
+    from gptctl.backends import State
     from gptctl.jobs.store import JobRecord
-    from gptctl.logs.files import Wanted
-    from gptctl.logs.stream import Lines
+    from gptctl.logs.files import LogFiles, Wanted
+    from gptctl.logs.outcome import Outcome
+    from gptctl.logs.stream import Lines, Show
+    from gptctl.logs.terminal_view import TerminalView
+
+Update = Callable[[str], None]  # takes the state of the job
 
 
 class Watched:
-    """A job that is waited for: says how it stands while it is not running, and when that changes."""
+    """A job that is followed: says its state while it is not running, and when that changes."""
 
-    def __init__(self, record: JobRecord, say: Callable[[str], None]) -> None:
-        self._record, self._say, self._said = record, say, ""
+    def __init__(self, record: JobRecord, say: Callable[[str], None], update: Update) -> None:
+        self._record, self._say, self._said, self._update = record, say, "", update
 
     def is_over(self) -> bool:
         from gptctl.engine.run_folder import RUNNING
@@ -33,37 +43,151 @@ class Watched:
         if words != self._said and (self._said or state.state != RUNNING):
             self._said = words
             self._say(f"{self._record.id}: {state}")
+        self._update(state.state)
         return False
 
 
 def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "text") -> int:
-    """Until the job ends; its verdict. On a terminal the training's progress stands below the lines."""
+    """Follow until the job ends; the exit code is that of the job."""
+    sys.stdout.flush()
+    if style == "text" and sys.stdout.isatty():
+        return follow_on_terminal(record, wanted, lines)
+    from gptctl.cli import ui
+    from gptctl.logs.show import Printer
+
+    printer = Printer(sys.stdout.buffer, style, say=ui.say)
+    update: Update = lambda state: None  # noqa: E731
+    if sys.stderr.isatty():  # programs that read stderr get the closing lines only
+        update = rank_lines(record, printer.say)
+    if not stay_until_over(record, wanted, lines, printer, update):
+        return say_it_is_running(record)
+    return close_plainly(record)
+
+
+def follow_on_terminal(record: JobRecord, wanted: Wanted, lines: Lines) -> int:
+    """Short lines, with the progress of the training below them, and a summary at the end."""
+    from gptctl.cli import ui
+    from gptctl.logs.show import Printer
+    from gptctl.logs.terminal_view import TerminalView
+
+    screen, files = ui.TerminalScreen(), files_of(record)
+    printer = Printer(sys.stdout.buffer, say=ui.say)
+    # Who searches for lines gets them as they are.
+    view = TerminalView(
+        printer, screen, files, followed(record), condenses=not (lines.grep or lines.errors)
+    )
+    update = view.update if screen.is_in_place else rank_lines(record, view.say)
+    try:
+        is_over = stay_until_over(record, wanted, lines, view, update)
+    finally:  # whatever happens, the terminal is left clean
+        view.close()
+    return close_with_summary(record, files, view) if is_over else say_it_is_running(record)
+
+
+def stay_until_over(
+    record: JobRecord, wanted: Wanted, lines: Lines, show: Show, update: Update
+) -> bool:
+    """False if the user interrupts it."""
     from gptctl.backends import backend_of
+    from gptctl.logs.stream import follow
+
+    watched = Watched(record, show.say, update)
+    try:
+        with backend_of(record.kind).following(record):
+            follow(files_of(record), wanted, lines, show, watched.is_over)
+    except KeyboardInterrupt:
+        return False
+    say_what_is_missing(record)
+    return True
+
+
+def rank_lines(record: JobRecord, say: Callable[[str], None]) -> Update:
+    from gptctl.logs.rank_count import RankLines
+
+    return RankLines(files_of(record), record.world, bool(record.output_dir), say).update
+
+
+def followed(record: JobRecord) -> Any:
+    from gptctl.engine.run_folder import read_json
+    from gptctl.jobs import report as job_report
+    from gptctl.logs.terminal_view import FollowedJob
+
+    config = (read_json(record.run_folder / "config.json") or {}).get("resolved", {})
+    by_epochs = config.get("Engine", {}).get("run_mode") == "epoch"  # the trainer counts its steps
+    total = 0 if by_epochs else job_report.max_steps(record)
+    return FollowedJob(record.id, record.world, total, bool(record.output_dir), record.created)
+
+
+def say_it_is_running(record: JobRecord) -> int:
+    from gptctl.cli import ui
+    from gptctl.jobs import report as job_report
+
+    ui.say(job_report.goes_on(record))
+    return INTERRUPTED
+
+
+def close_plainly(record: JobRecord) -> int:
     from gptctl.cli import ui
     from gptctl.engine.run_folder import FAILED
     from gptctl.jobs import report as job_report
-    from gptctl.logs.progress import ProgressLine
-    from gptctl.logs.show import Printer
-    from gptctl.logs.stream import follow
 
-    sys.stdout.flush()
-    out = sys.stdout.buffer
-    printer: Any = Printer(out, style, say=ui.say)
-    if style == "text" and out.isatty() and os.environ.get("TERM") != "dumb":
-        printer = ProgressLine(printer, out, job_report.max_steps(record))
-    watched = Watched(record, printer.say)
-    try:
-        with backend_of(record.kind).following(record):
-            follow(files_of(record), wanted, lines, printer, watched.is_over)
-    except KeyboardInterrupt:
-        ui.say(job_report.goes_on(record))
-        return INTERRUPTED
-    finally:
-        if isinstance(printer, ProgressLine):
-            printer.close()
-    say_what_is_missing(record)
     state = job_report.state_of(record)
     ui.say(f"{record.id}: {state}")
     if state.state == FAILED:
         ui.say(f"hint: gptctl logs {record.id} --failed")
     return job_report.verdict(state)
+
+
+def close_with_summary(record: JobRecord, files: LogFiles, view: TerminalView) -> int:
+    from gptctl.cli import ui
+    from gptctl.jobs import report as job_report
+    from gptctl.logs.outcome import outcome_rows
+
+    state = job_report.state_of(record)
+    code = job_report.verdict(state)
+    rows = outcome_rows(outcome_of(record, files, state, view.total_steps), view.history)
+    ui.print_box(record.id, rows, colour="red" if code else "green")
+    return code
+
+
+def outcome_of(record: JobRecord, files: LogFiles, state: State, total_steps: int) -> Outcome:
+    from gptctl.engine.run_folder import FAILED, RunFolder, read_json
+    from gptctl.logs.outcome import Outcome
+    from gptctl.logs.rank_count import first_start
+    from gptctl.logs.tables import failure_line, failure_of
+
+    folder = RunFolder(record.run_dir)
+    result, started = folder.result(), first_start(files)
+    ended = result.ended if result and result.ended else time.time()
+    status = (read_json(Path(record.output_dir) / "status.json") or {}) if record.output_dir else {}
+    step = status.get("step")
+    return Outcome(
+        record.id,
+        state.state,
+        state.reason,
+        failure_line(*failure_of(files)) if state.state == FAILED else "",
+        ended - (started or record.created),
+        folder.attempts(),
+        total_steps,
+        step if isinstance(step, int) else None,
+        checkpoint_steps(record),
+        short_path(record.run_dir),
+    )
+
+
+def checkpoint_steps(record: JobRecord) -> tuple[int, ...]:
+    """In the output folder, wherever that is. A host that is down must not cost the summary."""
+    from gptctl.backends import backend_of
+
+    names: list[str] = []
+    if record.output_dir:
+        with suppress(UserError, OSError):
+            _, names = backend_of(record.kind).output(record)
+    return tuple(int(found[1]) for name in names if (found := re.fullmatch(r"step_(\d+)", name)))
+
+
+def short_path(path: str) -> str:
+    """Relative to the current folder if it is inside: short enough for a line."""
+    with suppress(OSError, ValueError):
+        return str(Path(path).relative_to(os.getcwd()))
+    return path

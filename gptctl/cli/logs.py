@@ -1,4 +1,4 @@
-"""The verb `logs`: which job, which files, which lines. `gptctl/logs` reads them, `follow.py` follows a job."""
+"""The verb `logs`: which job, which files, which lines; `follow.py` follows a job."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def print_failure(
 
 
 def show_failure(record: JobRecord, files: LogFiles, asked: dict[str, Any]) -> int:
-    """First the state of the job: a time limit or a cancel is not the fault of the first rank that exits."""
+    """The job's state comes first: a rank that exits first is not to blame for a time limit."""
     from gptctl.cli import ui
     from gptctl.jobs import report as job_report
 

@@ -107,6 +107,10 @@ class Printer:
         if len(self._held) >= WRITE_AT:
             self._write()
 
+    def text(self, text: str) -> None:
+        """A line of nobody in particular."""
+        self._held.append(f"{clean(text)}\n".encode())
+
     def flush(self) -> None:
         if self._held:
             self._write()
