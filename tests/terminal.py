@@ -83,9 +83,7 @@ class Run:
         deadline = time.monotonic() + seconds
         while self._read(deadline):
             pass
-        code = self.child.wait(max(1.0, deadline - time.monotonic()))
-        os.close(self.terminal)
-        return code
+        return self.child.wait(max(1.0, deadline - time.monotonic()))
 
     def press(self, keys: bytes) -> None:
         os.write(self.terminal, keys)

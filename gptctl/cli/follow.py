@@ -71,7 +71,7 @@ def follow_on_terminal(record: JobRecord, wanted: Wanted, lines: Lines) -> int:
     from gptctl.logs.terminal_view import TerminalView
 
     screen, files = ui.TerminalScreen(), files_of(record)
-    printer = Printer(sys.stdout.buffer, say=ui.say)
+    printer = Printer(sys.stdout.buffer, coloured=screen.has_colours, say=ui.say)
     # Who searches for lines gets them as they are.
     view = TerminalView(
         printer, screen, files, followed(record), condenses=not (lines.grep or lines.errors)

@@ -70,6 +70,7 @@ class TerminalScreen:
     def __init__(self) -> None:
         self._drawn = ""
         self.is_in_place = os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+        self.has_colours = self.is_in_place and not os.environ.get("NO_COLOR")
 
     @property
     def width(self) -> int:
@@ -80,7 +81,7 @@ class TerminalScreen:
         if self.is_in_place and text != self._drawn:
             self._drawn = text
             shown = clean(text)
-            if not os.environ.get("NO_COLOR"):
+            if self.has_colours:
                 shown = re.sub("━+", "\x1b[32m\\g<0>\x1b[0m", shown)
             self._write(f"\r{shown}\x1b[J\r")
 

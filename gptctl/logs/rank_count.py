@@ -51,7 +51,8 @@ class RankWatch:
         self._last, self._due = RankCount(), 0.0
 
     def count(self) -> RankCount:
-        if time.monotonic() >= self._due:
+        is_old = max(self._files.attempts(), default=0) > self._last.attempt
+        if is_old or time.monotonic() >= self._due:
             self._last = count_ranks(self._files)
             pause = SELDOM if self._last.up >= self._world else 0.0
             self._due = time.monotonic() + pause
