@@ -17,9 +17,12 @@ from trainer.logline import TrainLine, parse_train_line
 _STAMP = re.compile(r"\[\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d)(?:,\d+)?\] \[ *([A-Z]+)\] +- ")
 _CONFIG = re.compile(r"Resolved config:\s*$")
 _SAMPLE = re.compile(r"(?:A sample,|Sample text) (after .*:)\s*$")
-_END_OF_SAMPLE = re.compile(r"The training process is complete\.|Stopped on ")
+_LONG_NUMBER = re.compile(r"(?<![.\d])\d{10}")
+_END_OF_SAMPLE = re.compile(r"The training process is complete\.")
+LONGEST_SAMPLE = 1000  # lines; beyond them it is no sample, and must not be held back
 _EVALUATION = re.compile(
-    r"\b(valid|test) step (\d+), epoch: \d+, batch: \d+, loss: ([-+]?(?:[\d.]+|inf|nan)), speed: "
+    r"\b(valid|test) step (\d{1,12}), epoch: \d+, batch: \d+, "
+    r"loss: ([-+]?(?:\d{1,300}(?:\.\d{1,300})?|inf|nan)), speed: "
 )
 
 
@@ -51,12 +54,14 @@ class Condenser:
         if self._continues(text):
             return
         yield from self.close()
-        lines = _message_lines(text)
-        for line in lines:
-            if not self._continues(line):
-                yield from self._begin(line)
-        if len(lines) > 1:  # a whole record: the next line is another one
+        if record := _json_record(text):
+            title, *lines = record
+            self._begin_long(title)
+            for line in lines:
+                self._continues(line)
             yield from self.close()
+        else:
+            yield from self._begin(text)
 
     def close(self) -> Iterator[Piece]:
         """The piece that was being read: a new record begins, or the job has ended."""
@@ -75,6 +80,8 @@ class Condenser:
 
     def _continues_sample(self, sample: list[str], text: str) -> bool:
         """The trainer stamps each line of a sample, or only the first: the second one tells."""
+        if len(sample) > LONGEST_SAMPLE:
+            return False
         stamp = _STAMP.match(text)
         if len(sample) == 1:
             self._is_stamped = bool(stamp)
@@ -88,19 +95,30 @@ class Condenser:
     def _begin(self, text: str) -> Iterator[Piece]:
         stamp = _STAMP.match(text)
         message = text[stamp.end() :] if stamp else text
-        if found := _SAMPLE.match(message):
-            self._sample = [found[1]]
-        elif _CONFIG.match(message):
-            self._config = 0
-        elif stamp and stamp[2] == "INFO" and self._detail and message.startswith(self._detail):
+        if stamp and self._begin_long(message):
+            return
+        if stamp and stamp[2] == "INFO" and self._detail and message.startswith(self._detail):
             yield RankDetail()
-        elif step := parse_train_line(text) if "global step " in text else None:
+        elif step := _train_line(text) if "global step " in text else None:
             yield step
         elif found := _EVALUATION.search(text):
             yield Evaluation(found[1], int(found[2]), float(found[3]))
         else:
             level = "" if not stamp or stamp[2] == "INFO" else f"{stamp[2]}: "
             yield f"{stamp[1]} {level}{message}" if stamp else text
+
+    def _begin_long(self, message: str) -> bool:
+        """Whether a record begins of which the following lines are a part."""
+        if _CONFIG.match(message):
+            self._config = 0
+        elif found := _SAMPLE.match(message):
+            self._sample = [found[1]]
+        return self._config is not None or self._sample is not None
+
+
+def _train_line(text: str) -> TrainLine | None:
+    """Any script may write such a line. Numbers that no training has would take hours to parse."""
+    return None if _LONG_NUMBER.search(text) else parse_train_line(text)
 
 
 def _sample_text(title: str, *lines: str) -> str:
@@ -109,11 +127,11 @@ def _sample_text(title: str, *lines: str) -> str:
     return f"{title}\n\n{text.rstrip()}"
 
 
-def _message_lines(text: str) -> list[str]:
-    """The trainer's JSON style writes a whole record in one line; split those two that are long."""
+def _json_record(text: str) -> list[str]:
+    """The lines of a long record in the trainer's JSON style, which writes it in one line."""
     if text.startswith('{"time": "') and "\\n" in text:
         with suppress(ValueError, KeyError, AttributeError):
-            message = json.loads(text)["message"]
-            if _CONFIG.match(first := message.split("\n")[0]) or _SAMPLE.match(first):
-                return [str(line) for line in message.split("\n")]
-    return [text]
+            lines: list[str] = json.loads(text)["message"].split("\n")
+            if _CONFIG.match(lines[0]) or _SAMPLE.match(lines[0]):
+                return lines
+    return []

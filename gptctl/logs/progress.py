@@ -14,6 +14,7 @@ from typing import NamedTuple
 from trainer.logline import TrainLine
 
 LONGEST_BAR, SHORTEST_BAR = 40, 8
+LONGEST = 1e12  # seconds; a log line may claim any number
 RECENT = 10  # train lines whose mean is the current speed
 _LENGTH = re.compile(r"(?:^|[ :-] )([\d,]{1,20}) steps of [\d,]+ samples\b")
 
@@ -50,8 +51,8 @@ def announced_steps(text: str) -> int | None:
 
 
 def step_text(line: TrainLine, total: int) -> str:
-    """`step   25/500  loss 2.7881  17,440 tokens/s  lr 3.00e-03`"""
-    numbers = f"loss {line.loss:.4f}  {line.ips_total:,.0f} tokens/s  lr {line.learning_rate:.2e}"
+    """`step   25/500  loss 2.7881   17,440 tokens/s  lr 3.00e-03`"""
+    numbers = f"loss {line.loss:.4f}  {line.ips_total:>7,.0f} tokens/s  lr {line.learning_rate:.2e}"
     return f"{_step('step', line.step, total)}  {numbers}"
 
 
@@ -82,7 +83,7 @@ def _cost(line: TrainLine) -> float | None:
 
 def duration(seconds: float) -> str:
     """`0:40`, `1:02:03`, and from a day on `2 d 03:04`."""
-    minutes, second = divmod(max(0, int(seconds)), 60)
+    minutes, second = divmod(max(0, int(min(seconds, LONGEST))), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 24:
         return f"{hours // 24:,} d {hours % 24:02}:{minute:02}"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptctl.logs.condense import Condenser, ConfigDump, Piece, RankDetail, Sample
+from gptctl.logs.condense import LONGEST_SAMPLE, Condenser, ConfigDump, Piece, RankDetail, Sample
 from gptctl.logs.files import Wanted
 from gptctl.logs.outcome import Outcome, checkpoint_text, outcome_rows
 from gptctl.logs.progress import (
@@ -100,7 +100,7 @@ def test_the_bar_fits_every_window(step: int, total: int, elapsed: float, left: 
 
 def test_a_step_in_short() -> None:
     """Oracle: the numbers of the line."""
-    assert step_text(train(5), 1000) == "step     5/1000  loss 3.2500  12,345 tokens/s  lr 2.50e-04"
+    assert step_text(train(5), 1000) == "step     5/1000  loss 3.2500   12,345 tokens/s  lr 2.50e-04"
     assert step_text(train(5, loss=float("nan")), 0).startswith("step  5/?  loss nan  ")
 
 
@@ -142,6 +142,14 @@ def test_the_sample_is_one_piece(stamp: str, head: str) -> None:
     sample = Sample("after 'a':\n\n  indented\n\nglobal step 5 is text here")
     assert pieces(lines) == [sample, "04:25:43 The training process is complete."]
     assert pieces([*lines[:-1], *lines[:-1]]) == [sample, sample]
+
+
+def test_a_line_of_a_script_that_looks_like_a_sample_holds_nothing_back() -> None:
+    """Oracle: every line is a piece of its own, since only the trainer's stamp begins a sample; none is held for ever."""
+    lines = ["Sample text after 'a':", "Resolved config:", "  text"]
+    assert pieces(lines) == lines
+    endless = [f"{STAMP}Sample text after 'a':", *("text" for _ in range(LONGEST_SAMPLE + 5))]
+    assert pieces(endless)[1:] == ["text"] * 5
 
 
 def test_a_warning_ends_the_sample() -> None:
@@ -254,6 +262,11 @@ def test_a_late_follower_is_not_told_of_ranks_that_are_up(tmp_path: Path) -> Non
 # The view
 
 
+def outcome(state: str, **facts: object) -> Outcome:
+    known = {"reason": "", "failure": "", "seconds": 62.0, "attempts": 1, "total_steps": 500, "final_step": 500}
+    return Outcome(job="j-1", state=state, **{**known, "checkpoints": (), "folder": "runs/j-1", **facts})
+
+
 class Recorder:
     """A screen that keeps what is drawn on it."""
 
@@ -333,12 +346,27 @@ def test_mingpt_logs_no_steps_to_wait_for(tmp_path: Path) -> None:
     assert watch.lines() == ["[rank 0] [GPU0] Epoch 1 | Iter 0 | Train Loss 4.18"]
 
 
+NUMBERS = st.one_of(st.integers(0, 10**6), st.integers(), st.floats(), st.just(10**400), st.just("9" * 5000)).map(str)
+PARTS = st.lists(st.one_of(NUMBERS, st.text(max_size=9)), min_size=10, max_size=10)
+
+
+@given(parts=PARTS, cost=NUMBERS)
+def test_no_line_stops_the_following(tmp_path_factory: pytest.TempPathFactory, parts: list[str], cost: str) -> None:
+    """Oracle: no exception, and something is shown, whatever a script writes where the trainer writes numbers."""
+    line = (
+        f"global step {parts[0]}, epoch: {parts[1]}, batch: {parts[2]}, loss: {parts[3]}, avg_reader_cost: {parts[4]} sec, "
+        f"avg_batch_cost: {cost} sec, speed: {parts[5]} step/s, ips_total: {parts[6]} tokens/s, ips: {parts[7]} tokens/s, "
+        f"learning rate: {parts[8]}\nvalid step {parts[0]}, epoch: 0, batch: 0, loss: {parts[9]}, speed: 1 step/s\n"
+    )
+    watch = Watch(tmp_path_factory.mktemp("any"))
+    watch.job.add("workerlog.0", line.encode("utf-8", "replace"))
+    watch.look()
+    watch.view.close()
+    assert watch.lines()
+    assert outcome_rows(outcome("COMPLETED"), watch.view.history)
+
+
 # The summary
-
-
-def outcome(state: str, **facts: object) -> Outcome:
-    known = {"reason": "", "failure": "", "seconds": 62.0, "attempts": 1, "total_steps": 500, "final_step": 500}
-    return Outcome(job="j-1", state=state, **{**known, "checkpoints": (), "folder": "runs/j-1", **facts})
 
 
 def test_the_summary_of_a_training() -> None:

@@ -203,7 +203,7 @@ def check_screen(run: Run, job: Play) -> None:
     assert "Section.key" not in shown
     assert "[rank 0] 04:25:43 WARNING: the valid split is small" in flat
     for step in (25, 50, 75, 100):
-        assert f"step  {step:>3}/100  loss {4 - step / 100:.4f}  12,345 tokens/s  lr 2.50e-04" in flat
+        assert f"step  {step:>3}/100  loss {4 - step / 100:.4f}   12,345 tokens/s  lr 2.50e-04" in flat
     assert "valid 100/100  loss 1.9375" in shown
     sample = shown[shown.index("─ Sample text ") : shown.index("[rank 0] 04:25:43 The training")]
     assert [line.strip("│ ") for line in sample.splitlines()[1:-1]] == [
