@@ -56,8 +56,9 @@ define TRY_NEXT
   cd demo; export PATH="$(CURDIR)/$(BIN):$$PATH"
   gptctl logs --metrics                                         # all steps in a table
   gptctl submit --nodes 2 -o Distributed.mp_degree=2 --follow   # each layer split over 2 ranks
-  # Kill a rank after 20 seconds, and watch the job resume from its newest checkpoint:
-  gptctl submit --nodes 2 --max-restarts 2 -o Engine.save_load.save_steps=25; sleep 20
+  # Kill a rank after the first checkpoint, and watch the job resume from its newest one:
+  gptctl submit --nodes 2 --max-restarts 2 -o Engine.save_load.save_steps=25
+  until [ -d runs/latest/output/step_25 ]; do sleep 1; done
   kill -9 $$(gptctl status --json | python -c 'import json, sys; print(json.load(sys.stdin)["ranks"][-1]["pid"])')
   gptctl logs --follow
 endef

@@ -56,9 +56,8 @@ def follow_job(record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "te
     from gptctl.logs.show import Printer
 
     printer = Printer(sys.stdout.buffer, style, say=ui.say)
-    update: Update = lambda state: None  # noqa: E731
-    if sys.stderr.isatty():  # programs that read stderr get the closing lines only
-        update = rank_lines(record, printer.say)
+    # A program that reads stderr gets the closing lines only.
+    update = rank_lines(record, printer.say) if sys.stderr.isatty() else no_update
     if not stay_until_over(record, wanted, lines, printer, update):
         return say_it_is_running(record)
     return close_plainly(record)
@@ -97,8 +96,11 @@ def stay_until_over(
             follow(files_of(record), wanted, lines, show, watched.is_over)
     except KeyboardInterrupt:
         return False
-    say_what_is_missing(record)
     return True
+
+
+def no_update(state: str) -> None:
+    return
 
 
 def rank_lines(record: JobRecord, say: Callable[[str], None]) -> Update:
@@ -131,6 +133,7 @@ def close_plainly(record: JobRecord) -> int:
     from gptctl.engine.run_folder import FAILED
     from gptctl.jobs import report as job_report
 
+    say_what_is_missing(record)
     state = job_report.state_of(record)
     ui.say(f"{record.id}: {state}")
     if state.state == FAILED:
@@ -143,6 +146,7 @@ def close_with_summary(record: JobRecord, files: LogFiles, view: TerminalView) -
     from gptctl.jobs import report as job_report
     from gptctl.logs.outcome import outcome_rows
 
+    say_what_is_missing(record)
     state = job_report.state_of(record)
     code = job_report.verdict(state)
     rows = outcome_rows(outcome_of(record, files, state, view.total_steps), view.history)

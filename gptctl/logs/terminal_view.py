@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from gptctl.engine.run_folder import RUNNING
-from gptctl.logs.condense import Condenser, ConfigDump, Piece, RankDetail, Sample
+from gptctl.logs.condense import Condenser, Hidden, Piece, RankDetail, Sample
 from gptctl.logs.files import LogFile, LogFiles
 from gptctl.logs.lines import readable
 from gptctl.logs.progress import (
@@ -62,6 +62,7 @@ class TerminalView:
         self._printer, self._screen, self._files, self._job = printer, screen, files, job
         self._condenses = condenses
         self._condensers: dict[tuple[int, str], Condenser] = {}  # by attempt and file name
+        self._last: dict[tuple[int, str], Line] = {}  # of each file
         self._step_loggers: set[int] = set()  # ranks
         self._hidden: dict[int, int] = {}  # number of lines, by rank
         self._attempt: int | None = None  # the newest one that has logged a line
@@ -77,7 +78,11 @@ class TerminalView:
     def line(self, line: Line) -> None:
         self._screen.erase()
         self._follow_attempts(line.file.attempt)
-        for piece in self._condenser(line.file).feed(readable(line.text)):
+        key = line.file.attempt, line.file.name
+        if key not in self._condensers:
+            self._condensers[key] = Condenser(line.file.kind, line.file.number)
+        self._last[key] = line
+        for piece in self._condensers[key].feed(readable(line.text)):
             self._note(piece, line.file.attempt)
             if self._condenses:
                 self._show(piece, line)
@@ -106,19 +111,13 @@ class TerminalView:
     def close(self) -> None:
         """Shows the record that was being read, and clears the line at the bottom."""
         self._screen.erase()
-        for condenser in self._condensers.values():
+        for key, condenser in self._condensers.items():
             for piece in condenser.close():
                 if self._condenses:
-                    self._show(piece)
+                    self._show(piece, self._last[key])
         self._condensers.clear()
         self._tell_hidden_details()
         self._printer.flush()
-
-    def _condenser(self, file: LogFile) -> Condenser:
-        key = file.attempt, file.name
-        if key not in self._condensers:
-            self._condensers[key] = Condenser(file.number if file.kind == "rank" else None)
-        return self._condensers[key]
 
     def _follow_attempts(self, attempt: int) -> None:
         """Says why there is a new attempt, once its first line is there."""
@@ -139,27 +138,26 @@ class TerminalView:
             if "| Train Loss " in piece:  # minGPT's style has no other lines
                 self._logs_steps = False
 
-    def _show(self, piece: Piece, line: Line | None = None) -> None:
+    def _show(self, piece: Piece, line: Line) -> None:
         if isinstance(piece, TrainLine):
             self._tell_hidden_details()
             self._show_step(step_text(piece, self.total_steps), line)
         elif isinstance(piece, Evaluation):
             self._show_step(evaluation_text(piece, self.total_steps), line)
-        elif isinstance(piece, ConfigDump):
-            self._tell_hidden(count(piece.num_lines, "config line"))
+        elif isinstance(piece, Hidden):
+            self._tell_hidden(f"{piece.num_lines:,} {piece.what}")
         elif isinstance(piece, Sample):
             self._printer.flush()
             self._screen.box("Sample text", piece.text)
-        elif isinstance(piece, RankDetail) and line:
+        elif isinstance(piece, RankDetail):
             self._hidden[line.file.number] = self._hidden.get(line.file.number, 0) + 1
-        elif isinstance(piece, str) and line:
+        else:
             self._printer.line(line._replace(text=piece.encode()))
 
-    def _show_step(self, text: str, line: Line | None) -> None:
+    def _show_step(self, text: str, line: Line) -> None:
         """With the name of its rank only if several ranks log steps."""
-        if line:
-            self._step_loggers.add(line.file.number)
-        if line and len(self._step_loggers) > 1:
+        self._step_loggers.add(line.file.number)
+        if len(self._step_loggers) > 1:
             self._printer.line(line._replace(text=text.encode()))
         else:
             self._printer.text(text)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptctl.logs.condense import LONGEST_SAMPLE, Condenser, ConfigDump, Piece, RankDetail, Sample
-from gptctl.logs.files import Wanted
+from gptctl.logs.condense import LONGEST_RECORD, Condenser, Hidden, Piece, RankDetail, Sample
+from gptctl.logs.files import Kind, Wanted
 from gptctl.logs.outcome import Outcome, checkpoint_text, outcome_rows
 from gptctl.logs.progress import (
     Evaluation,
@@ -120,8 +120,8 @@ def test_the_number_of_steps_that_the_trainer_announces(text: str, expected: int
 # Condensing
 
 
-def pieces(lines: list[str], rank: int | None = 0) -> list[Piece]:
-    condenser = Condenser(rank)
+def pieces(lines: list[str], rank: int = 0, kind: Kind = "rank") -> list[Piece]:
+    condenser = Condenser(kind, rank)
     found = [piece for line in lines for piece in condenser.feed(line)]
     return [*found, *condenser.close()]
 
@@ -129,8 +129,8 @@ def pieces(lines: list[str], rank: int | None = 0) -> list[Piece]:
 def test_the_config_dump_is_counted() -> None:
     """Oracle: the number of indented lines; the record after it is shown, and an indented line elsewhere, too."""
     dump = [f"{STAMP}Resolved config:", "  Global.device    cpu", "  Engine.x    ", "    deeper"]
-    assert pieces([*dump, f"{STAMP}next", "  File x.py"]) == [ConfigDump(3), "04:25:43 next", "  File x.py"]
-    assert pieces(dump) == [ConfigDump(3)]
+    assert pieces([*dump, f"{STAMP}next", "  File x.py"]) == [Hidden(3, "config lines"), "04:25:43 next", "  File x.py"]
+    assert pieces(dump) == [Hidden(3, "config lines")]
 
 
 @pytest.mark.parametrize("stamp", [STAMP, ""])
@@ -148,7 +148,7 @@ def test_a_line_of_a_script_that_looks_like_a_sample_holds_nothing_back() -> Non
     """Oracle: every line is a piece of its own, since only the trainer's stamp begins a sample; none is held for ever."""
     lines = ["Sample text after 'a':", "Resolved config:", "  text"]
     assert pieces(lines) == lines
-    endless = [f"{STAMP}Sample text after 'a':", *("text" for _ in range(LONGEST_SAMPLE + 5))]
+    endless = [f"{STAMP}Sample text after 'a':", *("text" for _ in range(LONGEST_RECORD + 5))]
     assert pieces(endless)[1:] == ["text"] * 5
 
 
@@ -170,7 +170,7 @@ def test_the_json_style() -> None:
     lines = [record("Resolved config:\n  a  1\n  b  2"), record("x"), record(str(train(5))), record("one\ntwo")]
     lines += [record("Sample text after 'a':\nfirst\nsecond"), record("The training process is complete.")]
     assert pieces(lines) == [
-        *(ConfigDump(2), lines[1], train(5), lines[3]),
+        *(Hidden(2, "config lines"), lines[1], train(5), lines[3]),
         *(Sample("after 'a':\n\nfirst\nsecond"), lines[5]),
     ]
 
@@ -182,6 +182,30 @@ def test_steps_evaluations_and_what_other_ranks_tell_of_themselves() -> None:
     assert pieces([f"{STAMP}rank 3: mp 1", f"{STAMP}rank 1: mp 1"], rank=3) == [RankDetail(), "04:25:43 rank 1: mp 1"]
     assert pieces([f"{STAMP}rank 0: mp 1"]) == ["04:25:43 rank 0: mp 1"]
     assert pieces(["rank 3: killed"], rank=3) == ["rank 3: killed"]
+
+
+FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
+REPORT = [
+    *(
+        "Traceback (most recent call last):",
+        '  File "run.py", line 1',
+        "    main()",
+        FAILED,
+        "=" * 60,
+        "rank_log.py FAILED",
+    ),
+    *("Failures:", "  rank : 2", "-" * 60, "Root Cause (first observed failure):", "=" * 60),
+]
+
+
+def test_the_report_of_torchrun_is_counted() -> None:
+    """Oracle: its lines; what a node says before and after it is shown, and any other traceback, too."""
+    hidden = Hidden(len(REPORT), "lines of torchrun's report")
+    assert pieces(["before", *REPORT, "after"], kind="node") == ["before", hidden, "after"]
+    assert pieces([*REPORT, *REPORT], kind="node") == [hidden, hidden]
+    other = [*REPORT[:3], "RendezvousTimeoutError", "=" * 60]
+    assert pieces(other, kind="node") == other
+    assert pieces(REPORT) == REPORT
 
 
 LINES = st.sampled_from(
@@ -198,8 +222,8 @@ def test_every_line_is_shown_or_counted(lines: list[str]) -> None:
     """Oracle: the number of lines that went in."""
     told = 0
     for piece in pieces(lines, rank=2):
-        if isinstance(piece, ConfigDump):
-            told += 1 + piece.num_lines
+        if isinstance(piece, Hidden):
+            told += 1 + piece.num_lines  # and its title
         elif isinstance(piece, Sample):
             told += 1 + len(piece.text.splitlines()[2:])  # its title, a blank line that was added, the text
         else:

@@ -18,6 +18,7 @@ from datetime import datetime
 import pytest
 
 from tests.terminal import GPTCTL, Run
+from tests.unit.test_logs_terminal import REPORT
 from trainer.logline import TrainLine, evaluation_line, prefixed
 
 WIDTHS = (40, 80, 120)
@@ -101,7 +102,7 @@ def lines_of_training() -> dict[str, object]:
         *(stamped(line) for line in SAMPLE),
         stamped("The training process is complete."),
     ]
-    return {"begin": begin, "rest": rest, "detail": stamped("rank RANK: mp 1 on cpu")}
+    return {"begin": begin, "rest": rest, "detail": stamped("rank RANK: mp 1 on cpu"), "report": REPORT}
 
 
 class Play:
@@ -251,6 +252,7 @@ if node == 1:
     wait_for(f"attempt {attempt}")
     end(3, signal=9)
     end(2, exit=1)
+    print(*lines["report"], sep="\\n", flush=True)
     sys.exit(1)
 wait_for(f"attempt {attempt}")
 end(*ranks, exit=3)
@@ -270,6 +272,8 @@ def test_a_job_that_fails_twice(play) -> None:
     assert run.finish() == 1
     shown = "\n".join(run.screen())
     assert "attempt 0: rank 3 failed first: SIGKILL; attempt 1 starts" in shown
+    hidden = f"… {len(REPORT)} lines of torchrun's report hidden: gptctl logs {job.id} --raw"
+    assert run.screen().count(hidden) == 2
     summary = shown[shown.rindex(f"─ {job.id} ") :]
     assert re.search(r"state +FAILED: ", summary)
     assert re.search(r"failure +attempt 1: rank 3 failed first: SIGKILL", summary)
