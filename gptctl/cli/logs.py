@@ -25,7 +25,7 @@ ANSWERS = ("failed", "list_them", "metrics")  # options whose answer is a report
 )
 @job_argument(required=False)
 @click.option(
-    "-f", "--follow", is_flag=True, help="Go on until the job ends; the exit code is its verdict."
+    "-f", "--follow", is_flag=True, help="Follow until the job ends; exit with the job's status."
 )
 @click.option("--rank", metavar="0,3,8-11", help="Only these ranks.")
 @click.option("--node", type=click.IntRange(min=0), help="Only this node and its ranks.")
@@ -57,10 +57,11 @@ ANSWERS = ("failed", "list_them", "metrics")  # options whose answer is a report
     "--json", "as_json", is_flag=True, help="One object a line, or a report for programs."
 )
 def logs(job: str | None, **asked: Any) -> int:
-    """Show the logs of all ranks, nodes and the scheduler in one stream; without JOB those of the latest job.
+    """Show the logs of all ranks, nodes and the scheduler in one stream. Without JOB: the latest job.
 
-    A log file can stand in the place of JOB. Following works for a job that has not started yet, and picks up ranks and
-    attempts as they come; leaving it with Ctrl-C leaves the job alone.
+    A log file can be given instead of JOB. --follow also works before a job has started, and
+    includes ranks and attempts as they start; Ctrl-C stops following, not the job. On a terminal,
+    --follow shortens long records and shows the progress; --raw shows every line.
     """
     check_options(asked)
     if job is not None and os.path.isfile(job):
