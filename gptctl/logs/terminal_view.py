@@ -109,14 +109,9 @@ class TerminalView:
             self._status = count_text(self._ranks.count(), self._job.world, self._logs_steps)
 
     def close(self) -> None:
-        """Shows the record that was being read, and clears the line at the bottom."""
+        """Shows the records that were being read, and clears the line at the bottom."""
         self._screen.erase()
-        for key, condenser in self._condensers.items():
-            for piece in condenser.close():
-                if self._condenses:
-                    self._show(piece, self._last[key])
-        self._condensers.clear()
-        self._tell_hidden_details()
+        self._close_records()
         self._printer.flush()
 
     def _follow_attempts(self, attempt: int) -> None:
@@ -125,9 +120,16 @@ class TerminalView:
         if before is None or attempt > before:
             self._attempt, self._step_seen = attempt, None
             if before is not None:
-                self._tell_hidden_details()
+                self._close_records()
                 _, failure = failure_of(self._files, before)
                 self.say(f"{failure_line(before, failure)}; attempt {attempt} starts")
+
+    def _close_records(self) -> None:
+        for key, condenser in self._condensers.items():
+            for piece in condenser.close():
+                if self._condenses:
+                    self._show(piece, self._last[key])
+        self._tell_hidden_details()
 
     def _note(self, piece: Piece, attempt: int) -> None:
         self.history.note(piece)

@@ -274,6 +274,7 @@ def test_a_job_that_fails_twice(play) -> None:
     assert "attempt 0: rank 3 failed first: SIGKILL; attempt 1 starts" in shown
     hidden = f"… {len(REPORT)} lines of torchrun's report hidden: gptctl logs {job.id} --raw"
     assert run.screen().count(hidden) == 2
+    assert shown.index(hidden) < shown.index("attempt 1 starts")
     summary = shown[shown.rindex(f"─ {job.id} ") :]
     assert re.search(r"state +FAILED: ", summary)
     assert re.search(r"failure +attempt 1: rank 3 failed first: SIGKILL", summary)
