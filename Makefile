@@ -24,16 +24,21 @@ $(VENV)/bin/python:
 	    echo "python3 -m venv does not work here: install python3-venv"; exit 1; \
 	  fi; }
 
+# On a terminal pip shows what it downloads and installs; a log gets its errors only.
+PIP_INSTALL = quiet=-q; [ ! -t 1 ] || quiet=; \
+  $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt
+
 # PYTHONDONTWRITEBYTECODE would leave every start to compile again: imports take twice as long.
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "== installing gptctl and torch (a minute or two)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[train]'
+	@$(PIP_INSTALL) -e '.[train]'
+	@[ ! -t 1 ] || echo "== compiling all packages to bytecode, for faster starts"
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -qq $(VENV)/lib gptctl trainer || true
 	@touch $@
 
 $(READY): $(VENV)/.ready
 	@echo "== installing what the tests need"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[train,test]'
+	@$(PIP_INSTALL) -e '.[train,test]'
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -qq $(VENV)/lib || true
 	@touch $@
 
@@ -43,8 +48,21 @@ demo: $(VENV)/.ready
 	run() { echo "== $$*"; "$$@"; }; \
 	[ -e config.yaml ] || run gptctl init; \
 	run gptctl validate config; \
-	run gptctl submit --nodes 2 --follow; \
-	run gptctl logs --metrics
+	run gptctl submit --nodes 2 --follow
+	@printf '%s\n' "$$TRY_NEXT"
+
+define TRY_NEXT
+== try next:
+  cd demo; export PATH="$(CURDIR)/$(BIN):$$PATH"
+  gptctl logs --metrics                                         # all steps in a table
+  gptctl submit --nodes 2 -o Distributed.mp_degree=2 --follow   # each layer split over 2 ranks
+  # Kill a rank after the first checkpoint, and watch the job resume from its newest one:
+  gptctl submit --nodes 2 --max-restarts 2 -o Engine.save_load.save_steps=25
+  until [ -d runs/latest/output/step_25 ]; do sleep 1; done
+  kill -9 $$(gptctl status --json | python -c 'import json, sys; print(json.load(sys.stdin)["ranks"][-1]["pid"])')
+  gptctl logs --follow
+endef
+export TRY_NEXT
 
 # Scripts are checked with shellcheck; tests/lab is a real Slurm with real ssh hosts. As root on Debian they are installed,
 # and no daemon is started. Elsewhere the tests that need them say so and are skipped.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-# Escape sequences and control characters of foreign text (file names, values) must not reach a terminal.
+# Escape sequences, control characters except tab and newline, and marks that turn text around: a terminal
+# would obey them in foreign text (file names, values, log lines).
 CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufeff]"

@@ -1,18 +1,16 @@
-"""The verb `logs`: which job, which files, which lines; everything else is in `gptctl/logs`."""
+"""The verb `logs`: which job, which files, which lines; `follow.py` follows a job."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gptctl.cli import INTERRUPTED
 from gptctl.cli.options import examples, job_argument
-from gptctl.cli.session import Session, require_folder
+from gptctl.cli.session import Session, files_of, require_folder
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ ANSWERS = ("failed", "list_them", "metrics")  # options whose answer is a report
 )
 @job_argument(required=False)
 @click.option(
-    "-f", "--follow", is_flag=True, help="Go on until the job ends; the exit code is its verdict."
+    "-f", "--follow", is_flag=True, help="Follow until the job ends; exit with the job's status."
 )
 @click.option("--rank", metavar="0,3,8-11", help="Only these ranks.")
 @click.option("--node", type=click.IntRange(min=0), help="Only this node and its ranks.")
@@ -63,14 +61,15 @@ ANSWERS = ("failed", "list_them", "metrics")  # options whose answer is a report
 def logs(session: Session, /, job: str | None, **asked: Any) -> int:
     """Show the logs of all ranks in one stream.
 
-    Those of the nodes and the scheduler, too. Without JOB: the latest job.
-
-    A log file can stand in the place of JOB. Following works for a job that has not started yet, and picks up ranks and
-    attempts as they come; leaving it with Ctrl-C leaves the job alone.
+    Those of nodes and the scheduler are included. Without JOB: the latest job. A log file can be given instead of JOB. --follow also works before a job has started, and
+    includes ranks and attempts as they start; Ctrl-C stops following, not the job. On a terminal,
+    --follow shortens long records and shows the progress; --raw shows every line.
     """
     check_options(asked)
     if job is not None and os.path.isfile(job):
         return show_file(job, asked)
+    from gptctl.cli.follow import follow_job
+
     record = session.find(job)
     files = files_of(record)
     if asked["follow"]:
@@ -101,12 +100,6 @@ def check_options(asked: dict[str, Any]) -> None:
             raise UserError(f"{names} do not go together", "leave one of them out", WRONG_USAGE)
 
 
-def files_of(record: JobRecord) -> LogFiles:
-    from gptctl.logs.local import LocalLogFiles
-
-    return LocalLogFiles(Path(record.log_dir), record.run_folder)
-
-
 def wanted_of(asked: dict[str, Any], per_node: int | None) -> Wanted:
     from gptctl.logs.files import Wanted, parse_ranks
 
@@ -133,7 +126,7 @@ def style_of(asked: dict[str, Any]) -> Any:
 
 
 def show_file(path: str, asked: dict[str, Any]) -> int:
-    from gptctl.logs.local import LocalFile
+    from gptctl.logs.local_files import LocalFile
 
     if asked["failed"] or asked["follow"]:
         raise UserError(
@@ -145,83 +138,67 @@ def show_file(path: str, asked: dict[str, Any]) -> int:
 def answer(
     files: LogFiles, wanted: Wanted, asked: dict[str, Any], is_over: Callable[[], bool]
 ) -> int:
-    from gptctl.logs import tables as report
+    from gptctl.cli import ui
     from gptctl.logs.show import show_logs
 
     if asked["list_them"]:
-        report.print_list(files, wanted, asked["as_json"], is_over())
+        print_list(files, wanted, asked["as_json"], is_over())
     elif asked["metrics"]:
-        report.print_metrics(files, wanted, asked["as_json"])
+        print_metrics(files, wanted, asked["as_json"])
     else:
-        show_logs(files, wanted, lines_of(asked), style_of(asked))
+        show_logs(files, wanted, lines_of(asked), style_of(asked), say=ui.say)
     return 0
+
+
+def print_list(
+    files: LogFiles, wanted: Wanted, as_json: bool = False, job_is_over: bool = False
+) -> None:
+    from gptctl.cli import ui
+    from gptctl.logs.tables import LIST_COLUMNS, list_cells, list_rows
+    from gptctl.text import count
+
+    rows = list_rows(files, wanted, job_is_over)
+    if as_json:
+        ui.print_json(rows)
+    else:
+        ui.print_table(count(len(rows), "log file"), LIST_COLUMNS, list_cells(rows), by_first=True)
+
+
+def print_metrics(files: LogFiles, wanted: Wanted, as_json: bool = False) -> None:
+    from gptctl.cli import ui
+    from gptctl.logs.tables import metric_rows, metric_table
+    from gptctl.text import count
+
+    rows = metric_rows(files, wanted)
+    if as_json:
+        ui.print_json(rows)
+    else:
+        ui.print_table(count(len(rows), "step"), *metric_table(rows))
+
+
+def print_failure(
+    files: LogFiles, attempt: int | None = None, as_json: bool = False, **of_job: str
+) -> bool:
+    """Returns whether anything has failed."""
+    from gptctl.cli import ui
+    from gptctl.logs.tables import failure_report
+
+    report = failure_report(files, attempt, of_job.get("state", ""))
+    if as_json:
+        ui.print_json({**of_job, **report.as_json()})
+    else:
+        ui.print_text("\n".join(report.lines()))
+    return report.failure.is_failure
 
 
 def show_failure(
     session: Session, record: JobRecord, files: LogFiles, asked: dict[str, Any]
 ) -> int:
-    """First what is known of the job as a whole: a time limit or a cancel is not the fault of the first rank to end."""
+    """The job's state comes first: a rank that exits first is not to blame for a time limit."""
     from gptctl.cli import ui
-    from gptctl.logs import tables as report
 
     state = session.state_of(record)
     if not asked["as_json"]:
         ui.print_text(f"{record.id}: {state}")
-    report.print_failure(files, asked["attempt"], asked["as_json"], **state._asdict())
+    print_failure(files, asked["attempt"], asked["as_json"], **state._asdict())
     return 0
-
-
-class Watched:
-    """A job that is waited for: says how it stands while it is not running, and when that changes."""
-
-    def __init__(self, session: Session, record: JobRecord, say: Callable[[str], None]) -> None:
-        self._session = session
-        self._record, self._say, self._said = record, say, ""
-
-    def is_over(self) -> bool:
-        from gptctl.engine.run_folder import RUNNING
-        from gptctl.jobs.state import is_final
-
-        state = self._session.state_of(self._record)
-        if is_final(state):
-            return True
-        words = str(state).partition(", expected")[0]  # which is another moment in every answer
-        if words != self._said and (self._said or state.state != RUNNING):
-            self._said = words
-            self._say(f"{self._record.id}: {state}")
-        return False
-
-
-def follow_job(
-    session: Session, record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "text"
-) -> int:
-    """Until the job ends; its verdict. On a terminal the training's progress stands below the lines."""
-    from gptctl.cli import ui
-    from gptctl.engine.run_folder import FAILED
-    from gptctl.jobs import report
-    from gptctl.jobs.state import exit_code
-    from gptctl.logs.progress import ProgressLine
-    from gptctl.logs.show import Printer
-    from gptctl.logs.stream import follow
-
-    sys.stdout.flush()
-    out = sys.stdout.buffer
-    printer: Any = Printer(out, style)
-    if style == "text" and out.isatty() and os.environ.get("TERM") != "dumb":
-        printer = ProgressLine(printer, out, report.max_steps(record))
-    watched = Watched(session, record, printer.say)
-    try:
-        with session.backend_of(record).following(record):
-            follow(files_of(record), wanted, lines, printer, watched.is_over)
-    except KeyboardInterrupt:
-        ui.say(report.still_running(record))
-        return INTERRUPTED
-    finally:
-        if isinstance(printer, ProgressLine):
-            printer.close()
-    session.catch_up(record)
-    state = session.state_of(record)
-    ui.say(f"{record.id}: {state}")
-    if state.state == FAILED:
-        ui.say(f"hint: gptctl logs {record.id} --failed")
-    return exit_code(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.errors import OUT_OF_REACH, UserError
@@ -10,6 +11,7 @@ from trainer.errors import OUT_OF_REACH, UserError
 if TYPE_CHECKING:
     from gptctl.backends import Backend, Backends, JobState
     from gptctl.jobs.store import JobRecord, Store
+    from gptctl.logs.files import LogFiles
 
 
 class Session:
@@ -78,3 +80,9 @@ def require_folder(record: JobRecord) -> None:
     if not record.run_folder.is_dir():
         message = f"the folder of {record.id} is missing: {record.local_dir}"
         raise UserError(message, "", OUT_OF_REACH)
+
+
+def files_of(record: JobRecord) -> LogFiles:
+    from gptctl.logs.local_files import LocalLogFiles
+
+    return LocalLogFiles(Path(record.log_dir), record.run_folder)

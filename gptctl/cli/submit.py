@@ -232,8 +232,8 @@ def accompany(
 ) -> int:
     """Print what was submitted, and stay with it if asked to. An interrupt leaves the job alone."""
     from gptctl.cli import ui
+    from gptctl.cli.follow import follow_job
     from gptctl.cli.jobs import wait_for
-    from gptctl.cli.logs import follow_job
     from gptctl.jobs import report
     from gptctl.logs.files import Wanted
     from gptctl.logs.stream import Lines

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,6 +58,74 @@ def progress(title: str, total: int) -> Iterator[Progress]:
             say(f"{title}: {came:,} of {total:,} bytes")
 
     yield note
+
+
+class TerminalScreen:
+    """Stdout, which is a terminal: boxes, and one line at the bottom that is updated in place.
+
+    The cursor waits in the first column of that line. A window that gets narrower wraps the line,
+    and clearing from the cursor to the end of the screen still removes all of it.
+    """
+
+    def __init__(self) -> None:
+        self._drawn = ""
+        self.is_in_place = os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+        self.has_colours = self.is_in_place and not os.environ.get("NO_COLOR")
+
+    @property
+    def width(self) -> int:
+        """One less than the window has: a full line would scroll some terminals."""
+        return terminal_width() - 1
+
+    def draw(self, text: str) -> None:
+        if self.is_in_place and text != self._drawn:
+            self._drawn = text
+            shown = clean(text)
+            if self.has_colours:
+                shown = re.sub("━+", "\x1b[32m\\g<0>\x1b[0m", shown)
+            self._write(f"\r{shown}\x1b[J\r")
+
+    def erase(self) -> None:
+        if self._drawn:
+            self._drawn = ""
+            self._write("\r\x1b[J")
+
+    def box(self, title: str, text: str) -> None:
+        self.erase()
+        print_box(title, text)
+
+    def _write(self, text: str) -> None:
+        # To the bytes below: log lines are written there, too, and must keep their order.
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
+
+
+def terminal_width() -> int:
+    """Of the window as it is now, even if COLUMNS still has an old width."""
+    with suppress(OSError, ValueError):
+        if columns := os.get_terminal_size(sys.stdout.fileno()).columns:
+            return columns
+    return shutil.get_terminal_size().columns
+
+
+def print_box(title: str, body: str | Sequence[tuple[str, str]], colour: str = "cyan") -> None:
+    """A text, or names and texts, in a frame. For terminals only."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    content: Any = Text(clean(body)) if isinstance(body, str) else Table.grid(padding=(0, 2, 0, 0))
+    if not isinstance(body, str):
+        content.add_column(style="cyan", no_wrap=True)
+        content.add_column(overflow="fold")
+        for name, text in body:
+            content.add_row(name, Text(clean(text)))
+    frame = Panel(
+        content, title=Text(clean(title)), title_align="left", border_style=colour, expand=False
+    )
+    sys.stdout.flush()
+    Console(width=terminal_width(), highlight=False).print(frame)
 
 
 def print_exactly(text: str) -> None:

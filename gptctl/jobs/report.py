@@ -13,7 +13,7 @@ from gptctl.engine.run_folder import FINAL, RunFolder, read_json, read_text
 from gptctl.jobs.state import state_of
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.failed import rank_runs
-from gptctl.logs.local import LocalLogFiles
+from gptctl.logs.local_files import LocalLogFiles
 from gptctl.text import count
 
 

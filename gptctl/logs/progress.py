@@ -1,66 +1,129 @@
-"""How far a training has come, on the last line of a terminal, below the log lines that go by."""
+"""The texts that show how far a training has come: a short line per step, a bar, a count of ranks.
+
+Pure: numbers in, text out. Knows neither files nor terminals.
+"""
 
 from __future__ import annotations
 
-import shutil
-import time
-from collections.abc import Iterable
-from typing import BinaryIO
+import math
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from gptctl.logs.files import LogFile
-from gptctl.logs.stream import Line, Show
-from trainer.logline import TrainLine, parse_train_line
+from trainer.logline import TrainLine
 
-_CLEAR = b"\r\x1b[K"
-_BAR = 24
-
-
-class ProgressLine:
-    """Shows lines as another does, and keeps one below them up to date."""
-
-    def __init__(self, show: Show, out: BinaryIO, total: int) -> None:
-        self._show, self._out, self._total = show, out, total
-        self._latest: TrainLine | None = None
-        self._drawn = b""
-
-    def expect(self, files: Iterable[LogFile]) -> None:
-        self._show.expect(files)
-
-    def line(self, line: Line) -> None:
-        if b"global step" in line.text and (
-            found := parse_train_line(line.text.decode(errors="replace"))
-        ):
-            self._latest = found
-        self._erase()
-        self._show.line(line)
-
-    def flush(self) -> None:
-        self._show.flush()
-        if not self._drawn and self._latest:
-            width = shutil.get_terminal_size().columns - 1
-            self._drawn = progress_text(self._latest, self._total)[:width].encode()
-            self._out.write(self._drawn)
-            self._out.flush()
-
-    def say(self, text: str) -> None:
-        self._erase()
-        self._show.say(text)
-
-    def close(self) -> None:
-        self._erase()
-        self._out.flush()
-
-    def _erase(self) -> None:
-        if self._drawn:
-            self._out.write(_CLEAR)
-            self._drawn = b""
+LONGEST_BAR, SHORTEST_BAR = 40, 8
+LONGEST = 1e12  # seconds; a log line may claim any number
+RECENT = 10  # train lines whose mean is the current speed
+_LENGTH = re.compile(r"(?:^|[ :-] )([\d,]{1,20}) steps of [\d,]+ samples\b")
 
 
-def progress_text(line: TrainLine, total: int) -> str:
-    """`step 560/1000 ━━━━━━━━━━━━━───────────  56 %  loss 1.8237  11.0 step/s  0:40 left`"""
-    share = min(1.0, line.step / total) if total else 0.0
-    done = round(share * _BAR)
-    left = (total - line.step) / line.speed if line.speed > 0 and total > line.step else 0.0
-    clock = time.strftime("%H:%M:%S" if left >= 3600 else "%M:%S", time.gmtime(left))
-    bar = "━" * done + "─" * (_BAR - done)
-    return f"step {line.step}/{total} {bar} {share:4.0%}  loss {line.loss:.4f}  {line.speed:.1f} step/s  {clock} left"
+class Evaluation(NamedTuple):
+    name: str  # valid or test
+    step: int
+    loss: float
+
+
+class StepHistory:
+    """What the log lines have told of a training so far."""
+
+    def __init__(self) -> None:
+        self.recent: deque[TrainLine] = deque(maxlen=RECENT)
+        self.evaluations: dict[str, Evaluation] = {}  # the latest, by name
+
+    @property
+    def latest(self) -> TrainLine | None:
+        return self.recent[-1] if self.recent else None
+
+    def note(self, piece: object) -> None:
+        if isinstance(piece, TrainLine):
+            self.recent.append(piece)
+        elif isinstance(piece, Evaluation):
+            self.evaluations[piece.name] = piece
+
+
+def announced_steps(text: str) -> int | None:
+    """The trainer's own count, in the line that announces its length: only the trainer knows the
+    number of steps of an epoch."""
+    found = _LENGTH.search(text)
+    return int(found[1].replace(",", "")) if found else None
+
+
+def step_text(line: TrainLine, total: int) -> str:
+    """`step   25/500  loss 2.7881   17,440 tokens/s  lr 3.00e-03`"""
+    numbers = f"loss {line.loss:.4f}  {line.ips_total:>7,.0f} tokens/s  lr {line.learning_rate:.2e}"
+    return f"{_step('step', line.step, total)}  {numbers}"
+
+
+def evaluation_text(evaluation: Evaluation, total: int) -> str:
+    """`valid 250/500  loss 1.9442`"""
+    return f"{_step(evaluation.name, evaluation.step, total)}  loss {evaluation.loss:.4f}"
+
+
+def _step(name: str, step: int, total: int) -> str:
+    """Padded, so that the losses of all lines are in one column."""
+    return f"{name:<5} {step:>{len(str(total))}}/{total or '?'}"
+
+
+def seconds_per_step(lines: Iterable[TrainLine]) -> float | None:
+    """The mean of some train lines; None if they do not tell.
+
+    The batch cost has five decimals. The speed has two: below 0.005 steps per second it reads 0.
+    """
+    costs = [cost for line in lines if (cost := _cost(line)) is not None]
+    return sum(costs) / len(costs) if costs else None
+
+
+def _cost(line: TrainLine) -> float | None:
+    if math.isfinite(line.avg_batch_cost) and line.avg_batch_cost > 0:
+        return line.avg_batch_cost
+    return 1 / line.speed if math.isfinite(line.speed) and line.speed > 0 else None
+
+
+def duration(seconds: float) -> str:
+    """`0:40`, `1:02:03`, and from a day on `2 d 03:04`."""
+    minutes, second = divmod(max(0, int(min(seconds, LONGEST))), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24:,} d {hours % 24:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class Position(NamedTuple):
+    """How far a training has come."""
+
+    step: int
+    total: int  # 0 if unknown
+    elapsed: float  # seconds
+    left: float | None  # seconds; None if unknown
+
+
+def progress_text(at: Position, width: int) -> str:
+    """` 56% ━━━━━━━━━━━━━────────── step 560/1000  1:02 elapsed  0:40 left`, at most `width` wide."""
+    if not at.total:
+        return f"step {at.step}/?  {duration(at.elapsed)} elapsed"[:width]
+    step = min(at.step, at.total)
+    percent = f"{100 * step // at.total:3d}%"
+    tails = list(_tails(at))
+    room = [width - len(percent) - len(tail) - 2 for tail in tails]
+    fits = next((n for n, size in enumerate(room) if size >= SHORTEST_BAR), None)
+    if fits is None:
+        return f"{percent} {tails[-1]}"[:width]
+    size = min(LONGEST_BAR, room[fits])
+    done = size * step // at.total
+    return f"{percent} {'━' * done}{'─' * (size - done)} {tails[fits]}"
+
+
+def _tails(at: Position) -> Iterator[str]:
+    """What follows the bar, from the most telling to the shortest."""
+    elapsed, left = duration(at.elapsed), _left(at)
+    yield f"step {at.step}/{at.total}  {elapsed} elapsed{'  ' if left else ''}{left}"
+    yield f"{elapsed}{', ' if left else ' elapsed'}{left}"
+    yield left or elapsed
+
+
+def _left(at: Position) -> str:
+    if at.step >= at.total:
+        return "finishing"  # the last save, the test run and the sample take a while
+    return "" if at.left is None else f"{duration(at.left)} left"

@@ -1,6 +1,6 @@
 """Puts lines on a stream: with a prefix that says who speaks, as JSON, or raw. Writes bytes itself, for speed.
 
-The rest of the output (tables, talk) goes through `gptctl.cli.ui`.
+Knows no other output: what is not a line goes through the `say` it is given.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import BinaryIO, Literal
 
-from gptctl.cli import ui
 from gptctl.logs.files import LogFile, LogFiles, Wanted
 from gptctl.logs.lines import readable
 from gptctl.logs.stream import Line, Lines, follow, read_all
+from gptctl.text import clean
 from trainer.errors import UserError
 
 Style = Literal["text", "json", "raw"]
@@ -24,6 +24,11 @@ _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94, 31, 91)  # one per rank, in 
 _BOLD = 1  # nodes and the batch log
 
 Speaker = tuple[int, str, int]  # attempt, kind, number
+Say = Callable[[str], None]
+
+
+def say_on_stderr(text: str) -> None:
+    print(clean(text), file=sys.stderr)
 
 
 def show_logs(
@@ -33,11 +38,12 @@ def show_logs(
     style: Style = "text",
     ended: Callable[[], bool] | None = None,
     out: BinaryIO | None = None,
+    say: Say = say_on_stderr,
 ) -> None:
     """`gptctl logs`: what is there now; with `ended`, follows until it says that the job is over."""
     lines = replace(lines, raw=style == "raw")
     sys.stdout.flush()
-    printer = Printer(out or sys.stdout.buffer, style)
+    printer = Printer(out or sys.stdout.buffer, style, say=say)
     if ended:
         follow(files, wanted, lines, printer, ended)
     elif not read_all(files, wanted, lines, printer):
@@ -48,8 +54,14 @@ def show_logs(
 
 
 class Printer:
-    def __init__(self, out: BinaryIO, style: Style = "text", coloured: bool | None = None) -> None:
-        self._out, self._style = out, style
+    def __init__(
+        self,
+        out: BinaryIO,
+        style: Style = "text",
+        coloured: bool | None = None,
+        say: Say = say_on_stderr,
+    ) -> None:
+        self._out, self._style, self._say = out, style, say
         self._coloured = (
             out.isatty() and not os.environ.get("NO_COLOR") if coloured is None else coloured
         )
@@ -95,6 +107,10 @@ class Printer:
         if len(self._held) >= WRITE_AT:
             self._write()
 
+    def text(self, text: str) -> None:
+        """A line of nobody in particular."""
+        self._held.append(f"{clean(text)}\n".encode())
+
     def flush(self) -> None:
         if self._held:
             self._write()
@@ -102,7 +118,7 @@ class Printer:
 
     def say(self, text: str) -> None:
         self.flush()
-        ui.say(text)
+        self._say(text)
 
     def _write(self) -> None:
         data = b"".join(self._held)

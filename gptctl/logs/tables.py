@@ -1,12 +1,14 @@
-"""Answers about a job's logs that are not lines: who failed, which files there are, how the training went."""
+"""Answers about a job's logs that are not lines: who failed, which files there are, the metrics.
+
+Makes rows and texts; `gptctl.cli.logs` prints them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
-from gptctl.cli import ui
 from gptctl.engine.run_folder import FAILED
 from gptctl.logs.failed import Failure, RankRun, find_failure, node_exits, rank_runs, signal_name
 from gptctl.logs.files import LogFile, LogFiles, Wanted
@@ -18,6 +20,7 @@ from trainer.logline import TrainLine, parse_train_line
 
 LAST_LINES = 20
 MOST_BLAMED = 4  # files of which the last lines are shown when nobody in particular is to blame
+LIST_COLUMNS = ("attempt", "file", "rank", "node", "host", "size", "last write", "ended")
 _FORMATS = {
     "step": "{}",
     "loss": "{:.9f}",
@@ -40,31 +43,40 @@ def failure_of(files: LogFiles, attempt: int | None = None) -> tuple[int, Failur
     return attempt, find_failure(rank_runs(records), node_exits(records))
 
 
-def print_failure(
-    files: LogFiles, attempt: int | None = None, as_json: bool = False, **of_job: str
-) -> bool:
-    """`gptctl logs --failed`; says whether anything has failed."""
+class FailureReport(NamedTuple):
+    """What `gptctl logs --failed` shows."""
+
+    attempt: int
+    failure: Failure
+    last: dict[str, list[str]]  # the last lines of the files to blame, by file name
+
+    def lines(self) -> Iterator[str]:
+        yield from _failure_text(self.attempt, self.failure, bool(self.last))
+        for name, lines in self.last.items():
+            yield from ("", f"the last lines of {name}:", *(f"  {line}" for line in lines))
+        if self.failure.cascade:
+            yield from ("", "then:")
+            yield from (f"  {_cascade_text(self.failure, run)}" for run in self.failure.cascade)
+
+    def as_json(self) -> dict[str, Any]:
+        lines = [line for several in self.last.values() for line in several]
+        return {"attempt": self.attempt, **self.failure.as_json(), "last_lines": lines}
+
+
+def failure_report(files: LogFiles, attempt: int | None = None, state: str = "") -> FailureReport:
+    """Of an attempt, or of the latest; `state` is that of the job."""
     attempt, failure = failure_of(files, attempt)
     kind, number = ("rank", failure.first.rank) if failure.first else ("node", failure.first_node)
     listed = [file for file in files.scan(attempt) if file.attempt == attempt and file.size]
     blamed = [file for file in listed if (file.kind, file.number) == (kind, number)]
-    if (
-        not failure.is_failure and of_job.get("state") == FAILED
-    ):  # before a node could say how it ended
+    if not failure.is_failure and state == FAILED:  # before a node could say how it ended
         blamed = [file for file in listed if file.kind in ("node", "batch")][:MOST_BLAMED]
-    last = {file.name: last_lines(files, file) for file in blamed}
-    if as_json:
-        lines = [line for several in last.values() for line in several]
-        ui.print_json({**of_job, "attempt": attempt, **failure.as_json(), "last_lines": lines})
-        return failure.is_failure
-    ui.print_text("\n".join(_failure_text(attempt, failure, bool(last))))
-    for name, lines in last.items():
-        ui.print_text(f"\nthe last lines of {name}:")
-        ui.print_text("\n".join(f"  {line}" for line in lines))
-    if failure.cascade:
-        ui.print_text("\nthen:")
-        ui.print_text("\n".join(f"  {_cascade_text(failure, run)}" for run in failure.cascade))
-    return failure.is_failure
+    return FailureReport(attempt, failure, {file.name: last_lines(files, file) for file in blamed})
+
+
+def failure_line(attempt: int, failure: Failure) -> str:
+    """`attempt 0: rank 2 failed first: SIGKILL`"""
+    return next(_failure_text(attempt, failure, is_of_job=True))
 
 
 def _failure_text(attempt: int, failure: Failure, is_of_job: bool) -> Iterator[str]:
@@ -153,19 +165,12 @@ def list_rows(files: LogFiles, wanted: Wanted, job_is_over: bool = False) -> lis
     return rows
 
 
-def print_list(
-    files: LogFiles, wanted: Wanted, as_json: bool = False, job_is_over: bool = False
-) -> None:
-    rows = list_rows(files, wanted, job_is_over)
-    if as_json:
-        ui.print_json(rows)
-        return
-    columns = ["attempt", "file", "rank", "node", "host", "size", "last write", "ended"]
+def list_cells(rows: Iterable[dict[str, Any]]) -> list[list[Any]]:
+    """The rows for a person, in the order of `LIST_COLUMNS`."""
     shown = [
         {**row, "changed": _moment(row["changed"]), "size": f"{row['size']:,}"} for row in rows
     ]
-    cells = [["" if cell is None else cell for cell in row.values()] for row in shown]
-    ui.print_table(count(len(rows), "log file"), columns, cells, by_first=True)
+    return [["" if cell is None else cell for cell in row.values()] for row in shown]
 
 
 def metric_rows(files: LogFiles, wanted: Wanted) -> list[dict[str, Any]]:
@@ -196,14 +201,11 @@ def _train_lines(files: LogFiles, file: LogFile) -> Iterable[TrainLine]:
     return (line for line in map(parse_train_line, texts) if line)
 
 
-def print_metrics(files: LogFiles, wanted: Wanted, as_json: bool = False) -> None:
-    rows = metric_rows(files, wanted)
-    if as_json:
-        ui.print_json(rows)
-        return
-    columns = ["step", "loss", "ips", "ips_total", "speed", "lr"]
+def metric_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells for a person; with the attempt if there are several."""
+    columns = list(_FORMATS)
     cells = [[_FORMATS[name].format(row[name]) for name in columns] for row in rows]
     if len({row["attempt"] for row in rows}) > 1:
         columns = ["attempt", *columns]
         cells = [[str(row["attempt"]), *cell] for row, cell in zip(rows, cells)]
-    ui.print_table(count(len(rows), "step"), columns, cells)
+    return columns, cells

@@ -31,7 +31,7 @@ FOLLOW = """
 import os, sys
 from pathlib import Path
 from gptctl.logs.files import Wanted
-from gptctl.logs.local import LocalLogFiles
+from gptctl.logs.local_files import LocalLogFiles
 from gptctl.logs.show import show_logs
 from gptctl.logs.stream import Lines
 folder = Path(sys.argv[1])
@@ -41,7 +41,7 @@ SCAN = """
 import sys
 from pathlib import Path
 from gptctl.logs.files import Wanted
-from gptctl.logs.local import LocalFile
+from gptctl.logs.local_files import LocalFile
 from gptctl.logs.match import Grep
 from gptctl.logs.show import show_logs
 from gptctl.logs.stream import Lines

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gptctl.logs.files import Wanted, parse_ranks
 from gptctl.logs.lines import Assembler, Clock, parse_since, readable, start_of_last
-from gptctl.logs.local import LocalLogFiles
+from gptctl.logs.local_files import LocalLogFiles
 from gptctl.logs.show import Style, show_logs
 from gptctl.logs.stream import Lines
 from trainer.errors import WRONG_USAGE, UserError

@@ -248,7 +248,7 @@ FEW = """
 import sys
 from pathlib import Path
 from gptctl.logs.files import Wanted
-from gptctl.logs.local import LocalLogFiles
+from gptctl.logs.local_files import LocalLogFiles
 from gptctl.logs.show import show_logs
 from gptctl.logs.stream import Lines
 folder = Path(sys.argv[1])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gptctl.logs import match
 from gptctl.logs.files import Wanted
-from gptctl.logs.local import LocalFile
+from gptctl.logs.local_files import LocalFile
 from gptctl.logs.match import Errors, Grep
 from gptctl.logs.stream import Lines, Source, merged
 from tests.unit.test_logline import PUBLISHED

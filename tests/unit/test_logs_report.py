@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gptctl.cli.logs import print_failure, print_list, print_metrics
 from gptctl.logs.failed import find_failure, node_exits, rank_runs
 from gptctl.logs.files import Wanted
-from gptctl.logs.local import LocalFile
-from gptctl.logs.tables import list_rows, metric_rows, print_failure, print_list, print_metrics
+from gptctl.logs.local_files import LocalFile
+from gptctl.logs.tables import list_rows, metric_rows
 from tests.unit.test_logline import PUBLISHED
 from tests.unit.test_logs import Job
 from trainer.logline import TrainLine

@@ -1,0 +1,206 @@
+"""Following a job until it ends: its lines, its state meanwhile, and a summary at the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gptctl.cli import INTERRUPTED
+from gptctl.cli.session import Session, files_of
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from gptctl.backends import JobState
+    from gptctl.jobs.store import JobRecord
+    from gptctl.logs.files import LogFiles, Wanted
+    from gptctl.logs.outcome import Outcome
+    from gptctl.logs.stream import Lines, Show
+    from gptctl.logs.terminal_view import TerminalView
+
+Update = Callable[[str], None]  # takes the state of the job
+
+
+class Watched:
+    """A job that is followed: says its state while it is not running, and when that changes."""
+
+    def __init__(
+        self, session: Session, record: JobRecord, say: Callable[[str], None], update: Update
+    ) -> None:
+        self._session = session
+        self._record, self._say, self._said, self._update = record, say, "", update
+
+    def is_over(self) -> bool:
+        from gptctl.engine.run_folder import RUNNING
+        from gptctl.jobs.state import is_final
+
+        state = self._session.state_of(self._record)
+        if is_final(state):
+            return True
+        words = str(state).partition(", expected")[0]  # which is another moment in every answer
+        if words != self._said and (self._said or state.state != RUNNING):
+            self._said = words
+            self._say(f"{self._record.id}: {state}")
+        self._update(state.state)
+        return False
+
+
+def follow_job(
+    session: Session, record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "text"
+) -> int:
+    """Follow until the job ends; the exit code is that of the job."""
+    sys.stdout.flush()
+    if style == "text" and sys.stdout.isatty():
+        return follow_on_terminal(session, record, wanted, lines)
+    from gptctl.cli import ui
+    from gptctl.logs.show import Printer
+
+    printer = Printer(sys.stdout.buffer, style, say=ui.say)
+    # A program that reads stderr gets the closing lines only.
+    update = rank_lines(record, printer.say) if sys.stderr.isatty() else no_update
+    if not stay_until_over(session, record, wanted, lines, printer, update):
+        return say_it_is_running(record)
+    return close_plainly(session, record)
+
+
+def follow_on_terminal(session: Session, record: JobRecord, wanted: Wanted, lines: Lines) -> int:
+    """Short lines, with the progress of the training below them, and a summary at the end."""
+    from gptctl.cli import ui
+    from gptctl.logs.show import Printer
+    from gptctl.logs.terminal_view import TerminalView
+
+    screen, files = ui.TerminalScreen(), files_of(record)
+    printer = Printer(sys.stdout.buffer, coloured=screen.has_colours, say=ui.say)
+    # Who searches for lines gets them as they are.
+    view = TerminalView(
+        printer, screen, files, followed(record), condenses=not (lines.grep or lines.errors)
+    )
+    update = view.update if screen.is_in_place else rank_lines(record, view.say)
+    try:
+        is_over = stay_until_over(session, record, wanted, lines, view, update)
+    finally:  # whatever happens, the terminal is left clean
+        view.close()
+    return (
+        close_with_summary(session, record, files, view) if is_over else say_it_is_running(record)
+    )
+
+
+def stay_until_over(
+    session: Session, record: JobRecord, wanted: Wanted, lines: Lines, show: Show, update: Update
+) -> bool:
+    """False if the user interrupts it."""
+    from gptctl.logs.stream import follow
+
+    watched = Watched(session, record, show.say, update)
+    try:
+        with session.backend_of(record).following(record):
+            follow(files_of(record), wanted, lines, show, watched.is_over)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def no_update(state: str) -> None:
+    return
+
+
+def rank_lines(record: JobRecord, say: Callable[[str], None]) -> Update:
+    from gptctl.logs.rank_count import RankLines
+
+    return RankLines(files_of(record), record.world, bool(record.output_dir), say).update
+
+
+def followed(record: JobRecord) -> Any:
+    from gptctl.engine.run_folder import read_json
+    from gptctl.jobs import report
+    from gptctl.logs.terminal_view import FollowedJob
+
+    config = (read_json(record.run_folder / "config.json") or {}).get("resolved", {})
+    by_epochs = config.get("Engine", {}).get("run_mode") == "epoch"  # the trainer counts its steps
+    total = 0 if by_epochs else report.max_steps(record)
+    return FollowedJob(record.id, record.world, total, bool(record.output_dir), record.created)
+
+
+def say_it_is_running(record: JobRecord) -> int:
+    from gptctl.cli import ui
+    from gptctl.jobs import report
+
+    ui.say(report.still_running(record))
+    return INTERRUPTED
+
+
+def close_plainly(session: Session, record: JobRecord) -> int:
+    from gptctl.cli import ui
+    from gptctl.engine.run_folder import FAILED
+    from gptctl.jobs.state import exit_code
+
+    session.catch_up(record)
+    state = session.state_of(record)
+    ui.say(f"{record.id}: {state}")
+    if state.state == FAILED:
+        ui.say(f"hint: gptctl logs {record.id} --failed")
+    return exit_code(state)
+
+
+def close_with_summary(
+    session: Session, record: JobRecord, files: LogFiles, view: TerminalView
+) -> int:
+    from gptctl.cli import ui
+    from gptctl.jobs.state import exit_code
+    from gptctl.logs.outcome import outcome_rows
+
+    session.catch_up(record)
+    state = session.state_of(record)
+    code = exit_code(state)
+    rows = outcome_rows(outcome_of(session, record, files, state, view.total_steps), view.history)
+    ui.print_box(record.id, rows, colour="red" if code else "green")
+    return code
+
+
+def outcome_of(
+    session: Session, record: JobRecord, files: LogFiles, state: JobState, total_steps: int
+) -> Outcome:
+    from gptctl.engine.run_folder import FAILED, RunFolder, read_json
+    from gptctl.logs.outcome import Outcome
+    from gptctl.logs.rank_count import first_start
+    from gptctl.logs.tables import failure_line, failure_of
+
+    folder = RunFolder(record.local_dir)
+    result, started = folder.result(), first_start(files)
+    ended = result.ended if result and result.ended else time.time()
+    status = (read_json(Path(record.output_dir) / "status.json") or {}) if record.output_dir else {}
+    step = status.get("step")
+    return Outcome(
+        record.id,
+        state.state,
+        state.reason,
+        failure_line(*failure_of(files)) if state.state == FAILED else "",
+        ended - (started or record.created),
+        folder.attempts(),
+        total_steps,
+        step if isinstance(step, int) else None,
+        checkpoint_steps(session, record),
+        short_path(record.local_dir),
+    )
+
+
+def checkpoint_steps(session: Session, record: JobRecord) -> tuple[int, ...]:
+    """In the output folder, wherever that is. A host that is down must not cost the summary."""
+
+    names: list[str] = []
+    if record.output_dir:
+        with suppress(UserError, OSError):
+            _, names = session.backend_of(record).checkpoints(record)
+    return tuple(int(found[1]) for name in names if (found := re.fullmatch(r"step_(\d+)", name)))
+
+
+def short_path(path: str) -> str:
+    """Relative to the current folder if it is inside: short enough for a line."""
+    with suppress(OSError, ValueError):
+        return str(Path(path).relative_to(os.getcwd()))
+    return path

@@ -1,0 +1,184 @@
+"""Shortens records for a terminal: short steps, no config dump, the sample text as one piece.
+
+Pure: the lines of one log file go in, pieces come out. Nothing is lost: the file has every line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from gptctl.logs.files import Kind
+from gptctl.logs.progress import Evaluation
+from trainer.logline import TrainLine, parse_train_line
+
+LONGEST_RECORD = 1000  # lines; a longer one is none of the known ones, and must not be held back
+_STAMP = re.compile(r"\[\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d)(?:,\d+)?\] \[ *([A-Z]+)\] +- ")
+_CONFIG = re.compile(r"Resolved config:\s*$")
+_SAMPLE = re.compile(r"(?:A sample,|Sample text) (after .*:)\s*$")
+_END_OF_SAMPLE = re.compile(r"The training process is complete\.")
+_TRACEBACK = "Traceback (most recent call last):"
+_CHILD_FAILED = re.compile(r"torch\.distributed\.elastic\.\S*\.ChildFailedError:")
+_RULER = re.compile(r"={20,}\s*")
+_LONG_NUMBER = re.compile(r"(?<![.\d])\d{10}")
+_EVALUATION = re.compile(
+    r"\b(valid|test) step (\d{1,12}), epoch: \d+, batch: \d+, "
+    r"loss: ([-+]?(?:\d{1,300}(?:\.\d{1,300})?|inf|nan)), speed: "
+)
+
+
+class Hidden(NamedTuple):
+    num_lines: int
+    what: str
+
+
+class RankDetail(NamedTuple):
+    """A line that every rank logs about itself; on a terminal the one of rank 0 is enough."""
+
+
+class Sample(NamedTuple):
+    text: str
+
+
+Piece = str | TrainLine | Evaluation | Hidden | RankDetail | Sample
+
+
+class OpenRecord(Protocol):
+    """A record of several lines of which the first has been read."""
+
+    def takes(self, text: str) -> bool:
+        """Whether the next line belongs to it."""
+
+    def pieces(self) -> Iterator[Piece]: ...
+
+
+class OpenConfig:
+    """The config dump: its lines are indented."""
+
+    def __init__(self) -> None:
+        self._num_lines = 0
+
+    def takes(self, text: str) -> bool:
+        is_part = text.startswith("  ")
+        self._num_lines += is_part
+        return is_part
+
+    def pieces(self) -> Iterator[Piece]:
+        yield Hidden(self._num_lines, "config lines")
+
+
+class OpenSample:
+    """The sample text. The trainer stamps each of its lines, or only the first: the second tells."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._lines, self._is_stamped = title, [""], False
+
+    def takes(self, text: str) -> bool:
+        stamp = _STAMP.match(text)
+        message = text[stamp.end() :] if stamp else text
+        if len(self._lines) == 1:
+            self._is_stamped = bool(stamp)
+        is_next = bool(stamp) != self._is_stamped or bool(stamp and stamp[2] != "INFO")
+        is_next = is_next or bool(_END_OF_SAMPLE.match(message) or _SAMPLE.match(message))
+        if is_next or len(self._lines) > LONGEST_RECORD:
+            return False
+        # Spaces at the ends of lines would make the box as wide as the window.
+        self._lines.append(message.rstrip())
+        return True
+
+    def pieces(self) -> Iterator[Piece]:
+        yield Sample("\n".join([self._title, *self._lines]).rstrip())
+
+
+class OpenReport:
+    """torchrun's traceback and table after a rank has failed, which repeat what the ranks have logged.
+
+    Any other traceback in a node's log is shown.
+    """
+
+    def __init__(self) -> None:
+        self._lines, self._is_report, self._num_rulers = [_TRACEBACK], False, 0
+
+    def takes(self, text: str) -> bool:
+        self._is_report = self._is_report or bool(_CHILD_FAILED.match(text))
+        is_part = self._is_report or text.startswith(" ")
+        if not is_part or self._num_rulers == 2 or len(self._lines) > LONGEST_RECORD:
+            return False
+        self._num_rulers += bool(_RULER.fullmatch(text))
+        self._lines.append(text)
+        return True
+
+    def pieces(self) -> Iterator[Piece]:
+        if self._is_report:
+            yield Hidden(len(self._lines), "lines of torchrun's report")
+        else:
+            yield from self._lines
+
+
+class Condenser:
+    """Of one log file."""
+
+    def __init__(self, kind: Kind, number: int) -> None:
+        self._kind = kind
+        self._detail = f"rank {number}: " if kind == "rank" and number else None
+        self._open: OpenRecord | None = None
+
+    def feed(self, text: str) -> Iterator[Piece]:
+        if self._open and self._open.takes(text):
+            return
+        yield from self.close()
+        record = _json_record(text)
+        if record and (opened := _open_stamped(record[0])):
+            for line in record[1:]:
+                opened.takes(line)
+            yield from opened.pieces()
+        elif self._kind == "node" and text == _TRACEBACK:
+            self._open = OpenReport()
+        else:
+            yield from self._begin(text)
+
+    def close(self) -> Iterator[Piece]:
+        """The record that was being read: another one begins, or the job has ended."""
+        opened, self._open = self._open, None
+        if opened:
+            yield from opened.pieces()
+
+    def _begin(self, text: str) -> Iterator[Piece]:
+        stamp = _STAMP.match(text)
+        message = text[stamp.end() :] if stamp else text
+        self._open = _open_stamped(message) if stamp else None
+        if self._open:
+            return
+        if stamp and stamp[2] == "INFO" and self._detail and message.startswith(self._detail):
+            yield RankDetail()
+        elif step := _train_line(text) if "global step " in text else None:
+            yield step
+        elif found := _EVALUATION.search(text):
+            yield Evaluation(found[1], int(found[2]), float(found[3]))
+        else:
+            level = "" if not stamp or stamp[2] == "INFO" else f"{stamp[2]}: "
+            yield f"{stamp[1]} {level}{message}" if stamp else text
+
+
+def _open_stamped(message: str) -> OpenRecord | None:
+    """The record of several lines that begins with this message of the trainer."""
+    if _CONFIG.match(message):
+        return OpenConfig()
+    found = _SAMPLE.match(message)
+    return OpenSample(found[1]) if found else None
+
+
+def _train_line(text: str) -> TrainLine | None:
+    """Any script may write such a line. Numbers that no training has would take hours to parse."""
+    return None if _LONG_NUMBER.search(text) else parse_train_line(text)
+
+
+def _json_record(text: str) -> list[str]:
+    """The lines of a record in the trainer's JSON style, which writes it in one line."""
+    if text.startswith('{"time": "') and "\\n" in text:
+        with suppress(ValueError, KeyError, AttributeError):
+            return [str(line) for line in json.loads(text)["message"].split("\n")]
+    return []

@@ -1,0 +1,85 @@
+"""The closing summary of a followed job, and what to try next. Pure: facts in, rows of text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from gptctl.engine.run_folder import COMPLETED, FAILED
+from gptctl.logs.progress import StepHistory, duration
+
+MOST_CHECKPOINTS = 6  # that are listed one by one
+MORE_STEPS = 2  # times as many as before: the suggestion for another run
+
+
+class Outcome(NamedTuple):
+    """What is known of a job that has ended."""
+
+    job: str
+    state: str
+    reason: str
+    failure: str  # who failed first, in one line
+    seconds: float | None
+    attempts: int
+    total_steps: int  # 0 if unknown, or if it is a user's script
+    final_step: int | None
+    checkpoints: tuple[int, ...]  # steps
+    folder: str
+
+
+Row = tuple[str, str]
+
+
+def outcome_rows(outcome: Outcome, history: StepHistory) -> list[Row]:
+    """Name and text, in the order in which a user asks for them."""
+    attempts = f" in {outcome.attempts} attempts" if outcome.attempts > 1 else ""
+    rows = [
+        ("state", f"{outcome.state}: {outcome.reason}" if outcome.reason else outcome.state),
+        ("failure", outcome.failure),
+        *_training_rows(outcome, history),
+        ("duration", "" if outcome.seconds is None else duration(outcome.seconds) + attempts),
+        ("checkpoints", checkpoint_text(outcome.checkpoints)),
+        ("files", outcome.folder),
+        ("try next", "\n".join(next_commands(outcome))),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def _training_rows(outcome: Outcome, history: StepHistory) -> Iterator[Row]:
+    latest = history.latest
+    if latest is None:
+        return
+    losses = [f"{latest.loss:.4f}"]
+    losses += [f"{each.name} {each.loss:.4f}" for each in history.evaluations.values()]
+    yield "loss", ", ".join(losses)
+    rate = sum(line.ips_total for line in history.recent) / len(history.recent)
+    lines = (
+        f" (mean of the last {len(history.recent)} log lines)" if len(history.recent) > 1 else ""
+    )
+    yield "speed", f"{rate:,.0f} tokens/s{lines}"
+    total = f" of {outcome.total_steps:,}" if outcome.total_steps else ""
+    yield "steps", f"{outcome.final_step or latest.step:,}{total}"
+
+
+def checkpoint_text(steps: Iterable[int]) -> str:
+    """`step 250, 500`"""
+    ordered = sorted(steps)
+    if not ordered:
+        return ""
+    if len(ordered) > MOST_CHECKPOINTS:
+        return f"{len(ordered)}, from step {ordered[0]} to step {ordered[-1]}"
+    return f"step {', '.join(map(str, ordered))}"
+
+
+def next_commands(outcome: Outcome) -> list[str]:
+    job = outcome.job
+    if outcome.state == FAILED:
+        return [f"gptctl logs {job} --failed", f"gptctl show {job}", f"gptctl rerun {job} --follow"]
+    if outcome.state != COMPLETED or not outcome.total_steps:
+        return [f"gptctl logs {job}", f"gptctl show {job}", f"gptctl rerun {job} --follow"]
+    steps = outcome.total_steps * MORE_STEPS
+    return [
+        f"gptctl logs {job} --metrics",
+        f"gptctl show {job}",
+        f"gptctl rerun {job} --follow -o Engine.max_steps={steps}",
+    ]

@@ -1,0 +1,186 @@
+"""What a terminal shows of a followed job: short lines, and below them a status or a progress bar.
+
+Knows what to show, not how to draw: `gptctl.cli.ui` has the screen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from gptctl.engine.run_folder import RUNNING
+from gptctl.logs.condense import Condenser, Hidden, Piece, RankDetail, Sample
+from gptctl.logs.files import LogFile, LogFiles
+from gptctl.logs.lines import readable
+from gptctl.logs.progress import (
+    Evaluation,
+    Position,
+    StepHistory,
+    announced_steps,
+    duration,
+    evaluation_text,
+    progress_text,
+    seconds_per_step,
+    step_text,
+)
+from gptctl.logs.rank_count import RankWatch, count_text, first_start
+from gptctl.logs.show import Printer
+from gptctl.logs.stream import Line
+from gptctl.logs.tables import failure_line, failure_of
+from gptctl.text import count
+from trainer.logline import TrainLine
+
+
+class Screen(Protocol):
+    """A terminal with one line at its bottom that is updated in place."""
+
+    @property
+    def width(self) -> int: ...
+
+    def draw(self, text: str) -> None: ...
+
+    def erase(self) -> None: ...
+
+    def box(self, title: str, text: str) -> None: ...
+
+
+class FollowedJob(NamedTuple):
+    id: str
+    world: int
+    total_steps: int  # 0 if unknown
+    logs_steps: bool  # the bundled trainer does; a user's script may
+    created: float
+
+
+class TerminalView:
+    """A `Show`. `condenses`: long records are shortened; otherwise every line is shown as it is."""
+
+    def __init__(
+        self, printer: Printer, screen: Screen, files: LogFiles, job: FollowedJob, condenses: bool
+    ) -> None:
+        self._printer, self._screen, self._files, self._job = printer, screen, files, job
+        self._condenses = condenses
+        self._condensers: dict[tuple[int, str], Condenser] = {}  # by attempt and file name
+        self._last: dict[tuple[int, str], Line] = {}  # of each file
+        self._step_loggers: set[int] = set()  # ranks
+        self._hidden: dict[int, int] = {}  # number of lines, by rank
+        self._attempt: int | None = None  # the newest one that has logged a line
+        self._ranks = RankWatch(files, job.world)
+        self._status, self._logs_steps = "starting …", job.logs_steps
+        self._started: float | None = None  # when the first rank did
+        self._step_seen: float | None = None  # when the newest step of this attempt was read
+        self.history, self.total_steps = StepHistory(), job.total_steps
+
+    def expect(self, files: Iterable[LogFile]) -> None:
+        self._printer.expect(files)
+
+    def line(self, line: Line) -> None:
+        self._screen.erase()
+        self._follow_attempts(line.file.attempt)
+        key = line.file.attempt, line.file.name
+        if key not in self._condensers:
+            self._condensers[key] = Condenser(line.file.kind, line.file.number)
+        self._last[key] = line
+        for piece in self._condensers[key].feed(readable(line.text)):
+            self._note(piece, line.file.attempt)
+            if self._condenses:
+                self._show(piece, line)
+        if not self._condenses:
+            self._printer.line(line)
+
+    def flush(self) -> None:
+        self._printer.flush()
+        self._screen.draw(self._bottom_line())
+
+    def say(self, text: str) -> None:
+        self._screen.erase()
+        self._printer.say(text)
+
+    def update(self, state: str) -> None:
+        """Once a second: the state of the job, and until the first step the number of ranks."""
+        if self._started is None:
+            self._started = first_start(self._files)
+        if max(self._files.attempts(), default=0) > (self._attempt or 0):
+            self._step_seen = None  # the ranks start again
+        if state != RUNNING:
+            self._status = f"{state} …"
+        elif self._step_seen is None:
+            self._status = count_text(self._ranks.count(), self._job.world, self._logs_steps)
+
+    def close(self) -> None:
+        """Shows the records that were being read, and clears the line at the bottom."""
+        self._screen.erase()
+        self._close_records()
+        self._printer.flush()
+
+    def _follow_attempts(self, attempt: int) -> None:
+        """Says why there is a new attempt, once its first line is there."""
+        before = self._attempt
+        if before is None or attempt > before:
+            self._attempt, self._step_seen = attempt, None
+            if before is not None:
+                self._close_records()
+                _, failure = failure_of(self._files, before)
+                self.say(f"{failure_line(before, failure)}; attempt {attempt} starts")
+
+    def _close_records(self) -> None:
+        for key, condenser in self._condensers.items():
+            for piece in condenser.close():
+                if self._condenses:
+                    self._show(piece, self._last[key])
+        self._tell_hidden_details()
+
+    def _note(self, piece: Piece, attempt: int) -> None:
+        self.history.note(piece)
+        if isinstance(piece, TrainLine) and attempt == self._attempt:
+            self._step_seen = time.monotonic()
+        elif isinstance(piece, str):
+            self.total_steps = announced_steps(piece) or self.total_steps
+            if "| Train Loss " in piece:  # minGPT's style has no other lines
+                self._logs_steps = False
+
+    def _show(self, piece: Piece, line: Line) -> None:
+        if isinstance(piece, TrainLine):
+            self._tell_hidden_details()
+            self._show_step(step_text(piece, self.total_steps), line)
+        elif isinstance(piece, Evaluation):
+            self._show_step(evaluation_text(piece, self.total_steps), line)
+        elif isinstance(piece, Hidden):
+            self._tell_hidden(f"{piece.num_lines:,} {piece.what}")
+        elif isinstance(piece, Sample):
+            self._printer.flush()
+            self._screen.box("Sample text", piece.text)
+        elif isinstance(piece, RankDetail):
+            self._hidden[line.file.number] = self._hidden.get(line.file.number, 0) + 1
+        else:
+            self._printer.line(line._replace(text=piece.encode()))
+
+    def _show_step(self, text: str, line: Line) -> None:
+        """With the name of its rank only if several ranks log steps."""
+        self._step_loggers.add(line.file.number)
+        if len(self._step_loggers) > 1:
+            self._printer.line(line._replace(text=text.encode()))
+        else:
+            self._printer.text(text)
+
+    def _tell_hidden_details(self) -> None:
+        if self._hidden:
+            lines = count(sum(self._hidden.values()), "line")
+            self._tell_hidden(f"{lines} of {count(len(self._hidden), 'other rank')}")
+            self._hidden.clear()
+
+    def _tell_hidden(self, what: str) -> None:
+        self._printer.text(f"… {what} hidden: gptctl logs {self._job.id} --raw")
+
+    def _bottom_line(self) -> str:
+        elapsed = time.time() - (self._started or self._job.created)
+        latest, width = self.history.latest, self._screen.width
+        if latest is None or self._step_seen is None:
+            return f"{self._status}  {duration(elapsed)}"[:width]
+        seconds = seconds_per_step(self.history.recent)
+        left = None
+        if seconds is not None:  # counts down between two train lines, which may be minutes apart
+            left = (self.total_steps - latest.step) * seconds
+            left = max(0.0, left - (time.monotonic() - self._step_seen))
+        return progress_text(Position(latest.step, self.total_steps, elapsed, left), width)
