@@ -1,4 +1,4 @@
-"""Model sizes by name: those of PaddleNLP, FleetX and minGPT. Pure data."""
+"""Model sizes by name, as in PaddleNLP, FleetX and minGPT. Data only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRESETS: dict[str, Preset] = {
     "175B": Preset(96, 12288, 96, 51200),
     "gpt-cpm-large-cn": Preset(32, 2560, 32, 30000),
     "gpt-cpm-small-cn-distill": Preset(12, 768, 12, 30000),
-    # minGPT's names; its vocabulary usually comes from the data
+    # minGPT's names; there the vocabulary usually comes from the data
     "openai-gpt": Preset(12, 768, 12, 50257),
     "gpt2": Preset(12, 768, 12, 50257),
     "gpt2-medium": Preset(24, 1024, 16, 50257),

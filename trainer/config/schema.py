@@ -1,4 +1,4 @@
-"""The JSON Schema of run configs: what an editor needs to complete and check them."""
+"""The JSON Schema of run configs, which lets an editor complete and check them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from trainer.config.sections import RunConfig
 
 
 def run_schema(others: Mapping[str, type]) -> dict[str, Any]:
+    """The schema, including sections of other programs (`others`), such as gptctl's `Launch`."""
     root = section_schema(RunConfig)
     properties = {
         name: schema for name, schema in root["properties"].items() if name != "_inherited_"
