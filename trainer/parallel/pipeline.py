@@ -1,9 +1,9 @@
-"""Pipeline parallel: every stage holds some layers, and micro-batches flow through the stages, by torch's schedules.
+"""Pipeline parallelism with torch's schedules: every stage holds some of the layers.
 
-1F1B runs a backward pass as soon as one is possible, so a stage holds the activations of at most pp_degree
-micro-batches. Interleaved: every stage holds several chunks of layers, and waits for a shorter time at both ends.
-GPipe: all forward passes, then all backward passes. Shapes are given beforehand, so that no step is spent on finding
-them out.
+1F1B runs a backward pass as soon as possible, so a stage holds the activations of at most pp_degree
+micro-batches. Interleaved 1F1B: every stage holds several chunks of layers, which shortens the idle
+time at the start and end of an update. GPipe: all forward passes, then all backward passes.
+Shapes are given in advance, so that torch does not have to exchange them in the first step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Pipeline:
             self._stage(run, mesh, precision, index, total, module) for index, module in chunks
         ]
         count = run.Engine.accumulate_steps
-        settings: Any = {"loss_fn": _made_by_the_model, "scale_grads": False}
+        # `factor` scales the loss already, so torch must not scale the gradients again.
+        settings: Any = {"loss_fn": _output_is_loss, "scale_grads": False}
         kind: Any = ScheduleGPipe if run.Distributed.pp_schedule == "GPipe" else Schedule1F1B
         if run.Model.virtual_pp_degree > 1:
             self.schedule = ScheduleInterleaved1F1B(stages, count, **settings)
@@ -76,7 +77,7 @@ class Pipeline:
         )
 
     def gradients(self, batch: LocalBatch, factor: float) -> Tensor:
-        """Forward and backward of one update; the loss on the last stage, 0 on the others."""
+        """Forward and backward pass of one update; the loss on the last stage, 0 on the others."""
         return self._run(self.schedule.step, batch, factor)
 
     def loss(self, batch: LocalBatch) -> Tensor:
@@ -90,12 +91,11 @@ class Pipeline:
             labels = batch.labels.to(self.device, non_blocking=True)
             settings |= {"target": labels, "losses": losses, "labels": labels, "factor": factor}
         act(*inputs, **settings)
-        return (
-            torch.stack([loss.detach() for loss in losses]).sum()
-            if losses
-            else torch.zeros((), device=self.device)
-        )
+        if not losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
 
 
-def _made_by_the_model(loss: Tensor, _: Tensor) -> Tensor:
+def _output_is_loss(loss: Tensor, _: Tensor) -> Tensor:
+    """The loss function that torch's schedules require; the last stage computes the loss itself."""
     return loss
