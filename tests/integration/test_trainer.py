@@ -85,7 +85,7 @@ def test_everything_comes_when_it_is_due(tmp_path: Path) -> None:
 
 def test_the_banner_is_one_record_with_the_config_and_eight_lines(tmp_path: Path) -> None:
     """Oracles: the keys of the sections, one indented line each, and a prefix on every other line."""
-    ended = run(tmp_path, *tiny(max_steps=2))
+    ended = run(tmp_path, *tiny(max_steps=2, save_steps=1000))
     assert ended.ok, ended.text
     lines = ended.out[0].splitlines()
     start = next(number for number, line in enumerate(lines) if line.endswith("[    INFO] - Resolved config:"))

@@ -86,9 +86,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(map(chr, range(40, 136))) * 50)  # as many characters as the demo corpus has, but others
     for change, message in (
-        ({"hidden": 64}, "hidden_size 32 there, 64 here"),
-        ({"heads": 4}, "num_attention_heads 2 there, 4 here"),
-        ({"layers": 3}, "num_layers 2 there, 3 here"),
+        ({"hidden": 64}, "hidden_size is 32 there, 64 here"),
+        ({"heads": 4}, "num_attention_heads is 2 there, 4 here"),
+        ({"layers": 3}, "num_layers is 2 there, 3 here"),
         ({"path": text}, "its vocabulary has different characters"),
     ):
         ended = run(tmp_path, *tiny(max_steps=4, ckpt_dir="auto", **change))

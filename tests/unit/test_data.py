@@ -103,10 +103,10 @@ def damaged(tmp_path: Path) -> Iterator[tuple[str, str]]:
     file.write_bytes(content)
     yield str(tmp_path / "flip"), "cannot read token files"
     for name, lens, message in (
-        ("float", np.array([2.4, 3.4]), "lens is float64"),
-        ("scalar", np.array(5), "lens is int64 in 0 dimensions"),
+        ("float", np.array([2.4, 3.4]), "lens is a 1-dimensional array of float64"),
+        ("scalar", np.array(5), "lens is a 0-dimensional array of int64"),
         ("overflow", np.array([2**62] * 4 + [5]), "expected 0 to 5"),
-        ("words", np.array(["5"]), "lens is <U1"),
+        ("words", np.array(["5"]), "lens is a 1-dimensional array of <U1"),
     ):
         np.savez(fresh(name) / "x_ids.npz", ids=np.arange(5, dtype=np.uint16), lens=lens)
         yield str(tmp_path / name), message

@@ -60,7 +60,7 @@ def test_the_world_is_what_the_launcher_says() -> None:
         ({"RANK": "abc"}, "RANK=abc is invalid"),
         ({"RANK": "5"}, "RANK=5 and LOCAL_WORLD_SIZE=1 contradict WORLD_SIZE=1"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 and LOCAL_WORLD_SIZE=2 contradict WORLD_SIZE=2"),
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3", "RANK": "0"}, "do not fit"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3", "RANK": "0"}, "LOCAL_WORLD_SIZE=3 contradict WORLD_SIZE=2"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "but MASTER_PORT is not set"),
     ],

@@ -108,7 +108,7 @@ def _open(prefix: Path) -> TokenFile:
 def _checked(file: TokenFile) -> TokenFile:
     ids, lengths = file.ids, file.lengths
     if ids.ndim != 1 or ids.dtype.kind not in "ui":
-        message = f"{file.prefix}: ids has type {ids.dtype} and {ids.ndim} dimensions"
+        message = f"{file.prefix}: ids is a {ids.ndim}-dimensional array of {ids.dtype}"
         raise UserError(message, "ids must be a one-dimensional array of integers")
     if lengths.sum() != len(ids):
         message = f"{file.prefix}: the sum of lens is {int(lengths.sum())}, but ids has {len(ids)}"
@@ -121,7 +121,7 @@ def _lengths(file: Path, name: str, most: int) -> npt.NDArray[np.int64]:
     """Read a one-dimensional array of integers from 0 to `most`."""
     values = _member(file, name)
     if values.ndim != 1 or values.dtype.kind not in "ui":
-        message = f"{file}: {name} has type {values.dtype} and {values.ndim} dimensions"
+        message = f"{file}: {name} is a {values.ndim}-dimensional array of {values.dtype}"
         raise UserError(message, f"{name} must be a one-dimensional array of integers")
     if len(values) and not 0 <= int(values.min()) <= int(values.max()) <= most:
         message = (
