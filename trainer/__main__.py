@@ -85,6 +85,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> None:
 
     path, overrides = parse(arguments)
     resolved = load(path, overrides, machines())
+    # Findings are logged only now, because the log needs the rank and its style.
     with join(resolved.run, resolved.layout) as mesh, watched(resolved.run, mesh, _report):
         log = Log(resolved.run.Engine.log_style, mesh.rank)
         for finding in resolved.findings:
@@ -96,6 +97,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> None:
 
 def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
     """Parse the config path and the overrides. Flags apply before overrides, each in order."""
+    # Not argparse: the flags are not declared here, and KEY=VALUE words may stand between them.
     path, overrides, flags, rest = None, [], [], list(arguments)
     while rest:
         word = rest.pop(0)

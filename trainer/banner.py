@@ -22,6 +22,7 @@ def announce(
     if log.style == "mingpt":  # minGPT logs these two lines, and without a prefix
         _announce_like_mingpt(run, log, splits)
         return
+    # Log viewers recognise this record by its title, and can fold or hide its hundred lines.
     log.info_block("Resolved config:", _config_lines(run))
     _announce_layout(run, mesh, log, weights)
     if splits.characters:

@@ -27,13 +27,13 @@ def choose_device(run: RunConfig, local_rank: int) -> torch.device:
             f"no GPU for local rank {local_rank}: torch finds only {count}",
             f"start at most {count} ranks on this node, or make more GPUs visible",
         )
-    torch.cuda.set_device(local_rank)
+    torch.cuda.set_device(local_rank)  # otherwise libraries would also use memory of the first GPU
     return torch.device("cuda", local_rank)
 
 
 def group_options(backend: str, device: torch.device) -> dict[str, Any]:
     """Options of the process group: nccl for tensors on this rank's GPU, gloo for all others."""
-    if backend == "nccl":
+    if backend == "nccl":  # gloo too, for small sums and objects on the CPU
         return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     return {"backend": "gloo"}
 

@@ -51,7 +51,7 @@ class Dropout:
 
     def _before_part(self, part: Any, _: Any) -> None:
         """Count micro-batches: every pipeline schedule runs those of a stage in order."""
-        if not part.training:
+        if not part.training:  # evaluation draws nothing, and must not count micro-batches
             return
         number = self._micro_batches[part] = self._micro_batches.get(part, -1) + 1
         key = f"{self.seed}:{self.step}:{self.first_micro_batch + number}"

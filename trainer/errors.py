@@ -127,6 +127,7 @@ def closest(word: str, known: Iterable[str], likeness: float = 0.7) -> list[str]
     """The known word most similar to a misspelt one, if any is similar. Ignores letter case."""
     from difflib import get_close_matches  # slow to import, and needed only after a mistake
 
+    # Cut long words: the search takes quadratic time.
     by_folded = {name.lower(): name for name in known}
     return [
         by_folded[match] for match in get_close_matches(word.lower()[:100], by_folded, 1, likeness)

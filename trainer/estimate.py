@@ -184,7 +184,7 @@ def _chunks_alive(
         return virtual_pp
     if schedule == "GPipe" and virtual_pp == 1:
         return accumulate
-    ahead = layout.pp - stage
+    ahead = layout.pp - stage  # 1F1B: earlier stages run more forward passes before a backward
     if virtual_pp > 1:
         ahead = 2 * (layout.pp - stage - 1) + (virtual_pp - 1) * layout.pp + 1
     return min(ahead, accumulate * virtual_pp)
@@ -268,6 +268,7 @@ def savings(run: RunConfig, layout: Layout, limit: float) -> list[str]:
         changes.append(
             ("Model.use_recompute: True", replace(run, Model=replace(model, use_recompute=True)))
         )
+    # The next smaller divisor: it keeps local_batch_size a multiple of micro_batch_size.
     smaller = [size for size in divisors(batch.local_batch_size) if size < batch.micro_batch_size]
     if smaller:
         engine = replace(run.Engine, accumulate_steps=batch.local_batch_size // smaller[-1])

@@ -30,7 +30,7 @@ def generate(
     was_training = model.training
     model.eval()
     for _ in range(settings.max_dec_len):
-        if stop.signal:
+        if stop.signal:  # a long sample must not delay a stop request
             break
         # Without the padding of the vocabulary, whose logits are never trained.
         logits = model(tokens[:, -context:])[:, -1, :vocab_size].float()
@@ -42,6 +42,7 @@ def generate(
 def _next(logits: Tensor, settings: Generation, random: torch.Generator) -> Tensor:
     if settings.decode_strategy == "greedy_search":
         return logits.argmax(-1, keepdim=True)
+    # Sorted once: top_k and top_p both cut off the tail.
     ranked, order = (logits / settings.temperature).sort(descending=True)
     chances = ranked.softmax(-1)
     if settings.top_k:

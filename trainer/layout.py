@@ -24,6 +24,7 @@ DEGREE_KEYS = {
 
 MAX_TRIED = 500  # 720,720 GPUs have 89,600 layouts, and checking one takes 0.3 ms
 
+# The keys that rules depend on, see `Rule.uses`.
 _DEGREES = tuple(DEGREE_KEYS.values())
 MACHINE_KEYS = ("Launch.nodes", "Launch.gpus_per_node", "Launch.devices", "Launch.cluster")
 _BATCH = (
@@ -41,6 +42,7 @@ WORLD = Rule(
     "mp_degree × sharding_degree × pp_degree × dp_degree must be the number of GPUs",
     uses=(*_DEGREES, *MACHINE_KEYS),
 )
+# Tensor parallelism splits attention between heads, so each rank needs the same number of them.
 HEADS = Rule(
     "L002",
     "num_attention_heads must be divisible by mp_degree",
@@ -51,6 +53,7 @@ HIDDEN = Rule(
     "hidden_size must be divisible by num_attention_heads",
     uses=("Model.hidden_size", "Model.num_attention_heads", "Model.name"),
 )
+# The embedding is split by rows of the vocabulary, the feed-forward layer by columns.
 VOCAB = Rule(
     "L004",
     "the padded vocabulary must be divisible by mp_degree",
@@ -62,12 +65,14 @@ FFN = Rule(
     uses=("Model.ffn_hidden_size", "Model.hidden_size", *_MP),
 )
 LAYERS = Rule("L006", "every pipeline chunk must have at least one layer", uses=_PP)
+# As in FleetX: the interleaved schedule needs equal chunks, and full rounds of micro-batches.
 INTERLEAVED = Rule(
     "L007",
     "virtual_pp_degree > 1: num_layers must be divisible by pp_degree × virtual_pp_degree, and "
     "accumulate_steps by pp_degree",
     uses=(*_PP, *_BATCH),
 )
+# With fewer micro-batches than stages, some stages would never have work.
 MICRO_BATCHES = Rule(
     "L008",
     "an update must have at least pp_degree micro-batches",
@@ -78,6 +83,7 @@ SEQUENCE = Rule(
     "max_seq_len must be divisible by mp_degree if sequence_parallel is on",
     uses=("Data.Train.dataset.max_seq_len", "Model.sequence_parallel", "Distributed.mp_degree"),
 )
+# Tensor parallelism communicates in every layer, which only links inside a node do fast.
 MP_IN_NODE = Rule(
     "L010",
     "an mp group should fit into one node",
@@ -125,7 +131,7 @@ class Layout(NamedTuple):
 
     def coordinates(self, rank: int) -> Coordinates:
         places = []
-        for degree in reversed(self):
+        for degree in reversed(self):  # the innermost axis changes fastest
             rank, place = divmod(rank, degree)
             places.append(place)
         return Coordinates(*reversed(places))
@@ -231,6 +237,7 @@ def check_world(
     else:
         rest = layout.mp * layout.sharding * layout.pp
         message = f"{factors} = {rest} does not divide {there}, so no dp_degree fits"
+    # Report at the key that most likely needs a change: dp if written, else the largest degree.
     largest = max(("mp", "sharding", "pp"), key=lambda axis: int(getattr(layout, axis)))
     yield WORLD.found(DEGREE_KEYS["dp" if dp_written else largest], layout.world, message)
 
@@ -259,6 +266,7 @@ def solve_batch(
     shared = global_size == local * replicas
     if not shared:
         found.append(_global_mismatch(global_size, given, micro, replicas))
+    # If local was derived from a global size that does not fit, the first finding is enough.
     if local % micro and (shared or given is not None):
         found.append(_micro_mismatch(given, local, micro, replicas))
     return Batch(global_size, local, micro), found
@@ -367,7 +375,7 @@ def _check_pipeline(shape: Shape, pp: int, batch: Batch, replicas: int) -> Itera
     elif shape.virtual_pp > 1 and accumulate % pp:
         message = f"{accumulate} micro-batches per update is not a multiple of {pp} stages"
         yield INTERLEAVED.found("Model.virtual_pp_degree", shape.virtual_pp, message, "use 1")
-    elif shape.layers % pp:
+    elif shape.layers % pp:  # works, but wastes time: a warning
         sizes = sorted({len(part) for part in segments(shape.layers, pp)})
         message = (
             f"{shape.layers} layers on {pp} stages make {one_of(sizes)} layers per stage, "
@@ -396,6 +404,7 @@ def propose(
     prices = {"dp": 1.0 if dp_written else 0.0, "sharding": 1.2, "pp": 2.0, "mp": 2.5}
 
     def distance(layout: Layout) -> tuple[bool, float]:
+        # On a logarithmic scale: doubling a degree is as far as halving it.
         changes = zip(AXES, layout, wish)
         price = sum(
             prices[axis] * abs(math.log2(degree / wanted)) for axis, degree, wanted in changes

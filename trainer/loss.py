@@ -24,6 +24,7 @@ def next_token_loss(
     x: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, factor: float
 ) -> Tensor:
     """factor · sum of cross entropies, without the padding rows of the vocabulary."""
+    # For a small vocabulary, all logits at once are faster and fit into memory.
     if weight.shape[0] >= LARGE_VOCAB:
         return chunked_loss(x, weight, labels, vocab_size, factor)
     logits = F.linear(x, weight)[..., :vocab_size].flatten(0, 1).float()
@@ -68,6 +69,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.dx = torch.empty_like(x) if wants_x else None
         ctx.dw = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         length = max(1, CHUNK_LOGITS.get(device, CHUNK_LOGITS["cuda"]) // weight.shape[0])
+        # Casts are explicit below: the weight is converted once for all chunks.
         with torch.autocast(device, enabled=False):
             rows = weight.to(half)
             for start in range(0, len(x), length):
@@ -92,7 +94,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         dx = None if ctx.dx is None else ctx.dx.mul_(outer[0])
         dw = None if ctx.dw is None else ctx.dw.mul_(outer[0]).to(ctx.weight_dtype)
-        ctx.dx = ctx.dw = None
+        ctx.dx = ctx.dw = None  # free the memory as soon as possible
         return dx, dw, None, None, None, None, None
 
 

@@ -96,6 +96,7 @@ class Mesh:
     def states(self) -> DeviceMesh:
         """The ranks that hold the same layers: sharded along `sharding`, replicated along `dp`."""
         axes = ("dp", "sharding") if self.layout.dp > 1 else ("sharding",)
+        # All ranks as an array (dp, sharding, pp, mp), of which this rank's (pp, mp) plane is used.
         ranks = (
             torch.arange(self.world)
             .view(tuple(self.layout))
@@ -110,6 +111,7 @@ class Mesh:
 
     def total(self, *numbers: float) -> list[float]:
         """Sum each number over all ranks."""
+        # On the CPU, over gloo: float64, because sums of token counts must be exact.
         return self.read(self.summed(torch.tensor(numbers, dtype=torch.float64)))
 
     def read(self, values: Tensor) -> list[float]:
@@ -173,7 +175,7 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
     """Join the process group, and leave it after success. A single process needs no group."""
     rank, local_rank = _number(environ, "RANK", 0), _number(environ, "LOCAL_RANK", 0)
     device = choose_device(run, local_rank)
-    if layout.world == 1:
+    if layout.world == 1:  # no process group, so no port and no network are needed
         yield Mesh(layout, rank, local_rank, device)
         return
     limit = 60 * run.Distributed.timeout_minutes
@@ -252,7 +254,7 @@ def _groups(layout: Layout, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
     members["tied"] = {(pipeline[0], pipeline[-1]) for pipeline in members["pp"]}
     groups = {}
     for name, lists in members.items():
-        ranks = sorted(map(list, lists))
+        ranks = sorted(map(list, lists))  # the same order on all ranks
         if len(set(ranks[0])) > 1:
             own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, group_desc=name)
             if own is not None:  # middle stages of a pipeline hold no embedding

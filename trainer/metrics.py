@@ -120,6 +120,7 @@ class Metrics:
 
     def __init__(self, run: RunConfig, mesh: Mesh, log: Log, folder: Path) -> None:
         self.log, self.device, self.world = log, mesh.device, mesh.world
+        # The first rank is enough: all ranks know the same global numbers.
         self.file: Path | None = folder / "metrics.jsonl" if mesh.is_first else None
         self.tokens_per_step = run.Global.global_batch_size * run.Data.Train.dataset.max_seq_len
         self.flops_per_token = flops_per_token(run)
@@ -134,6 +135,7 @@ class Metrics:
         line = TrainLine(
             step, epoch, batch, loss, reader, cost, 1 / cost, rate, rate / self.world, lr
         )
+        # Model FLOPs utilization: recomputation does not count as useful work.
         mfu = rate / self.world * self.flops_per_token / self.peak if self.peak else None
         fields = {
             "step": step,
@@ -161,6 +163,7 @@ class Metrics:
             for name, value in fields.items()
         }
         try:
+            # Opened for every line, so that nothing stays in a buffer if the run is killed.
             with open(self.file, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(fields) + "\n")
         except OSError as error:  # a full disk must not stop the run
@@ -185,4 +188,4 @@ def peak_flops(device: torch.device, in_half: bool) -> float | None:
         began = time.perf_counter()
         torch.mm(a, b)
         seconds.append(time.perf_counter() - began)
-    return 2 * GEMM_SIZE**3 / min(seconds)
+    return 2 * GEMM_SIZE**3 / min(seconds)  # the fastest try: others were disturbed

@@ -93,6 +93,7 @@ class Block(nn.Module):
         if self.recompute_attention and self.training:
             attention = _recomputed(attention, self.max_dropout)
         x = x + attention(self.norm1(x))
+        # The tanh approximation, as in GPT-2.
         y = self.linear2(F.gelu(self.linear1(self.norm2(x)), approximate="tanh"))
         return x + _dropped(y, self.dropout, self.training)
 
@@ -127,6 +128,7 @@ class GPT(nn.Module):
             self.word_embeddings = Embedding(vocab, model.hidden_size)
         if self.is_first:
             self.position_embeddings = Embedding(model.max_position_embeddings, model.hidden_size)
+        # By layer number, so that names do not depend on the range of layers.
         self.layers = nn.ModuleDict({str(layer): Block(model, layer) for layer in layers})
         self.runs = _runs([*self.layers.values()], recompute_interval)
         if self.is_last:
@@ -170,7 +172,7 @@ class _RecomputeGroup:
     def __init__(self, blocks: list[Block]) -> None:
         self.blocks = blocks
         for block in blocks:
-            block.recompute_all = False
+            block.recompute_all = False  # the group recomputes them, not each block again
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.blocks[0].training:
@@ -199,6 +201,7 @@ def materialize(gpt: GPT, device: torch.device) -> None:
     try:
         gpt.to_empty(device=device)
     except (RuntimeError, MemoryError) as error:
+        # torch's out-of-memory errors have different types on CPU and GPU, but say "memory".
         if "memory" not in str(error).lower():
             raise
         hint = "use a smaller model or split it; `gptctl validate` estimates the memory per rank"
@@ -223,6 +226,7 @@ def initial_value(name: str, piece: Slice, model: Model, seed: int) -> Tensor:
     value = torch.empty(count, columns)
     for number in range(first // length, -(-(first + count) // length)):
         begin, end = number * length, min(rows, (number + 1) * length)
+        # A hash, because similar seeds can give correlated streams.
         key = hashlib.sha256(f"{seed}:{name}:{number}".encode()).digest()
         random = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
         block = torch.empty(end - begin, width).normal_(0.0, std, generator=random)
@@ -247,6 +251,7 @@ def _recomputed(function: Callable[..., Tensor], dropout: float) -> Callable[...
     """A function that stores no activations: the backward pass runs it again, same dropout."""
 
     def run(*inputs: Any) -> Tensor:
+        # Saving the random state costs time, and without dropout nothing is random.
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0)
 
     return run

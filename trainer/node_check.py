@@ -36,7 +36,7 @@ def facts(file: str) -> int:
     write(file + ".json", known)
     if "error" in known:
         return 1
-    write(file + ".gpus", len(known["gpus"]))
+    write(file + ".gpus", len(known["gpus"]))  # a separate file that a shell script can read
     return 0
 
 
@@ -76,13 +76,13 @@ def free_port() -> int:
                 return port
             except OSError:
                 continue
-    return 0
+    return 0  # none is free
 
 
 def address_of(interface: str) -> str:
     import fcntl
 
-    if not interface:
+    if not interface:  # the profile sets none: torch chooses an address by itself
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
@@ -125,6 +125,7 @@ def reduce(folder: str) -> int:
         measured = measure(os.environ.get("GPTCTL_DEVICE", "cpu"))
     except Exception as error:
         words = str(error).strip().splitlines()
+        # The traceback goes to the log; this is the one line that the doctor shows.
         with open(os.path.join(folder, f"rank.{rank}.failed"), "w", encoding="utf-8") as stream:
             stream.write(words[0] if words else type(error).__name__)
         raise
@@ -157,7 +158,7 @@ def measure(device: str) -> dict[str, Any]:
         smallest = sorted(_seconds(mesh, values[:1].fill_(1)) for _ in range(SMALL_REPEATS))[
             SMALL_REPEATS // 2
         ]
-        mesh.barrier()
+        mesh.barrier()  # all ranks read their clock at the same moment
         clocks = mesh.gather((int(os.environ.get("GPTCTL_NODE", "0")), time.time()))
         return {
             "world": mesh.world,

@@ -58,7 +58,7 @@ class Precision:
         if not self.is_dynamic:
             return
         self.good_updates = self.good_updates + 1 if finite else 0
-        if not finite:
+        if not finite:  # an overflow: gradients times the scale exceeded float16
             self.scale /= 2
         elif self.good_updates == GROWTH_INTERVAL:
             self.scale, self.good_updates = self.scale * 2, 0
@@ -67,7 +67,7 @@ class Precision:
         return {"scale": self.scale, "good_updates": self.good_updates}
 
     def restore(self, state: dict[str, float]) -> None:
-        if self.is_dynamic:
+        if self.is_dynamic:  # a run may resume in another precision
             self.scale, self.good_updates = state["scale"], int(state["good_updates"])
 
 
@@ -155,6 +155,7 @@ class Optimizer:
     def step(self, lr: float, norm: float, scale: float) -> None:
         """One update with clipped gradients, which still contain the loss scale `scale`."""
         clip_norm = self.config.grad_clip.clip_norm
+        # One division removes the loss scale and clips.
         divisor = scale * (norm / clip_norm if 0 < clip_norm < norm else 1.0)
         for weights, weight_decay in self.groups:
             if weights:
@@ -193,7 +194,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         for weight in self.weights:
-            weight.parameter.grad = None
+            weight.parameter.grad = None  # not zeros: frees the memory, and saves one addition
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Piece]:
@@ -205,6 +206,7 @@ class Optimizer:
                 f"optim.exp_avg.{weight.name}": weight.exp_avg,
                 f"optim.exp_avg_sq.{weight.name}": weight.exp_avg_sq,
             }
+            # Masters and moments are cut like their parameter, so all of them can be resharded.
             where = (weight.at, weight.holders, weight.is_copy)
             state |= {name: Piece(tensor.detach(), *where) for name, tensor in tensors.items()}
         return state
@@ -212,7 +214,7 @@ class Optimizer:
     def loaded(self, updates: int) -> None:
         """Call this after loading into `tensors`, with the number of updates made so far."""
         for weight in self.weights:
-            weight.step.fill_(updates)
+            weight.step.fill_(updates)  # for Adam's bias correction
         self._round()
 
 

@@ -45,6 +45,7 @@ def main(arguments: list[str]) -> int:
     folder = os.environ.get("GPTCTL_WORK_DIR", "")
     if os.path.isdir(folder):  # the path may not exist inside a container
         os.chdir(folder)
+    # Unbuffered: a killed process must not take its last lines with it.
     return watch([sys.executable, "-u", *program[:size], *flags, *program[size:]])
 
 
@@ -62,7 +63,7 @@ def redirect(folder: str) -> None:
         text = f"rank {rank()}: cannot open log file {error.filename}: {error.strerror}"
         print(text, file=sys.stderr)
         return
-    os.dup2(file, 1)
+    os.dup2(file, 1)  # descriptors, not sys.stdout: libraries write to them directly
     os.dup2(file, 2)
     os.close(file)
 
@@ -107,6 +108,7 @@ def watch(command: list[str]) -> int:
         (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
     )
     note("end", child, exit=code, signal=killer, max_rss_mb=usage.ru_maxrss >> 10)
+    # Tell the launcher and later restarts, because torchrun hides the exit code of a rank.
     if code == CANNOT_BE_HELPED:
         append("cannot-be-helped", "")
     if killer is not None:
@@ -192,7 +194,7 @@ def append(name: str, text: str) -> None:
         return
     try:
         file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(file, text.encode())
+        os.write(file, text.encode())  # one write with O_APPEND: lines of ranks do not mix
         os.close(file)
     except OSError as error:
         text = f"rank {rank()}: cannot write {error.filename}: {error.strerror}"

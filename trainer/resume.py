@@ -22,6 +22,7 @@ from trainer.model import GPT, build_model
 from trainer.slices import shapes, whole
 from trainer.state import Progress, Training
 
+# What must be equal to load a checkpoint; dropout, recomputation and layout may change.
 MODEL_KEYS = (
     "num_layers hidden_size num_attention_heads ffn_hidden_size vocab_size "
     "vocab_size_divisible_unit max_position_embeddings"
@@ -61,6 +62,7 @@ def choose_checkpoint(run: RunConfig, mesh: Mesh, checkpoints: Checkpoints) -> P
     folder = checkpoints.find("auto") if _is_restart(mesh) else None
     if folder is None and keeping.ckpt_dir:
         folder = checkpoints.find(keeping.ckpt_dir)
+    # Without this check, the run would mix its own checkpoints with those of another run.
     if any(mesh.gather(bool(own.checkpoints()) and not own.holds(folder))):
         hint = (
             "set Engine.save_load.ckpt_dir: auto to resume it, use another output_dir, "
@@ -88,6 +90,7 @@ def whole_model(t: Training, checkpoints: Checkpoints) -> GPT:
     """All layers on this rank, from the newest checkpoint of this run."""
     from trainer.checkpoint.shards import load_shards
 
+    # On the CPU: a model that is split over GPUs may be too large for one of them.
     model = build_model(t.run.Model, t.run.Global.seed, torch.device("cpu"))
     folder = checkpoints.store.checkpoints()[0]
     weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
@@ -97,7 +100,7 @@ def whole_model(t: Training, checkpoints: Checkpoints) -> GPT:
 
 def _state_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor in a checkpoint of this model, which is the same in all layouts."""
-    with torch.device("meta"):
+    with torch.device("meta"):  # only shapes are needed, no memory
         parameters = list(GPT(model).named_parameters())
     kinds = ("model", "optim.exp_avg", "optim.exp_avg_sq")
     return shapes({f"{kind}.{name}": parameter for name, parameter in parameters for kind in kinds})
@@ -108,6 +111,7 @@ def _is_restart(mesh: Mesh) -> bool:
 
     Ask all ranks, because only the torchrun whose rank failed counts the restart.
     """
+    # The first counts restarts by torchrun, the second attempts of the launcher.
     counts = [
         os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "GPTCTL_ATTEMPT")
     ]
@@ -119,7 +123,7 @@ def _restore_snapshot(t: Training, file: Path) -> None:
     if not seen[0]:
         t.log.plain("Snapshot not found. Training model from scratch")
         return
-    if not all(seen):
+    if not all(seen):  # otherwise some ranks would resume and others start from scratch
         raise UserError(
             f"rank {seen.index(False)} cannot find {file}", "use a path that all nodes can read"
         )
@@ -192,7 +196,7 @@ def _facts_of(t: Training) -> Facts:
         "layout": t.mesh.layout._asdict(),
         "vocabulary": t.splits.characters.vocabulary if t.splits.characters else None,
         "torch": torch.__version__,
-        "config": json.loads(json.dumps(asdict(t.run))),
+        "config": json.loads(json.dumps(asdict(t.run))),  # tuples become lists, as when loaded
     }
 
 
@@ -218,6 +222,7 @@ def _check_same_model(t: Training, facts: Facts, where: Path) -> None:
         for key in MODEL_KEYS
         if there.get(key) != here[key]
     ]
+    # With the same number of other characters, all shapes match, but the tokens mean other things.
     vocabulary = t.splits.characters.vocabulary if t.splits.characters else None
     if not different and facts["vocabulary"] != vocabulary:
         different = ["its vocabulary has different characters"]

@@ -28,7 +28,7 @@ class Slice(NamedTuple):
 
         Split like torch.chunk and FSDP: the last parts may be shorter, or empty.
         """
-        length = -(-self.sizes[dim] // parts)
+        length = -(-self.sizes[dim] // parts)  # rounded up
         begin = min(index * length, self.sizes[dim])
         size = min(length, self.sizes[dim] - begin)
         return self._replace(

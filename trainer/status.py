@@ -44,7 +44,7 @@ def status_file(folder: Path, mesh: Mesh, log: Log) -> Iterator[Callable[..., No
 
 def report_failure(folder: Path, reason: str) -> None:
     """Report a failure from another thread, unless the run is not running or already over."""
-    with suppress(OSError, ValueError, AttributeError):
+    with suppress(OSError, ValueError, AttributeError):  # an unreadable file is not this run's
         if json.loads((folder / STATUS).read_bytes()).get("state") == "running":
             _write(folder / STATUS, "failed", reason=reason)
 

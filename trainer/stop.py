@@ -30,4 +30,5 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else: a handler may interrupt any line, so it must not log or save.
         self.signal = self.signal or signal.Signals(number).name

@@ -36,6 +36,7 @@ MINGPT_FREQ = 100  # iterations between log lines in minGPT's style
 
 
 def train(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> None:
+    # Lock the folder and choose the checkpoint first: if that fails, no model has to be built.
     with output_folder(run, mesh, log) as checkpoints:
         checkpoint = choose_checkpoint(run, mesh, checkpoints)
         with status_file(output_dir(run), mesh, log) as report:
@@ -76,7 +77,7 @@ def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
     t.parallel.train()
     begin_step(t)
     for batch in batches:
-        clock.data_is_here()
+        clock.data_is_here()  # the time until here counts as avg_reader_cost
         t.mesh.heartbeat.tick(f"at global step {t.progress.step + 1}")
         # One small all-reduce per step: the number of tokens to average over, and whether any rank
         # received a stop signal. All ranks must decide alike, or some would wait for the others.
@@ -112,7 +113,7 @@ def compute_gradients(t: Training, batch: LocalBatch, num_predicted: float) -> t
     point of a step where the host waits for its device.
     """
     layout, scale = t.mesh.layout, t.precision.scale
-    factor = layout.data_ranks / max(1.0, num_predicted) * scale
+    factor = layout.data_ranks / max(1.0, num_predicted) * scale  # a batch may predict nothing
     own = t.parallel.gradients(batch, factor, t.progress.step)
     own_square = t.optimizer.squared_norm().to(own.device)  # offloaded gradients are on the host
     loss, square = t.mesh.read(t.mesh.summed(torch.stack([own.double(), own_square])))
@@ -136,7 +137,7 @@ def update_weights(t: Training, norm: float) -> None:
         progress.updates, progress.skipped = progress.updates + 1, 0
     else:
         progress.skipped += 1
-    t.precision.update_scale(is_finite)
+    t.precision.update_scale(is_finite)  # after the step, which needs the scale of its gradients
     t.optimizer.zero_grad()
     if not is_finite:
         warn_of_skip(t, norm)
@@ -158,6 +159,7 @@ def log_step(t: Training, loss: float, norm: float) -> None:
     if t.log.style == "mingpt" and batch % MINGPT_FREQ == 0:
         t.log.plain(epoch_line(t.mesh.rank, epoch + 1, batch, "Train", loss))
     if step % t.run.Engine.logging_freq == 0:
+        # FleetX logs the rate after the scheduler has advanced, so this is that of the next update.
         next_lr = learning_rate(t.run.Optimizer.lr, t.progress.updates + 1)
         t.metrics.logged(step, epoch, batch, loss, next_lr, norm, t.precision.scale)
 
@@ -181,7 +183,7 @@ def evaluation_is_due(t: Training) -> bool:
 
 def evaluate_and_log(t: Training) -> None:
     engine = t.run.Engine
-    if t.log.style == "mingpt":
+    if t.log.style == "mingpt":  # minGPT evaluates the whole split every time
         everything = (
             math.ceil(t.splits.valid.size / t.run.Global.global_batch_size) if t.splits.valid else 0
         )
@@ -200,7 +202,7 @@ def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
     began, batches = time.perf_counter(), reader(t, name)
     total, count = torch.zeros((), dtype=torch.float64, device=t.mesh.device), 0
     epoch, _ = t.length.epoch_and_batch(t.progress.step - 1)
-    t.parallel.train(False)
+    t.parallel.train(False)  # no dropout
     for number in range(iterations):
         t.mesh.heartbeat.tick(f"evaluating at global step {t.progress.step}, batch {number + 1}")
         if t.mesh.total(bool(t.stop.signal))[0]:  # a stop request does not wait for an evaluation
@@ -222,7 +224,7 @@ def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
 
 def finish(t: Training, checkpoints: Checkpoints) -> None:
     """Save the last checkpoint, run the test evaluation, and log a sample of a character GPT."""
-    save_unless_checking(t, checkpoints)
+    save_unless_checking(t, checkpoints)  # first: an error in the test run must not lose the model
     if t.log.style != "mingpt" and not t.run.Engine.check_accuracy:
         evaluate(t, "test", 0, t.run.Engine.test_iters)
         write_sample(t, checkpoints)

@@ -33,7 +33,7 @@ def file_facts(file: Path, sync: bool = False) -> dict[str, Any]:
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
     manifest = {"version": VERSION, **facts, "files": dict(sorted(files.items()))}
     text = json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
-    with replacing(folder / NAME) as stream:
+    with replacing(folder / NAME) as stream:  # a manifest exists completely or not at all
         stream.write(text.encode())
 
 
@@ -72,4 +72,5 @@ def find_damage(folder: Path, files: Iterable[tuple[str, dict[str, Any]]]) -> st
 
 
 def _checksum(manifest: dict[str, Any]) -> str:
+    # Sorted keys, so that the checksum does not depend on the order in the file.
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

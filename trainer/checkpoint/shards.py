@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from trainer.checkpoint import METADATA, Shape
 from trainer.slices import Piece
 
+# What a pickle of torch's metadata refers to. None of these runs code of the user.
 _PLAIN_CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata TensorStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex "
@@ -63,6 +64,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
+    """A reader that never unpickles `.metadata` itself, but uses metadata that was checked."""
+
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
@@ -134,6 +137,7 @@ def load_shards(
     """
     metadata = read_metadata(folder, files)
     check_names(metadata, shapes)
+    # A rank may hold an empty piece of a small parameter: there is nothing to load.
     shards = {name: _Shard(piece) for name, piece in pieces.items() if piece.tensor.numel()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -141,7 +145,7 @@ def load_shards(
             shards,
             storage_reader=_Reader(folder, metadata),
             planner=_LoadPlanner(**_NO_FLATTENING),
-            no_dist=True,
+            no_dist=True,  # every rank reads what it needs, without coordination
         )
 
 
@@ -170,6 +174,7 @@ def read_metadata(folder: Path, files: dict[str, dict[str, Any]]) -> Metadata:
             and place.length > 0
             and place.offset + place.length <= known["bytes"]
         )
+        # transform_descriptors would make torch run extensions on the data.
         if not inside or getattr(place, "transform_descriptors", None):
             raise Untrusted(f"its metadata points to {place.relative_path}, outside its own files")
     return metadata

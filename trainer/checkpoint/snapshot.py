@@ -27,7 +27,7 @@ def save_snapshot(
         "model_state": _under(tensors, "model."),
         "optimizer_state": {moment: _under(tensors, f"optim.{moment}.") for moment in _MOMENTS},
         "finished_epoch": finished_epoch,
-        "facts": json.dumps(facts),
+        "facts": json.dumps(facts),  # as text: weights_only allows few types
         "checksum": _checksum(tensors, facts, finished_epoch),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def load_snapshot(
     """
     hint = "delete it to train from scratch, or set another Engine.save_load.snapshot_path"
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)  # never runs code
         stored = {f"model.{name}": tensor for name, tensor in content["model_state"].items()}
         for moment in _MOMENTS:
             states = content["optimizer_state"][moment]
@@ -58,7 +58,7 @@ def load_snapshot(
         raise UserError(f"cannot use {file}: {reason}", hint) from None
     if not whole:
         raise UserError(f"{file} is damaged: wrong checksum", hint)
-    check(facts)
+    check(facts)  # before any tensor is changed
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     if shapes != {name: tuple(piece.tensor.shape) for name, piece in pieces.items()}:
         raise UserError(f"{file} is a snapshot of another model", hint)

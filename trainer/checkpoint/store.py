@@ -58,9 +58,9 @@ class Store:
                 f"another run is writing to {self.folder} (process {owner})", hint
             ) from None
         except OSError:
-            return  # this file system has no locks
+            return  # this file system has no locks: better to train without than not at all
         with contextlib.suppress(OSError):  # if the disk is full, the lock works without the name
-            os.ftruncate(lock, 0)
+            os.ftruncate(lock, 0)  # the name of an earlier owner
             os.write(lock, f"{os.getpid()} on {socket.gethostname()}\n".encode())
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class Store:
         for folder in self.checkpoints():
             if good >= max(keep, KEPT_AT_LEAST):
                 shutil.rmtree(folder, ignore_errors=True)
-            elif not damage_of(folder):
+            elif not damage_of(folder):  # a damaged checkpoint must not replace a good one
                 good += 1
 
 

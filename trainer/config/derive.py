@@ -104,12 +104,14 @@ def _fill_model(filling: _Filling) -> None:
     if filling.get("Engine.check_accuracy"):
         for path in DROPOUTS:
             filling.replace(path, 0.0, "check_accuracy")
+    # Equal sets of layers should give equal configs.
     if kept := filling.values.get("Model.no_recompute_layers"):
         filling.values["Model.no_recompute_layers"] = tuple(sorted(set(kept)))
 
 
 def _fill_engine(filling: _Filling, emptied: Collection[str]) -> None:
     filling.fill("Engine.test_iters", 10 * filling.get("Engine.eval_iters"), "10 · eval_iters")
+    # An explicitly empty key means "as long as the run"; a missing key means the default.
     if "Optimizer.lr.decay_steps" in emptied and filling.get("Engine.max_steps") > 0:
         filling.fill("Optimizer.lr.decay_steps", filling.get("Engine.max_steps"), "max_steps")
     if "Engine.save_load.save_steps" in emptied:

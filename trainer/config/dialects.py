@@ -99,6 +99,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "gpt_config.embd_pdrop": ("Model.hidden_dropout_prob",),
     "gpt_config.attn_pdrop": ("Model.attention_probs_dropout_prob",),
     "trainer_config.max_epochs": ("Engine.num_train_epochs",),
+    # minGPT's batch size is per rank, without gradient accumulation.
     "trainer_config.batch_size": ("Global.local_batch_size", "Global.micro_batch_size"),
     "trainer_config.data_loader_workers": ("Data.Train.loader.num_workers",),
     "trainer_config.grad_norm_clip": ("Optimizer.grad_clip.clip_norm",),
@@ -200,7 +201,7 @@ class _Walk:
             special(self, node)
         elif path in RENAMED:
             for target in RENAMED[path]:
-                self.visit(target, node)
+                self.visit(target, node)  # not put(): a target can be special, such as grad_clip
         elif isinstance(node, Map) and any(
             name.startswith(path + ".") for name in (*RENAMED, *SPECIAL)
         ):
@@ -310,6 +311,7 @@ def _apply_pure_fp16(tree: Map) -> Map:
     keys = {key: node for key, node in precision.items.items() if key != "use_pure_fp16"}
     switch_node = precision.items["use_pure_fp16"]
     wanted, enable = plain(switch_node) == "True", keys.get("enable")
+    # The placeholder is still there only if no later layer has set `enable`.
     if isinstance(enable, Scalar) and enable.text == BY_PURE_FP16:
         keys["enable"] = Scalar(str(wanted), switch_node.place)
     if wanted:

@@ -22,11 +22,12 @@ OUT_OF_RANGE = Rule("C012", "a number must be within the range of its key")
 NOT_A_CHOICE = Rule("C013", "a value must be one of the choices of its key")
 NOT_A_NAME = Rule("C014", "a text must have the format of its key")
 
-MAX_NAMES = 500
+MAX_NAMES = 500  # entries of a mapping; a config with more is a mistake
 INT_LIMIT = 2**53  # a float represents every integer up to here; no count is larger
 
 _INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+# The words that PaddleNLP's flags accept, and YAML's on and off.
 _TRUE = frozenset(("true", "yes", "y", "t", "on", "1"))
 _FALSE = frozenset(("false", "no", "n", "f", "off", "0"))
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -120,6 +121,7 @@ def check_range(
     above: float | None = None,
     below: float | None = None,
 ) -> None:
+    # `below` and `above` exclude the bound itself, `low` and `high` include it.
     if below is not None and number >= below:
         raise BadValue(
             OUT_OF_RANGE, f"{number:g} is not below {below:g}", f"use a value below {below:g}"
@@ -189,6 +191,7 @@ class Choice(NamedTuple):
         word = scalar_text(node, "a word")
         known = {option.lower(): option for option in self.options} | dict(self.synonyms)
         if word.lower() not in known:
+            # With few options it is shorter to list them all than to guess one.
             near = closest(word, self.options) if len(self.options) > 4 else []
             hint = f"did you mean {near[0]}?" if near else f"use {one_of(self.options)}"
             raise BadValue(NOT_A_CHOICE, f"unknown value {shown(word)}", hint)
@@ -267,6 +270,7 @@ class Words(NamedTuple):
     item: Kind = Text()
 
     def read(self, node: Node) -> tuple[Any, ...]:
+        # Collect all invalid items, so that the user can fix them in one go.
         items, faults = [], []
         for item in node.items if isinstance(node, List) else (node,):
             try:
@@ -278,6 +282,7 @@ class Words(NamedTuple):
         return tuple(items)
 
     def schema(self) -> dict[str, Any]:
+        # YAML reads unquoted items as numbers or booleans, which are valid texts here.
         items = (
             {"type": ["string", "number", "boolean"]}
             if isinstance(self.item, Text)
@@ -368,6 +373,7 @@ def section_schema(cls: type) -> dict[str, Any]:
 
 
 def key(kind: Kind, default: Any, doc: str) -> Any:
+    # Dataclasses refuse mutable defaults; sections and mappings need a factory instead.
     made: Callable[[], Any] | Any = MISSING
     if isinstance(kind, Section):
         made = kind.cls

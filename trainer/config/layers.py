@@ -25,7 +25,7 @@ from trainer.config.tree import (
 )
 from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
 
-MAX_BASES = 50
+MAX_BASES = 50  # files in a chain; limits time if each includes the next
 
 BASE = Rule("C015", "_base_ must name a readable file, and must not lead back to the same file")
 INDEX = Rule("C018", "an index must be within the list")
@@ -45,7 +45,7 @@ class Override(NamedTuple):
 
     @staticmethod
     def parse(text: str, flag: str = "-o") -> Override:
-        key, equals, value = text.partition("=")
+        key, equals, value = text.partition("=")  # the value itself may contain `=`
         key = key.strip()
         names = key.split(".")
         if not equals or not all(names) or len(names) > MAX_DEPTH:
@@ -99,7 +99,7 @@ def _with_bases(
         )
         return [layer]
     base_path = os.path.join(os.path.dirname(path), base.text)
-    chain = [*children, os.path.realpath(path)]
+    chain = [*children, os.path.realpath(path)]  # symbolic links must not hide a cycle
     if len(chain) > MAX_BASES:
         found.append(
             BASE.found(
@@ -146,6 +146,7 @@ def _override_node(override: Override, place: Place, found: list[Finding]) -> No
         return List(
             tuple(Scalar(checked_text(word, place, found), place, True) for word in value), place
         )
+    # Parse only values that look like YAML lists, mappings or quoted text; others stay as typed.
     if not override.verbatim and value[:1] in ("[", "{", "'", '"'):
         parsed = parse_value(value, override.source, found, first_line=0)
         if parsed is not None:
@@ -166,6 +167,7 @@ def merge(
         return under
     if not isinstance(over, Map):
         return over
+    # `_inherited_: False` replaces the section of the base file instead of merging.
     marker = over.items.get("_inherited_")
     inherits = marker is None or switch(marker, "_inherited_", found) is not False
     items = dict(under.items) if isinstance(under, Map) and inherits else {}

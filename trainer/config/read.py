@@ -64,6 +64,7 @@ class Reading:
         self.bad.add(path)
         for bad in faults:
             item = bad.item or node
+            # Findings are printed and logged, so they must not contain secrets.
             value = None if isinstance(kind, Names) and kind.is_secret else plain(item)
             full = join(path, bad.key) if bad.key else path
             self.found.append(bad.rule.found(full, value, bad.message, bad.hint, item.place))
@@ -83,6 +84,7 @@ class Reading:
     def _is_bad(self, path: str, unknown: Collection[str]) -> bool:
         if path in unknown:
             return True
+        # A bad key makes its section and its items bad as well.
         return any(
             bad == path or bad.startswith(path + ".") or path.startswith(bad + ".")
             for bad in self.bad
@@ -126,7 +128,8 @@ def _read_keys(keys: Mapping[str, Key], node: Map, path: str, reading: Reading) 
             reading.ignored.update(ignored)
         else:
             meant, hint = _suggestion(name, child, path, keys, reading)
-            # If a key is misspelt, rules must not complain about the default of the key meant.
+            # If a key is misspelt, rules must not complain about the default of the key that was
+            # meant.
             reading.bad |= {child_path, *([meant] if meant else [])}
             what = f"{path} has no key {name}" if path else f"unknown section or key {name}"
             reading.found.append(UNKNOWN.found(child_path, plain(child), what, hint, child.place))
@@ -202,6 +205,7 @@ def _suggestion(
     if len(reading.found) >= MANY:
         return "", "check that this is a run config"
     paths = [known for section, cls in reading.sections.items() for known in paths_of(cls, section)]
+    # From the most to the least certain guess.
     if name in OTHER_WORDS and isinstance(node, Scalar):
         word = OTHER_WORDS[name]
         meant = next((known for known in paths if known.endswith(word)), "")
@@ -210,6 +214,7 @@ def _suggestion(
         return join(path, near[0]), f"did you mean {near[0]}?"
     if elsewhere := [known for known in paths if known.rpartition(".")[2] == name]:
         return elsewhere[0], f"move it to {elsewhere[0].rpartition('.')[0]}"
+    # Similar keys of other sections, which must be more similar to be convincing.
     by_name = {known.rpartition(".")[2]: known for known in [*RENAMED, *paths]}
     if near := closest(name, by_name, likeness=0.85):
         known = by_name[near[0]]

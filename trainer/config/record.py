@@ -24,6 +24,7 @@ else:
             # Without a docstring, dataclass generates one from the signature, which is slow.
             cls.__doc__ = cls.__doc__ or cls.__name__
             cls = dataclass(init=False, eq=False, repr=False)(cls)
+            # Not hashable, because sections may contain dictionaries.
             cls.__init__, cls.__eq__, cls.__hash__, cls.__repr__ = _init, _equal, None, _repr
             cls.__setattr__ = cls.__delattr__ = _refuse
             return cls
@@ -41,7 +42,7 @@ def _init(self: Any, **values: Any) -> None:
             value = item.default
         if value is MISSING:
             raise TypeError(f"{type(self).__name__} needs {item.name}")
-        object.__setattr__(self, item.name, value)
+        object.__setattr__(self, item.name, value)  # past `_refuse`
     if values:
         raise TypeError(f"{type(self).__name__} has no {', '.join(values)}")
 

@@ -45,7 +45,7 @@ ACCUMULATE = Rule(
 )
 
 NOT_BUILT_YET = ("Profiler", "Offline_Eval")
-MAX_PROPOSED_WORLD = 1 << 20
+MAX_PROPOSED_WORLD = 1 << 20  # nobody has more GPUs, and searching for layouts would take long
 
 
 class Resolved(NamedTuple):
@@ -145,9 +145,10 @@ def resolve(reading: Reading, machines: Machines | None) -> Resolved:
         *check_run(run),
     ]
     found += _check_replaced(run, reading)
-    if not world:
+    if not world:  # a layout that does not fit at all needs no advice about nodes
         found += check_mp_in_node(layout_of(run), machines)
     judged = reading.judge(found, unknown)
+    # Switch settings without effect off, so that no later code has to check the layout again.
     switched_off = {
         finding.key: OFF.get(finding.key, False)
         for finding in judged
@@ -193,6 +194,7 @@ def _proposal(wish: Layout, reading: Reading, machines: Machines, dp_written: bo
     if machines.world > MAX_PROPOSED_WORLD:
         return f"check nodes and gpus_per_node: together they make {machines.world:,} GPUs"
 
+    # Cached, because the two calls of `propose` below try the same layouts.
     @cache
     def errors_of(layout: Layout) -> frozenset[str]:
         degrees = {path: getattr(layout, axis) for axis, path in DEGREE_KEYS.items()}

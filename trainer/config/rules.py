@@ -16,6 +16,7 @@ _LAYERS = ("Model.name", "Model.num_layers")
 MP, PP = DEGREE_KEYS["mp"], DEGREE_KEYS["pp"]
 _SHARDING = ("Distributed.sharding.sharding_degree", "Distributed.sharding.sharding_stage")
 
+# Learned position embeddings are a table: longer samples would have no entry in it.
 POSITIONS = Rule("T001", "max_seq_len must not be greater than max_position_embeddings")
 NO_RECOMPUTE = Rule(
     "T002",
@@ -32,6 +33,7 @@ INTERVAL = Rule(
         *_LAYERS,
     ),
 )
+# Stage 0 switches sharding off: with a degree above 1, it is unclear which of the two is meant.
 STAGE = Rule("T004", "sharding_stage must be 1, 2 or 3 if sharding_degree > 1", uses=_SHARDING)
 BACKEND = Rule(
     "T005", "backend nccl must be used with GPUs", uses=("Global.device", "Distributed.backend")
@@ -51,13 +53,16 @@ STEPS = Rule(
     "max_steps must be greater than 0 in run_mode step",
     uses=("Engine.run_mode", "Engine.max_steps"),
 )
+# A warning, because FleetX itself published configs with the two values swapped.
 LR_ORDER = Rule(
     "T020",
     "min_lr should not be greater than max_lr",
     "warning",
     uses=("Optimizer.lr.min_lr", "Optimizer.lr.max_lr", "Optimizer.lr.name"),
 )
+# A warning, because FleetX too accepts such settings and switches them off.
 NO_EFFECT = Rule("T021", "a setting should have an effect in this layout", "warning")
+# A warning, because training works without evaluation.
 NO_EVALUATION = Rule(
     "T026",
     "split should leave documents to evaluate on",
@@ -70,10 +75,12 @@ GLOO_ON_GPU = Rule(
     "warning",
     uses=("Global.device", "Distributed.backend"),
 )
+# Each chunk adds messages between stages; FleetX warns above 2 as well.
 MANY_CHUNKS = Rule(
     "T023", "virtual_pp_degree should be 1 or 2", "warning", uses=("Model.virtual_pp_degree",)
 )
 
+# Notices: the config is valid, but the user may expect an effect that never comes.
 ALWAYS = Rule("N004", "a setting should change what the trainer does", "notice")
 ON_THE_CPU = Rule(
     "N005",
@@ -147,6 +154,7 @@ def _check_split(run: RunConfig) -> Iterator[Finding]:
     if train.name == "GPTDataset" and not any(train.split[:1]):
         message = f"{list(train.split)} leaves nothing to train on"
         yield SPLIT.found("Data.Train.dataset.split", list(train.split), message, hint)
+    # Only if there is something to train on: otherwise it is the same mistake twice.
     elif (
         evaluation.name == "GPTDataset"
         and run.Engine.eval_freq > 0
@@ -181,12 +189,14 @@ def _check_dataset(dataset: Dataset, path: str, positions: int) -> Iterator[Find
 
 def _check_recompute(run: RunConfig) -> Iterator[Finding]:
     model, distributed = run.Model, run.Distributed
+    # Negative numbers cannot occur: the type of the key already refuses them.
     wrong = [layer for layer in model.no_recompute_layers if layer >= model.num_layers]
     if wrong:
         message = f"no layer {one_of(wrong[:5])} in a model with {model.num_layers} layers"
         yield NO_RECOMPUTE.found(
             "Model.no_recompute_layers", wrong, message, f"use 0 to {model.num_layers - 1}"
         )
+    # More chunks than layers is reported by rule L006; here it must not lead to empty chunks.
     chunks = distributed.pp_degree * model.virtual_pp_degree
     longest = max(len(part) for part in segments(model.num_layers, min(chunks, model.num_layers)))
     interval = distributed.pp_recompute_interval

@@ -36,6 +36,7 @@ class Global:
 @record(frozen=True)
 class MixPrecision:
     enable: bool = boolean(False, "train in mixed precision (PaddleNLP: use_amp)")
+    # bfloat16 needs no loss scale, but not every GPU supports it: float16 is FleetX's default.
     dtype: str = choice(
         "float16",
         ["float16", "bfloat16"],
@@ -66,6 +67,7 @@ class SaveLoad:
         "checkpoint to resume from: a path | auto (the latest in output_dir) | "
         "empty (start from scratch)",
     )
+    # Not 1: the newest checkpoint may turn out to be damaged.
     keep_last: int | None = integer(None, "checkpoints to keep, the newest; empty: all", low=2)
     snapshot_path: str | None = file_path(
         None, "save the character GPT to this single file every save_epoch epochs, as minGPT does"
@@ -149,6 +151,7 @@ class Model:
     no_recompute_layers: tuple[int, ...] = key(
         Integers(), (), "layers that keep their activations, counted from 0"
     )
+    # FleetX configs contain the next three keys. Here they do not change the computation.
     fuse_attn_qkv: bool = boolean(True, "one projection for query, key and value: always on")
     use_flash_attn: bool = boolean(
         False, "estimate memory without attention scores; torch uses flash attention if it can"
@@ -195,6 +198,7 @@ class Sampler:
 
 @record(frozen=True)
 class Loader:
+    # FleetX starts this many processes. Here one thread is enough: samples are read from memory.
     num_workers: int = integer(
         1, "0: read data when needed; otherwise one thread reads ahead", low=0, high=1024
     )
@@ -295,6 +299,7 @@ class Distributed:
         1, "layers to recompute together (full recompute with pp)", low=1
     )
     bucket_cap_mb: float = number(25.0, "size of a DDP gradient bucket in MB", above=0)
+    # Only needed to run GPUs without nccl, for example to debug communication.
     backend: str = choice(
         None, ["nccl", "gloo"], "communication backend; derived: nccl on gpu, gloo on cpu"
     )
@@ -347,6 +352,7 @@ class OfflineEval:
     logging_freq: int = integer(10, "log every n batches", low=1)
 
 
+# The order of sections and keys is the order of `gptctl keys` and of the config in the log.
 @record(frozen=True)
 class RunConfig:
     Global: Global = section(Global, "device, seed, batch sizes")

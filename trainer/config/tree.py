@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
 
+# Far above any real config. They keep a wrong or hostile file from using up time and memory.
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 MAX_NODES = 20_000
@@ -127,7 +128,7 @@ def _decode(data: bytes, file: str, found: list[Finding]) -> str | None:
             )
         )
         return None
-    if bad := _CONTROL.search(text):
+    if bad := _CONTROL.search(text):  # before the parser, which would accept some of them
         place = Place(file, text.count("\n", 0, bad.start()) + 1)
         found.append(
             ENCODING.found("", None, f"control character {_code_point(bad[0])}", "delete it", place)
@@ -293,7 +294,7 @@ class _Builder:
             self.found.append(
                 TAG.found("", None, message, "share values through _base_", self.place(event))
             )
-            parent.key, parent.ignored = "", True
+            parent.key, parent.ignored = "", True  # skip its value, and report other mistakes too
             return
         parent.key, parent.key_place, parent.ignored = node.text, node.place, False
         if node.text in parent.items:
@@ -319,6 +320,7 @@ class _Builder:
                 f"alias *{event.anchor} is not defined before this line",
                 f"define it first with &{event.anchor}",
             )
+        # An alias adds the depth of its anchor at this point.
         if len(stack) + size.height > MAX_DEPTH:
             self.stop(
                 TOO_DEEP,
@@ -330,6 +332,7 @@ class _Builder:
         return self.add(stack, size, event)
 
     def check_tag(self, event: Any) -> None:
+        # A tag such as !!python/object asks a YAML loader to create objects.
         if event.tag is not None:
             self.found.append(
                 TAG.found("", None, f"YAML tag {event.tag}", "delete the tag", self.place(event))

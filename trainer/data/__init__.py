@@ -56,6 +56,7 @@ class LocalBatch(NamedTuple):
 
     @property
     def num_predicted(self) -> int:
+        # On the CPU, where the batch still is: counting does not wait for a GPU.
         return int((self.labels != IGNORED).sum())
 
     def micro(self, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -105,7 +106,7 @@ def _open_characters(run: RunConfig) -> tuple[RunConfig, Splits, Length]:
         )
         raise UserError(message, "leave Model.vocab_size empty: the trainer counts the characters")
     run = replace(run, Model=replace(run.Model, vocab_size=run.Model.vocab_size or counted))
-    evaluated = valid if valid.size else None
+    evaluated = valid if valid.size else None  # minGPT has no test split: use valid for both
     return run, Splits(train, evaluated, evaluated, characters), _length(run, train.size)
 
 
@@ -117,11 +118,13 @@ def _open_tokens(
         part.dataset.input_dir for part in (run.Data.Train, run.Data.Eval, run.Data.Test)
     )
     opened = {input_dir: open_corpus(input_dir) for input_dir in folders}
+    # At start, not at the first bad sample, which may come after days.
     for corpus in opened.values():
         check_vocabulary(corpus, run.Model.vocab_size or 0, mesh)
     train = run.Data.Train.dataset
     trained = opened[train.input_dir].lengths[documents_of(opened[train.input_dir], train, "train")]
     length = _length(run, (int(trained.sum()) - 1) // train.max_seq_len)
+    # As in FleetX: enough samples for every evaluation of the run.
     evaluations = length.max_steps // engine.eval_freq + 1 if engine.eval_freq > 0 else 1
     wanted = {
         "train": (run.Data.Train, batch * length.max_steps),
@@ -188,6 +191,7 @@ class Reader:
             numbers = permuted(numbers % self.split.size, self.split.size, self.shuffle_key)
         tokens = self.split.read(epochs, numbers)
         inputs, labels = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:].copy())
+        # The token after the end of a document belongs to another document.
         if self.split.eos is not None:
             labels[inputs == self.split.eos] = IGNORED
         return LocalBatch(pinned(inputs, self.device), pinned(labels, self.device))
@@ -201,6 +205,7 @@ class Reader:
                 yield self.read(first + number * self.batch.global_size)
 
     def _ahead(self, first: int, count: int) -> Iterator[LocalBatch]:
+        # Two batches ahead are enough to hide reading, and limit memory.
         waiting: queue.Queue[LocalBatch | BaseException] = queue.Queue(maxsize=2)
         ended = threading.Event()
 

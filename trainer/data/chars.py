@@ -27,7 +27,7 @@ class Characters:
     def __init__(self, dataset: Dataset) -> None:
         text = _builtin_text() if dataset.path == BUILTIN else _read_text(str(dataset.path))
         text = text[: int(len(text) * dataset.truncate)]
-        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)  # one number per character
         self.length = len(codes)
         self.block = dataset.max_seq_len
         self.windows = self.length - self.block
@@ -43,7 +43,7 @@ class Characters:
         token_of = np.zeros(unique[-1] + 1, dtype=np.uint16 if len(unique) < 1 << 16 else np.int32)
         token_of[unique] = np.arange(len(unique))
         self.tokens = token_of[codes]
-        self.num_train = max(1, int(self.windows * dataset.train_split))
+        self.num_train = max(1, int(self.windows * dataset.train_split))  # train is never empty
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(
@@ -73,6 +73,7 @@ class CharSplit:
             places[here] = permuted(
                 numbers[here] % self.size, self.size, self.seed, self.name, int(epoch)
             )
+        # The stretch may start anywhere, so it continues at the beginning of the text.
         offsets = (self.start + places) % self.characters.windows
         return self.characters.tokens[
             offsets[:, None] + np.arange(self.characters.block + 1)

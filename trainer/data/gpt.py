@@ -97,6 +97,7 @@ def open_split(
         "files": [file.prefix.name for file in corpus.files],
         "lengths": corpus.digest,
     }
+    # Named after the first file, as in FleetX; `facts` list everything that the maps depend on.
     cache = Cache(corpus.files[0].prefix, facts)
 
     def make() -> IndexMaps:
@@ -155,7 +156,7 @@ def check_vocabulary(corpus: Corpus, vocab_size: int, mesh: Mesh) -> None:
     mine = [file for number, file in enumerate(corpus.files) if number % mesh.world == mesh.rank]
     largest = [(file.prefix, _largest_id(file, vocab_size)) for file in mine]
     for prefix, token in [pair for pairs in mesh.gather(largest) for pair in pairs]:
-        if not 0 <= token < vocab_size:
+        if not 0 <= token < vocab_size:  # negative ids would index from the end of the embedding
             hint = (
                 "the data comes from another tokenizer: set Model.vocab_size, "
                 "or tokenize the text again"
@@ -169,7 +170,7 @@ def _largest_id(file: TokenFile, vocab_size: int) -> int:
     if file.ids.dtype.kind == "u" and np.iinfo(file.ids.dtype).max < vocab_size:
         return 0  # this dtype cannot hold an id that is too large
     memory = file.prefix.with_name(f"{file.prefix.name}_gpt_largest_id.json")
-    facts = [len(file.ids), file.changed]
+    facts = [len(file.ids), file.changed]  # if one of them differs, the stored result is outdated
     try:
         known = json.loads(memory.read_text(encoding="utf-8"))
         if known["facts"] == facts:

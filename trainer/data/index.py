@@ -80,6 +80,7 @@ def _sample_starts(lengths: npt.NDArray[np.int64], seq_len: int, total: int) -> 
     position = np.searchsorted(ends, starts, side="right")
     offset = starts - (ends - lengths)[position]
     rows = np.stack([position, offset], axis=1)
+    # Half the memory if possible: a long run has hundreds of millions of rows.
     return rows.astype(np.int32) if rows.max(initial=0) < 1 << 31 else rows
 
 
@@ -123,7 +124,7 @@ class Cache:
 
     def store(self, maps: IndexMaps) -> None:
         """Write each file atomically. The key file comes last: it means that all are complete."""
-        self.key_file.unlink(missing_ok=True)
+        self.key_file.unlink(missing_ok=True)  # first: it must not describe half-replaced files
         checksums = {}
         for array, values in zip(_ARRAYS, maps):
             with replacing(self.file(array)) as stream:

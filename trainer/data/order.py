@@ -33,7 +33,7 @@ def _feistel(
 ) -> npt.NDArray[np.uint64]:
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = numbers >> half, numbers & mask
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # products are meant to wrap around
         for key in round_keys:
             mixed = (right ^ key) * _MULTIPLIER
             mixed ^= mixed >> np.uint64(29)

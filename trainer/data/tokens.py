@@ -88,7 +88,7 @@ def _open(prefix: Path) -> TokenFile:
     pair = prefix.with_name(prefix.name + "_idx.npz")
     single = prefix.with_name(prefix.name + "_ids.npz")
     try:
-        if pair.exists():
+        if pair.exists():  # preferred to a single npz, as in FleetX
             file = prefix.with_name(prefix.name + "_ids.npy")
             ids = np.load(file, mmap_mode="r", allow_pickle=False)
             lengths = _document_lengths(pair, ids.size)
@@ -138,6 +138,7 @@ def _document_lengths(index: Path, num_ids: int) -> npt.NDArray[np.int64]:
     if not len(docs) or docs[0] != 0 or docs[-1] != len(lens) or (np.diff(docs) < 0).any():
         hint = f"docs must count sentences from 0 to {len(lens)}, in ascending order"
         raise UserError(f"{index}: docs does not match the {len(lens)} sentences of lens", hint)
+    # From tokens per sentence to tokens per document.
     total = np.concatenate([[0], np.cumsum(lens)])
     return np.diff(total[docs])
 

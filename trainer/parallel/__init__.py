@@ -49,7 +49,7 @@ class Parallel:
     sequence_parallel: bool
 
     def train(self, mode: bool = True) -> None:
-        for part in self.parts:
+        for part in self.parts:  # DDP and pipeline stages wrap these modules
             part.train(mode)
 
     def gradients(self, batch: LocalBatch, factor: float, step: int) -> Tensor:

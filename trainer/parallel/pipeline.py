@@ -57,6 +57,7 @@ class Pipeline:
         module: nn.Module,
     ) -> PipelineStage:
         batch, tokens = run.Global.micro_batch_size, run.Data.Train.dataset.max_seq_len
+        # With sequence parallelism, stages exchange only this rank's part of the sequence.
         length = tokens // mesh.layout.mp if run.Model.sequence_parallel else tokens
         dtype = precision.half if precision.is_pure else torch.float32
         with torch.device("meta"):
@@ -65,6 +66,7 @@ class Pipeline:
                 batch, length, run.Model.hidden_size, dtype=dtype, requires_grad=True
             )
             loss = torch.empty((), requires_grad=True)
+        # The first stage reads tokens, and the last one returns the loss.
         into, out = text if index == 0 else hidden, loss if index == total - 1 else hidden
         return PipelineStage(
             module,
@@ -89,6 +91,7 @@ class Pipeline:
         losses: list[Tensor] = []
         if self.is_last:
             labels = batch.labels.to(self.device, non_blocking=True)
+            # torch passes `target` to the loss function, `labels` and `factor` to the last stage.
             settings |= {"target": labels, "losses": losses, "labels": labels, "factor": factor}
         act(*inputs, **settings)
         if not losses:

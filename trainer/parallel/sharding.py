@@ -27,11 +27,11 @@ def shard(part: GPT, config: Sharding, mesh: Mesh) -> None:
     """Shard every layer, then the rest of the model: the embeddings and the final norm."""
     offload = CPUOffloadPolicy(pin_memory=can_pin()) if config.sharding_offload else OffloadPolicy()
     states, blocks = mesh.states, list(part.layers.values())
-    for module in (*blocks, part):
+    for module in (*blocks, part):  # inner modules first: FSDP leaves out what is already sharded
         fully_shard(
             module,
             mesh=states,
-            reshard_after_forward=config.sharding_stage == 3,
+            reshard_after_forward=config.sharding_stage == 3,  # frees the gathered parameters
             offload_policy=offload,
         )
     if config.broadcast_overlap:

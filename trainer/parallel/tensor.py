@@ -73,11 +73,13 @@ class Group:
         return result
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        # all_reduce works in place, but autograd may still need x.
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total
 
     def all_gather(self, x: Tensor) -> Tensor:
+        # The collective concatenates along the first dimension; move the parts to dimension T.
         parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         _ALL_GATHER(parts, x.contiguous(), group=self.group)
         return parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
@@ -155,7 +157,7 @@ class PositionEmbedding(Embedding):
     mp: Group
 
     def forward(self, positions: Tensor) -> Tensor:
-        if self.mp.sequence_parallel:
+        if self.mp.sequence_parallel:  # only the positions of this rank's part of the sequence
             positions = positions.chunk(self.mp.size)[self.mp.rank]
         return F.embedding(positions, self.weight)
 
@@ -189,6 +191,7 @@ def split(part: GPT, mesh: Mesh, sequence_parallel: bool) -> None:
         _convert(part.position_embeddings, PositionEmbedding, group)
     if part.is_last:
         _convert(part.head, VocabHead, group)
+    # A list, because registering parameters changes the dictionary that is iterated.
     for name, parameter in list(part.named_parameters()):
         if (dim := split_dim(name)) is not None:
             own = parameter.chunk(group.size, dim)[group.rank]

@@ -88,6 +88,7 @@ def judge(
     if len(behind) < len(answers):
         is_stuck = is_late or all(answer.idle >= limit for answer in behind)
         return [answer.rank for answer in behind if is_stuck], NO_PROGRESS
+    # All ranks are at the same point: a rank that does not wait is the one the others wait for.
     busy = [answer.rank for answer in answers if not answer.waits]
     return (busy if is_late and len(busy) < len(answers) else []), NO_PROGRESS
 
@@ -224,6 +225,7 @@ class Watchdog:
         answers = self.channel.ask(self.rounds, self.window, is_late=is_late)
         if answers is None:
             return [], []
+        # This rank surely runs, even if its own answer came too late.
         answers.setdefault(self.mesh.rank, self._here()._asdict())
         missing = [rank for rank in range(self.mesh.world) if rank not in answers]
         told = [Answer(**answer) for answer in answers.values()]
@@ -259,7 +261,7 @@ class Watchdog:
                     self.must_stop |= message["is_late"]
                     self.channel.answer(message["question"], self._here()._asdict())
                     self._dump_stacks()
-                elif "go_on" in message and not self.must_stop:
+                elif "go_on" in message and not self.must_stop:  # nothing is wrong after all
                     self._delete_stacks()
                 elif "reason" in message:
                     self._stop(Verdict(**message))

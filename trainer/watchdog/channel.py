@@ -96,6 +96,7 @@ def with_timeout(seconds: float, act: Callable[[], T]) -> T | None:
         with suppress(RuntimeError):
             results.append(act())
 
+    # A daemon: if it never returns, it must not keep the process from exiting.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)

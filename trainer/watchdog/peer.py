@@ -35,7 +35,7 @@ class Peer(NamedTuple):
     @property
     def has_exited(self) -> bool:
         """Whether it surely has exited; False if it is on another host."""
-        return self.is_here and self.state[:1] in ("", "Z", "X")
+        return self.is_here and self.state[:1] in ("", "Z", "X")  # Z: zombie, X: dead
 
     def threads(self) -> Iterator[str]:
         """One entry per thread: its state, and where it waits in the kernel if that is readable."""
