@@ -104,7 +104,7 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
         name, equals, value = word.partition("=")
         if name in ("-c", "--config", "-o", "--override"):
             if not equals and not rest:
-                raise UserError(f"{word} needs a value", "python -m trainer --help")
+                raise UserError(f"{word} needs a value", "run python -m trainer --help")
             value = value if equals else rest.pop(0)
             if name in ("-c", "--config"):
                 path = value
@@ -117,7 +117,9 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
         elif equals and not word.startswith("-"):
             overrides.append(Override.parse(word, flag=""))
         else:
-            raise UserError(f"{word} is neither a flag nor KEY=VALUE", "python -m trainer --help")
+            raise UserError(
+                f"{word} is neither a flag nor KEY=VALUE", "run python -m trainer --help"
+            )
     return path, [*parse_flags(flags), *overrides]
 
 

@@ -155,7 +155,7 @@ def resolve(reading: Reading, machines: Machines | None) -> Resolved:
         if finding.code == NO_EFFECT.code
     }
     derived.values.update(switched_off)
-    derived.origins.update(dict.fromkeys(switched_off, "no effect here"))
+    derived.origins.update(dict.fromkeys(switched_off, "no effect in this layout"))
     origins = {path: _origin(path, reading, derived) for path in paths_of(RunConfig)}
     return Resolved(
         build(RunConfig, derived.values), in_order([*reading.found, *world, *judged]), origins

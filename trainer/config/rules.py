@@ -36,7 +36,9 @@ INTERVAL = Rule(
 # Stage 0 switches sharding off: with a degree above 1, it is unclear which of the two is meant.
 STAGE = Rule("T004", "sharding_stage must be 1, 2 or 3 if sharding_degree > 1", uses=_SHARDING)
 BACKEND = Rule(
-    "T005", "backend nccl must be used with GPUs", uses=("Global.device", "Distributed.backend")
+    "T005",
+    "backend must not be nccl if device is cpu",
+    uses=("Global.device", "Distributed.backend"),
 )
 CHAR_PATH = Rule("T006", "a CharDataset must have a path")
 SPLIT = Rule("T007", "split must leave documents to train on", uses=("Data.Train.dataset.split",))
@@ -98,7 +100,7 @@ LENGTHS = Rule(
 )
 SNAPSHOT = Rule(
     "T011",
-    "snapshot_path must only be used if every rank holds the whole model",
+    "snapshot_path must be empty if the model is split over ranks",
     uses=("Engine.save_load.snapshot_path", MP, PP, DEGREE_KEYS["sharding"]),
 )
 
@@ -192,7 +194,9 @@ def _check_recompute(run: RunConfig) -> Iterator[Finding]:
     # Negative numbers cannot occur: the type of the key already refuses them.
     wrong = [layer for layer in model.no_recompute_layers if layer >= model.num_layers]
     if wrong:
-        message = f"no layer {one_of(wrong[:5])} in a model with {model.num_layers} layers"
+        message = (
+            f"layer {one_of(wrong[:5])} does not exist: the model has {model.num_layers} layers"
+        )
         yield NO_RECOMPUTE.found(
             "Model.no_recompute_layers", wrong, message, f"use 0 to {model.num_layers - 1}"
         )
@@ -226,7 +230,9 @@ def _check_distributed(run: RunConfig) -> Iterator[Finding]:
         )
     if device == "gpu" and distributed.backend == "gloo":
         message = "gloo is slow on GPUs: it copies every tensor to the host"
-        yield GLOO_ON_GPU.found("Distributed.backend", "gloo", message, "leave it empty: nccl")
+        yield GLOO_ON_GPU.found(
+            "Distributed.backend", "gloo", message, "leave it empty to use nccl"
+        )
     if (
         run.Engine.save_load.snapshot_path
         and distributed.mp_degree * distributed.pp_degree * sharding.sharding_degree > 1
@@ -299,7 +305,7 @@ def _without_effect(run: RunConfig) -> Iterator[Finding]:
         value = value_at(run, key)
         if value != OFF.get(key, False) and not works:
             yield NO_EFFECT.using(key, *uses).found(
-                key, value, f"no effect here: {needs}", "delete the key"
+                key, value, f"no effect in this layout: {needs}", "delete the key"
             )
 
 
@@ -311,7 +317,7 @@ def _done_anyway(run: RunConfig) -> Iterator[Finding]:
         key = "Distributed.sharding.reduce_overlap"
         yield ALWAYS.using(key, *_SHARDING).found(key, True, message)
     if sharding.sharding_offload and sharding.sharding_degree > 1 and run.Global.device == "cpu":
-        message = "no change: on Global.device: cpu, everything is in host memory already"
+        message = "no change: with Global.device: cpu, all state is in host memory anyway"
         yield ON_THE_CPU.found("Distributed.sharding.sharding_offload", True, message)
     if run.Optimizer.tensor_fusion and run.Distributed.mp_degree * run.Distributed.pp_degree == 1:
         message = "no change: one fused kernel updates all tensors in place, without flat buffers"

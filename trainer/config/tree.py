@@ -162,7 +162,7 @@ def parse(text: str, file: str, found: list[Finding]) -> Map | None:
         return None  # already reported
     if node is None or is_null(node) or (isinstance(node, Map) and not node.items):
         found.append(
-            EMPTY.found("", None, "the file sets nothing", "write at least one key", Place(file))
+            EMPTY.found("", None, "the file contains no keys", "write at least one key", Place(file))
         )
         return None
     if not isinstance(node, Map):
@@ -240,7 +240,7 @@ class _Builder:
                     self.stop(
                         SYNTAX,
                         event,
-                        "a second YAML document begins here",
+                        "a second YAML document starts here",
                         "keep one document per file",
                     )
             elif kind in ("MappingStartEvent", "SequenceStartEvent"):
@@ -300,7 +300,7 @@ class _Builder:
         if node.text in parent.items:
             first = parent.items[node.text].place
             message = (
-                f"written twice, first in line {first.line}" if first.line else "written twice"
+                f"written twice, first on line {first.line}" if first.line else "written twice"
             )
             path = ".".join([*parents, node.text])
             self.found.append(TWICE.found(path, None, message, "delete one of the two", node.place))

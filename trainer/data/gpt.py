@@ -134,7 +134,7 @@ def _shared_maps(
             if cache.facts["split"] == "train":  # warn only once
                 warn(
                     f"cannot save index maps next to the data ({error.strerror}): "
-                    "every rank builds them at every start"
+                    "every rank builds its own, at every start"
                 )
             return False
         return True

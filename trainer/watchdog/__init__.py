@@ -253,7 +253,7 @@ class Watchdog:
     # The thread that receives messages.
 
     def _receive(self) -> None:
-        with suppress(RuntimeError):  # the store has exited: whoever needs it will notice
+        with suppress(RuntimeError):  # the store has exited: code that needs it will notice
             while not self.is_over.is_set():
                 message = self.channel.next_message()
                 if "question" in message:
@@ -296,7 +296,7 @@ class Watchdog:
         """Send a verdict to all ranks. Returns the one that counts, which may be an earlier one."""
 
         def publish() -> Verdict:
-            first, settled = self.channel.set_once("word", [self.mesh.rank, verdict._asdict()])
+            first, settled = self.channel.set_once("verdict", [self.mesh.rank, verdict._asdict()])
             if first == self.mesh.rank:
                 self.channel.send(settled)
             return Verdict(**settled)
