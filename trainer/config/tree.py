@@ -162,7 +162,9 @@ def parse(text: str, file: str, found: list[Finding]) -> Map | None:
         return None  # already reported
     if node is None or is_null(node) or (isinstance(node, Map) and not node.items):
         found.append(
-            EMPTY.found("", None, "the file contains no keys", "write at least one key", Place(file))
+            EMPTY.found(
+                "", None, "the file contains no keys", "write at least one key", Place(file)
+            )
         )
         return None
     if not isinstance(node, Map):
