@@ -41,8 +41,8 @@ class Log:
 
     def __init__(self, style: str, rank: int, stream: TextIO | None = None) -> None:
         self.style, self.rank = style, rank
-        # stdout is None if the descriptor is closed.
-        self.stream = stream or sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        stream = stream or sys.stdout  # None if the descriptor is closed
+        self.stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         # A character that the terminal cannot encode must not stop the run.
         if isinstance(self.stream, TextIOWrapper):
             self.stream.reconfigure(errors="replace")

@@ -33,7 +33,8 @@ EMPTY = Rule("C007", "a config must set at least one key")
 # C0 (except tab and line ends), DEL, C1, line and paragraph separators, direction overrides, BOM,
 # surrogates: a config needs none of them, and each can mislead a reader or a shell.
 _CONTROL = re.compile(
-    "[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f"
+    "\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]"
 )
 
 
