@@ -1,1 +1,4 @@
-"""The training program. Its torch-free half (`errors`, `layout`, `config`, `estimate`) is all that gptctl imports."""
+"""The training program. gptctl imports only its torch-free half.
+
+The torch-free modules are `errors`, `layout`, `config`, `estimate`, `logline` and `durable`.
+"""

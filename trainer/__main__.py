@@ -1,13 +1,13 @@
-"""Trains the GPT of a run config.
+"""Train a GPT as described by a run config.
 
 usage: python -m trainer -c run.yaml [-o KEY=VALUE]... [KEY=VALUE]...
        torchrun --nproc-per-node 2 -m trainer -c run.yaml
        python -m trainer --model_name_or_path gpt2-en --input_dir ./data --max_steps 20 ...
 
-  -c, --config FILE    run config: YAML, or the JSON that `gptctl validate --resolved --json` prints
-  -o, --override K=V   overrides one key; KEY=VALUE alone does the same (trainer_config.max_epochs=2)
-  --NAME VALUE         the flags of PaddleNLP's GPT: --mp_degree 2 --use_amp true --max_lr 0.00015 ...
-  -h, --help           this text
+  -c, --config FILE    run config: YAML, or JSON from `gptctl validate --resolved --json`
+  -o, --override K=V   override one key; K=V alone does the same (trainer_config.max_epochs=2)
+  --NAME VALUE         flags of PaddleNLP's GPT: --mp_degree 2 --use_amp true --max_lr 0.00015 ...
+  -h, --help           show this text
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments:
         print((__doc__ or "").strip(), file=sys.stderr)
         return CANNOT_BE_HELPED
-    settle_threads()
-    with StopRequest() as stop:  # before the seconds that torch takes to load
+    configure_threads()
+    with StopRequest() as stop:  # before importing torch, which takes seconds
         from torch.distributed import is_initialized
         from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             traceback.print_exc()
             code = 1
-        if is_initialized():  # after an error
+        # Still initialized only after an error: a normal exit could then wait for other ranks.
+        if is_initialized():
             from trainer.watchdog import end_process
 
             end_process(code)
@@ -61,12 +62,16 @@ def _run(arguments: Sequence[str], stop: StopRequest) -> int:
     except RuntimeError as error:
         if not re.search(r"Connection (closed|reset) by peer", str(error)):
             raise
-        _report(UserError("another rank is gone", "its own log says why", OUT_OF_REACH))
+        # Before the watchdog runs, a lost connection is all that this rank knows.
+        _report(
+            UserError("another rank exited unexpectedly", "see the log of that rank", OUT_OF_REACH)
+        )
         return OUT_OF_REACH
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the log is gone
+    except BrokenPipeError:  # the reader of the log exited
+        # Python flushes stdout at exit, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0
@@ -80,6 +85,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> None:
 
     path, overrides = parse(arguments)
     resolved = load(path, overrides, machines())
+    # Findings are logged only now, because the log needs the rank and its style.
     with join(resolved.run, resolved.layout) as mesh, watched(resolved.run, mesh, _report):
         log = Log(resolved.run.Engine.log_style, mesh.rank)
         for finding in resolved.findings:
@@ -90,14 +96,15 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
-    """The config file and the overrides; flags count before overrides, each in the order they were written."""
+    """Parse the config path and the overrides. Flags apply before overrides, each in order."""
+    # Not argparse: the flags are not declared here, and KEY=VALUE words may stand between them.
     path, overrides, flags, rest = None, [], [], list(arguments)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if name in ("-c", "--config", "-o", "--override"):
             if not equals and not rest:
-                raise UserError(f"{word} needs a value", "python -m trainer --help")
+                raise UserError(f"{word} needs a value", "run python -m trainer --help")
             value = value if equals else rest.pop(0)
             if name in ("-c", "--config"):
                 path = value
@@ -110,27 +117,33 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
         elif equals and not word.startswith("-"):
             overrides.append(Override.parse(word, flag=""))
         else:
-            raise UserError(f"{word} is neither a flag nor KEY=VALUE", "python -m trainer --help")
+            raise UserError(
+                f"{word} is neither a flag nor KEY=VALUE", "run python -m trainer --help"
+            )
     return path, [*parse_flags(flags), *overrides]
 
 
 def _is_value(word: str) -> bool:
-    """Of a flag, not the next flag or override; negative numbers and paths with `=` are values."""
+    """Whether a word is the value of the flag before it, and not the next flag or override.
+
+    Negative numbers and paths that contain `=` are values.
+    """
     if word.startswith("-"):
         return word[1:2].isdecimal() or word[1:2] == "."
     return not re.match(r"[A-Za-z_][\w.]*=", word)
 
 
-def settle_threads() -> None:
-    """Before torch is loaded: OpenMP threads wait politely, and the ranks of a node share its cores.
+def configure_threads() -> None:
+    """Configure OpenMP before torch is loaded: short spinning, and cores shared by local ranks.
 
-    A thread that waits for work spins for some microseconds, then sleeps. Without spinning, a small model's step takes
-    half as long again; with libgomp's own patience, six times as long where other programs want the cores too.
+    A waiting thread spins for some microseconds, then sleeps. Without spinning, a step of a small
+    model takes 1.5 times as long; with libgomp's default, six times as long on a busy machine.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(1, int(text)) if text.isdecimal() else 1
+    # torchrun sets OMP_NUM_THREADS=1 if it is unset; that is a default, not the user's choice.
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "GPTCTL_NODE" not in os.environ
     given_by_torchrun = os.environ.get("OMP_NUM_THREADS") == "1" and by_torchrun
     if "OMP_NUM_THREADS" not in os.environ or given_by_torchrun:
@@ -138,7 +151,7 @@ def settle_threads() -> None:
 
 
 def _report(error: UserError) -> None:
-    """To stderr, and into the error file that torchrun reads."""
+    """Print an error to stderr, and write it to the error file that torchrun reads."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     rank = os.environ.get("RANK", "0")
@@ -147,7 +160,7 @@ def _report(error: UserError) -> None:
         line for finding in error.findings for line in (f"{prefix}{finding}", _hint(finding.hint))
     ]
     lines += [f"{prefix}error: {error.message}", _hint(error.hint)]
-    # A config is the same for all ranks of a node: one of them says what is wrong with it.
+    # All ranks of a node have the same config, so only one of them prints its findings.
     if not error.findings or os.environ.get("LOCAL_RANK", "0") == "0":
         print(*filter(None, lines), sep="\n", file=sys.stderr)
     get_error_handler().record_exception(error)

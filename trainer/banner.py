@@ -1,4 +1,4 @@
-"""What a run says before its first step: its config, its layout, its model, its data."""
+"""What a run logs before its first step: config, layout, memory, model, data and checkpoints."""
 
 from __future__ import annotations
 
@@ -6,79 +6,131 @@ from trainer.config.read import paths_of
 from trainer.config.rules import value_at
 from trainer.config.sections import RunConfig
 from trainer.data import Length, Splits
-from trainer.estimate import count_parameters, layer_parameters, stage_memory
+from trainer.estimate import GIB, count_parameters, layer_parameters, stage_memory
 from trainer.layout import AXES, own_chunks, segments
 from trainer.mesh import Mesh
 from trainer.metrics import Log
 from trainer.optim import Weight
+from trainer.resume import output_dir
+
+BILLION, MILLION, MIB = 10**9, 10**6, 1 << 20
 
 
 def announce(
     run: RunConfig, mesh: Mesh, log: Log, splits: Splits, length: Length, weights: list[Weight]
 ) -> None:
-    if log.style == "mingpt":
-        if splits.characters:
-            log.plain(
-                f"Data has {splits.characters.length} characters, {len(splits.characters.vocabulary)} unique."
-            )
-        blocks = run.Model.num_layers * layer_parameters(run.Model, 1)
-        log.plain(f"number of parameters: {blocks / 1e6:.2f}M")
+    if log.style == "mingpt":  # minGPT logs these two lines, and without a prefix
+        _announce_like_mingpt(run, log, splits)
         return
-    log.info("\n".join(f"{path:<44} {value_at(run, path)}" for path in paths_of(RunConfig)))
-    layout = mesh.layout
+    # Log viewers recognise this record by its title, and can fold or hide its hundred lines.
+    log.info_block("Resolved config:", _config_lines(run))
+    _announce_layout(run, mesh, log, weights)
+    if splits.characters:
+        log.info(_characters(splits))
+    _warn_of_empty_splits(run, mesh, log, splits)
+    log.info(f"Model Size: {model_size(count_parameters(run.Model))}")
     log.info(
-        f"The distributed run, total device num:{layout.world}, distinct dataflow num:{layout.data_ranks}."
+        f"Training: {length.max_steps:,} steps of {run.Global.global_batch_size:,} samples; "
+        f"the training data has {splits.train.size:,} samples"
     )
-    groups = ", ".join(f"{axis} {list(layout.group(axis, mesh.rank))}" for axis in reversed(AXES))
-    log.write(f"rank {mesh.rank}: {layout} on {mesh.device}, groups: {groups}", "INFO")
+    log.info(f"Checkpoints: {_checkpoints(run)}")
+
+
+def model_size(parameters: int) -> str:
+    """`1.31 B (1,313,722,368 parameters)`; below a billion in millions."""
+    size = f"{parameters / MILLION:.2f} M"
+    if parameters >= BILLION:
+        size = f"{parameters / BILLION:.2f} B"  # as in FleetX
+    return f"{size} ({parameters:,} parameters)"
+
+
+def _config_lines(run: RunConfig) -> list[str]:
+    return [f"{path:<44} {value_at(run, path)}" for path in paths_of(RunConfig)]
+
+
+def _announce_like_mingpt(run: RunConfig, log: Log, splits: Splits) -> None:
+    if splits.characters:
+        log.plain(_characters(splits))
+    blocks = run.Model.num_layers * layer_parameters(run.Model, 1)  # minGPT omits the embeddings
+    log.plain(f"number of parameters: {blocks / MILLION:.2f}M")
+
+
+def _characters(splits: Splits) -> str:
+    assert splits.characters is not None
+    unique = len(splits.characters.vocabulary)
+    return f"Data has {splits.characters.length} characters, {unique} unique."
+
+
+def _announce_layout(run: RunConfig, mesh: Mesh, log: Log, weights: list[Weight]) -> None:
+    layout, rank = mesh.layout, f"rank {mesh.rank}"
+    log.info(
+        f"The distributed run, total device num:{layout.world}, "
+        f"distinct dataflow num:{layout.data_ranks}."
+    )
     if layout.pp > 1:
         chunks = segments(run.Model.num_layers, layout.pp * run.Model.virtual_pp_degree)
+        bounds = ", ".join(str(chunk.start) for chunk in chunks)
         log.info(
-            f"pipeline segments: {', '.join(str(chunk.start) for chunk in chunks)}, {run.Model.num_layers}"
+            f"pipeline segments: {bounds}, {run.Model.num_layers} "
+            "(the first layer of each, and the number of layers)"
         )
-    log.write(f"rank {mesh.rank}: {_holdings(run, mesh, weights)}", "INFO")
     if layout.pp > 1 and layout.sharding > 1 and run.Distributed.sharding.sharding_stage > 1:
         log.info(
-            "with pp_degree > 1, gradients stay whole until the last micro-batch of an update, as in stage 1"
+            "with pp_degree > 1, ranks keep full gradients until the last micro-batch of an "
+            "update, as in sharding stage 1"
         )
-    if splits.characters:
-        log.info(
-            f"Data has {splits.characters.length} characters, {len(splits.characters.vocabulary)} unique."
-        )
-    wanted = {
+    # Not info(): every rank logs where it is and what it holds, in its own log.
+    groups = ", ".join(f"{axis} {list(layout.group(axis, mesh.rank))}" for axis in reversed(AXES))
+    log.write(f"{rank}: {layout} on {mesh.device}, groups: {groups}", "INFO")
+    log.write(f"{rank}: {_held(run, mesh, weights)}", "INFO")
+    log.write(f"{rank}: {_estimated(run, mesh)}", "INFO")
+
+
+def _held(run: RunConfig, mesh: Mesh, weights: list[Weight]) -> str:
+    """The layers and the memory of this rank before the first step."""
+    chunks = own_chunks(mesh.layout, run.Model.num_layers, run.Model.virtual_pp_degree, mesh.rank)
+    layers = ", ".join(f"{layers.start} to {layers.stop - 1}" for _, layers in chunks)
+    parameters = sum(weight.own_bytes for weight in weights)
+    optimizer = sum(weight.optimizer_bytes for weight in weights)
+    return (
+        f"layers {layers}; memory held: parameters {memory(parameters)}, "
+        f"optimizer state {memory(optimizer)}"
+    )
+
+
+def _estimated(run: RunConfig, mesh: Mesh) -> str:
+    """What a rank of this pipeline stage needs during a step."""
+    estimated = stage_memory(run, mesh.layout, mesh.at.pp)
+    parts = ", ".join(
+        f"{name} {memory(size)}" for name, size in estimated._asdict().items() if size
+    )
+    return f"estimated peak memory: {memory(estimated.total)} ({parts})"
+
+
+def _warn_of_empty_splits(run: RunConfig, mesh: Mesh, log: Log, splits: Splits) -> None:
+    if not mesh.is_first or run.Engine.check_accuracy:
+        return
+    iterations = {
         "valid": run.Engine.eval_freq > 0 and run.Engine.eval_iters,
         "test": run.Engine.test_iters,
     }
-    for name, iterations in wanted.items():
-        if (
-            iterations
-            and getattr(splits, name) is None
-            and mesh.is_first
-            and not run.Engine.check_accuracy
-        ):
-            log.warn(f"the {name} split has not one whole sample: nothing is evaluated on it")
-    log.info(
-        f"Model Size: {count_parameters(run.Model) / 1e9:.2f} B ({count_parameters(run.Model):,} parameters)"
-    )
-    log.info(
-        f"{length.max_steps} steps of {run.Global.global_batch_size} samples, {splits.train.size} samples to train on"
-    )
+    for name, wanted in iterations.items():
+        if wanted and getattr(splits, name) is None:
+            log.warn(f"the {name} split is too small for one sample: nothing is evaluated on it")
 
 
-def _holdings(run: RunConfig, mesh: Mesh, weights: list[Weight]) -> str:
-    """What this rank has by now, next to what was estimated for its stage."""
-    chunks = own_chunks(mesh.layout, run.Model.num_layers, run.Model.virtual_pp_degree, mesh.rank)
-    layers = ", ".join(f"{layers.start} to {layers.stop - 1}" for _, layers in chunks)
-    own, optimizer = (
-        sum(weight.own_bytes for weight in weights),
-        sum(weight.optimizer_bytes for weight in weights),
-    )
-    estimated = stage_memory(run, mesh.layout, mesh.at.pp)
-    parts = {"parameters": own, "optimizer": optimizer}
-    held = ", ".join(f"{name} {mebibytes(measured)}" for name, measured in parts.items())
-    expected = ", ".join(f"{name} {mebibytes(size)}" for name, size in estimated._asdict().items())
-    return f"layers {layers}; its own part: {held}; estimated while the passes run: {expected}"
+def _checkpoints(run: RunConfig) -> str:
+    keeping = run.Engine.save_load
+    if run.Engine.check_accuracy:
+        return "none, because Engine.check_accuracy is on"
+    number, unit = keeping.save_steps, "step"
+    if run.Engine.run_mode == "epoch":
+        number, unit = keeping.save_epoch, "epoch"
+    often = f"every {number:,} {unit}s" if number > 1 else f"every {unit}"
+    often = f"{often} and at the end" if number > 0 else "at the end"
+    kept = f", the newest {keeping.keep_last} are kept" if keeping.keep_last else ""
+    return f"{keeping.snapshot_path or output_dir(run)}, {often}{kept}"
 
 
-def mebibytes(size: float) -> str:
-    return f"{size / 2**20:.2f} MiB"
+def memory(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.2f} MiB"

@@ -1,4 +1,4 @@
-"""What depends on the kind of device, in one place; everything else treats a GPU and a CPU alike."""
+"""Everything that differs between GPU and CPU. All other modules treat both alike."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ def choose_device(run: RunConfig, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         raise UserError(
-            "Global.device: gpu, but torch sees no GPU here",
-            "use Global.device: cpu, or check CUDA_VISIBLE_DEVICES, the driver, and that torch is built for CUDA",
+            "Global.device is gpu, but torch finds no GPU",
+            "use Global.device: cpu, or check CUDA_VISIBLE_DEVICES, the driver, "
+            "and that torch is built for CUDA",
         )
     if local_rank >= count:
         raise UserError(
-            f"local rank {local_rank} has no GPU: torch sees {count} of them",
-            f"start at most {count} ranks on this node, or make more devices visible",
+            f"no GPU for local rank {local_rank}: torch finds only {count}",
+            f"start at most {count} ranks on this node, or make more GPUs visible",
         )
-    torch.cuda.set_device(local_rank)
+    torch.cuda.set_device(local_rank)  # otherwise libraries would also use memory of the first GPU
     return torch.device("cuda", local_rank)
 
 
 def group_options(backend: str, device: torch.device) -> dict[str, Any]:
-    """How the ranks talk: GPU tensors over nccl, bound to this rank's GPU; everything else over gloo."""
-    if backend == "nccl":
+    """Options of the process group: nccl for tensors on this rank's GPU, gloo for all others."""
+    if backend == "nccl":  # gloo too, for small sums and objects on the CPU
         return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     return {"backend": "gloo"}
 
@@ -46,28 +47,28 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def can_pin() -> bool:
-    """Whether memory can be pinned for copies to a GPU; torch raises where there is none."""
+    """Whether host memory can be pinned; without a GPU, torch raises."""
     return torch.cuda.is_available()
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Memory of the same shape on the host, pinned where that makes the copy faster."""
+    """Empty host memory of the same shape, pinned if that makes copying faster."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same in memory from which a copy to a GPU runs beside everything else."""
+    """A copy in pinned memory, from which transfers to a GPU run asynchronously."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def use_in_thread(device: torch.device) -> None:
-    """A new thread begins on the first GPU."""
+    """Select this rank's GPU: new threads start on the first one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this rank ever held."""
+    """The largest number of bytes that this rank has used so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB

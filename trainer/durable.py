@@ -1,4 +1,4 @@
-"""Files that a crash leaves as they were or as they were meant to be, never half of it. Torch-free."""
+"""Atomic file writes: after a crash, a file has its old or its new content. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
-    """A stream whose content takes the file's place when it is complete and on the disk; otherwise nothing is left."""
+    """Write to a temporary file that replaces `file` once it is complete and on disk.
+
+    If the body raises, the temporary file is deleted and `file` stays as it was.
+    """
+    # In the same folder, because a rename is atomic only within one file system; with the pid, so
+    # that two processes never write to the same temporary file.
     part = file.with_name(f"{file.name}.part{os.getpid()}")
     try:
         with open(part, "wb") as stream:
             yield stream
             stream.flush()
+            # Before the rename: otherwise a power failure can leave the new name with no content.
             os.fsync(stream.fileno())
         os.replace(part, file)
     finally:
@@ -25,7 +31,7 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder last, not only what is in the files."""
+    """Flush a folder's entries to disk: fsync of a file does not make its name durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

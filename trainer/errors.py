@@ -1,7 +1,7 @@
-"""What goes wrong for a user: rules, findings, and the one exception that ends a command.
+"""User-facing problems: rules, findings, and the one exception that ends a command.
 
-A `Rule` stands beside the code that checks it and makes `Finding`s; a `UserError` carries them to the top, where it is
-caught once. This module knows neither YAML nor terminals.
+A `Rule` is defined next to the code that checks it, and creates `Finding`s. A `UserError` carries
+them to the entry point, which catches it once. This module knows neither YAML nor terminals.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any, Literal, NamedTuple
 
 Level = Literal["error", "warning", "notice"]
 
-ANSWER_IS_NO = 1
-WRONG_USAGE = 2
-OUT_OF_REACH = 3
+# Exit codes.
+ANSWER_IS_NO = 1  # the command worked, and its result is negative: invalid config, failed job
+WRONG_USAGE = 2  # the command line is wrong, as in other Unix programs
+OUT_OF_REACH = 3  # a host, scheduler or other rank did not answer: trying again may help
 
 
 class Place(NamedTuple):
-    """Where a value was written: a file and line, or a flag (line 0)."""
+    """Where a value was set: a file and line, or a flag (line 0)."""
 
     file: str
     line: int = 0
@@ -27,7 +28,7 @@ class Place(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One mistake or doubt: which rule, where, what value, what is wrong, and the smallest change that mends it."""
+    """One problem: which rule, where, what value, what is wrong, and the smallest fix."""
 
     code: str
     level: Level
@@ -37,10 +38,10 @@ class Finding(NamedTuple):
     hint: str = ""
     value: Any = None
     place: Place | None = None
-    uses: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()  # the keys that the rule depends on, see `Rule`
 
     def at(self, place: Place | None) -> Finding:
-        """The same finding with a place, unless it has one already."""
+        """A copy with this place, unless the finding already has one."""
         return self if self.place or not place else self._replace(place=place)
 
     def __str__(self) -> str:
@@ -63,9 +64,10 @@ class Finding(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule with a code that never changes its meaning.
+    """A rule with a stable code: scripts may rely on what a code means.
 
-    `uses` names the keys it looks at: where one of them could not be read, the rule keeps silent.
+    `uses` names the keys that the rule depends on. If one of them could not be read, findings of
+    the rule are dropped: they would only repeat the first mistake in other words.
     """
 
     code: str
@@ -81,12 +83,12 @@ class Rule(NamedTuple):
         )
 
     def using(self, *keys: str) -> Rule:
-        """The same rule where it looks at these keys only."""
+        """A copy that depends on these keys instead."""
         return self._replace(uses=keys)
 
 
 class UserError(Exception):
-    """A mistake of the user's: a message, a hint and an exit code; never shown with a traceback."""
+    """A user mistake: a message, a hint and an exit code. Never shown with a traceback."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ def errors_in(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Errors first, then as they stand in the files."""
+    """Errors first, then warnings and notices; within a level by file and line."""
     levels = ("error", "warning", "notice")
 
     def position(finding: Finding) -> tuple[int, str, int]:
@@ -122,9 +124,10 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def closest(word: str, known: Iterable[str], likeness: float = 0.7) -> list[str]:
-    """The known word nearest to a misspelt one, if any is near; letter case does not count."""
-    from difflib import get_close_matches  # slow to import, needed only for mistakes
+    """The known word most similar to a misspelt one, if any is similar. Ignores letter case."""
+    from difflib import get_close_matches  # slow to import, and needed only after a mistake
 
+    # Cut long words: the search takes quadratic time.
     by_folded = {name.lower(): name for name in known}
     return [
         by_folded[match] for match in get_close_matches(word.lower()[:100], by_folded, 1, likeness)
@@ -132,6 +135,6 @@ def closest(word: str, known: Iterable[str], likeness: float = 0.7) -> list[str]
 
 
 def one_of(choices: Sequence[object]) -> str:
-    """`1, 2 or 4`"""
+    """Join choices as in `1, 2 or 4`."""
     *most, last = [str(choice) for choice in choices]
     return f"{', '.join(most)} or {last}" if most else last

@@ -1,7 +1,8 @@
-"""What a run will cost: parameters (exact), FLOPs per token, and bytes per rank, before anything is started.
+"""Estimates a run before it starts: parameters, FLOPs per token, and memory per rank.
 
-Parameters, gradients and optimizer state are exact in fp32; the rest is a first estimate, and `ASSUMPTIONS` says what
-it rests on. Sizes: s tokens, b samples per micro-batch, h hidden, a heads, f feed-forward, V padded vocabulary.
+The parameter count is exact. The bytes of parameters, gradients and optimizer state are exact in
+fp32; the rest is approximate, see `ASSUMPTIONS`.
+Sizes: s tokens, b samples per micro-batch, h hidden, a heads, f feed-forward, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -15,29 +16,34 @@ from trainer.layout import Layout, divisors, padded_vocab, segments
 
 GIB = 1 << 30
 GPU_CONTEXT = 1.5 * GIB  # CUDA context and communication buffers
-FRAGMENTATION = 0.1  # of all other bytes: what the allocator holds but cannot use
-UNKNOWN_VOCAB = 256  # a character vocabulary is counted in the data; this is a generous guess
+FRAGMENTATION = 0.1  # of all other bytes: memory that the allocator holds but cannot use
+UNKNOWN_VOCAB = 256  # for character vocabularies, which are counted later; a generous guess
 
-# The loss of a large vocabulary is made for a few tokens at a time. Logits at once: a GPU wants large products.
+# For a large vocabulary, the loss is computed for a chunk of tokens at a time. CHUNK_LOGITS limits
+# the logits of a chunk; GPUs need large matrix products to be fast.
 LARGE_VOCAB = 32_768
 CHUNK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 ASSUMPTIONS = (
-    "AdamW; O1: fp32 states and half copies of the weights; O2: half parameters and gradients, fp32 master weights",
-    "sharding stages 1 and 2 hold the own part and, for the update, the gathered whole; stage 3 gathers two layers",
-    "activations after Korthikanti et al. 2022, attention scores kept unless use_flash_attn or recomputed",
-    "1F1B keeps up to pp_degree micro-batches alive; the heaviest pipeline stage counts",
-    "on a GPU 1.5 GiB for context and communication buffers, and 10 % for fragmentation",
+    "AdamW; O1 keeps fp32 state and half-precision copies of the weights; "
+    "O2 keeps half-precision parameters and gradients, and fp32 master weights",
+    "sharding stages 1 and 2 keep a rank's shard and the gathered parameters; "
+    "stage 3 gathers two layers at a time",
+    "activations as in Korthikanti et al. 2022; attention scores are stored, "
+    "unless use_flash_attn is on or they are recomputed",
+    "1F1B stores the activations of up to pp_degree micro-batches; "
+    "the pipeline stage that needs most memory counts",
+    "on a GPU, 1.5 GiB for CUDA context and communication buffers, and 10 % for fragmentation",
 )
 
 
 class Memory(NamedTuple):
-    """Bytes on one rank: what lives between the passes of an update, and what comes and goes."""
+    """Bytes on one rank: persistent state, and memory that is needed temporarily."""
 
     parameters: float
     gradients: float
     optimizer: float
-    gathered: float  # stage 3: the layers at work, and the embeddings
+    gathered: float  # stage 3: the parameters of the layers in use, and the embeddings
     activations: float
     overhead: float
 
@@ -49,7 +55,7 @@ class Memory(NamedTuple):
 class Estimate(NamedTuple):
     parameters: int
     flops_per_token: int
-    memory: Memory  # of a rank in the pipeline stage that needs most
+    memory: Memory  # of a rank in the pipeline stage that needs most memory
 
 
 def estimate(run: RunConfig, layout: Layout) -> Estimate:
@@ -61,7 +67,7 @@ def estimate(run: RunConfig, layout: Layout) -> Estimate:
 
 
 def count_parameters(model: Model) -> int:
-    """Exact, with the tied embedding counted once and without padding."""
+    """The exact number. The tied embedding counts once, without padding."""
     h = model.hidden_size
     vocab = model.vocab_size or UNKNOWN_VOCAB
     return (
@@ -76,7 +82,7 @@ def layer_parameters(model: Model, mp: int) -> int:
 
 
 def _layer_shapes(model: Model, mp: int) -> list[tuple[int, int]]:
-    """One block on one rank: the products are split over mp, their output biases and the norms are not."""
+    """Parameter shapes of one block on one rank. mp splits no norms and no output biases."""
     h, f = model.hidden_size, model.ffn_hidden_size
     attention = [(3 * h // mp, h), (3 * h // mp, 1), (h, h // mp), (h, 1)]
     feed_forward = [(f // mp, h), (f // mp, 1), (h, f // mp), (h, 1)]
@@ -84,14 +90,17 @@ def _layer_shapes(model: Model, mp: int) -> list[tuple[int, int]]:
 
 
 def flops_per_token(run: RunConfig) -> int:
-    """Forward and backward: 6 per parameter but the positions, and the attention scores; recomputation not counted."""
+    """FLOPs of forward and backward pass, without recomputation.
+
+    6 per parameter except the position embeddings (a lookup), plus the attention scores.
+    """
     model, seq_len = run.Model, run.Data.Train.dataset.max_seq_len
     weights = count_parameters(model) - model.max_position_embeddings * model.hidden_size
     return 6 * weights + 12 * model.num_layers * model.hidden_size * seq_len
 
 
 def stage_memory(run: RunConfig, layout: Layout, stage: int) -> Memory:
-    """Of a rank in one pipeline stage."""
+    """The memory of a rank in one pipeline stage."""
     chunks = segments(run.Model.num_layers, layout.pp * run.Model.virtual_pp_degree)
     layers = [layer for chunk in chunks[stage :: layout.pp] for layer in chunk]
     states = _state_bytes(run, layout, stage, len(layers))
@@ -107,7 +116,10 @@ def _vocab(model: Model) -> int:
 
 
 def _end_shapes(model: Model, layout: Layout, stage: int) -> list[tuple[int, int]]:
-    """What a stage has besides layers: embeddings and the last norm. The last stage has its own tied embedding."""
+    """Shapes outside the layers: embeddings and final norm.
+
+    The last stage holds its own copy of the tied embedding.
+    """
     h, shapes = model.hidden_size, []
     if stage in (0, layout.pp - 1):
         shapes.append((_vocab(model) // layout.mp, h))
@@ -121,9 +133,10 @@ def _end_shapes(model: Model, layout: Layout, stage: int) -> list[tuple[int, int
 def _state_bytes(
     run: RunConfig, layout: Layout, stage: int, num_layers: int
 ) -> tuple[float, float, float, float]:
-    """Parameters, gradients, optimizer state, and what is gathered for a moment."""
+    """Bytes of parameters, gradients and optimizer state, and of temporarily gathered layers."""
     amp, sharding = run.Engine.mix_precision, run.Distributed.sharding
-    kept, used, per_gradient, per_moment = (4, 4, 4, 8)  # used: a parameter while the passes run
+    # Bytes per parameter: `kept` between updates, `used` during the forward and backward pass.
+    kept, used, per_gradient, per_moment = (4, 4, 4, 8)
     if amp.enable:
         kept, used, per_gradient, per_moment = (2, 2, 2, 12) if amp.level == "O2" else (4, 6, 4, 8)
     ends, layer = _end_shapes(run.Model, layout, stage), _layer_shapes(run.Model, layout.mp)
@@ -131,6 +144,7 @@ def _state_bytes(
     whole, own = _elements(shapes), _elements(shapes, layout.sharding)
     if layout.sharding == 1:
         return whole * used, whole * per_gradient, whole * per_moment, 0
+    # FSDP keeps unreduced gradients over several micro-batches in these two cases.
     accumulates = run.Engine.accumulate_steps > 1 and (
         sharding.sharding_stage == 1 or layout.pp > 1
     )
@@ -146,7 +160,7 @@ def _state_bytes(
 
 
 def _elements(shapes: list[tuple[int, int]], parts: int = 1) -> int:
-    """On the rank with most rows, where they are spread over several."""
+    """Elements on the rank with most rows, if rows are split into `parts`."""
     return sum(-(-rows // parts) * columns for rows, columns in shapes)
 
 
@@ -165,22 +179,22 @@ def _activation_bytes(run: RunConfig, layout: Layout, stage: int, layers: Sequen
 def _chunks_alive(
     layout: Layout, virtual_pp: int, stage: int, accumulate: int, schedule: str
 ) -> int:
-    """How many chunk activations a stage holds at most before their backward passes."""
+    """The maximum number of chunks whose activations a stage holds for their backward passes."""
     if layout.pp == 1:
         return virtual_pp
     if schedule == "GPipe" and virtual_pp == 1:
         return accumulate
-    ahead = layout.pp - stage
+    ahead = layout.pp - stage  # 1F1B: earlier stages run more forward passes before a backward
     if virtual_pp > 1:
         ahead = 2 * (layout.pp - stage - 1) + (virtual_pp - 1) * layout.pp + 1
     return min(ahead, accumulate * virtual_pp)
 
 
 class _LayerActivations(NamedTuple):
-    """Bytes that one layer keeps of one micro-batch, by what recomputation can drop."""
+    """Bytes that one layer stores per micro-batch, grouped by what recomputation can drop."""
 
     layer_input: float
-    attention: float  # projections of queries, keys, values, and what the output projection reads
+    attention: float  # queries, keys, values, and the input of the output projection
     scores: float
     rest: float
 
@@ -194,8 +208,8 @@ def _layer_activations(run: RunConfig, layout: Layout) -> _LayerActivations:
     s, b = run.Data.Train.dataset.max_seq_len, run.Global.micro_batch_size
     h, mp = model.hidden_size, layout.mp
     size = 2 if run.Engine.mix_precision.enable else 4
-    whole = mp if model.sequence_parallel else 1  # what tensor parallelism alone does not split
-    masks = 2 if model.hidden_dropout_prob else 0
+    whole = mp if model.sequence_parallel else 1  # tensor parallelism alone does not split these
+    masks = 2 if model.hidden_dropout_prob else 0  # two dropout masks, one byte per element
     rest = s * b * h * (3 * size + masks) / whole + s * b * 2 * model.ffn_hidden_size * size / mp
     scores = 0.0
     if not model.use_flash_attn:
@@ -210,14 +224,14 @@ def _kept(run: RunConfig, layout: Layout, sizes: _LayerActivations, is_exempt: b
         return sizes.total
     if model.recompute_granularity == "full":
         together = run.Distributed.pp_recompute_interval if layout.pp > 1 else 1
-        return sizes.layer_input / together  # only the first of them keeps its input
+        return sizes.layer_input / together  # only the first layer of a group keeps its input
     if model.recompute_granularity == "full_attn":
         return sizes.layer_input + sizes.rest
     return sizes.total - sizes.scores
 
 
 def _working_set(run: RunConfig, layout: Layout, sizes: _LayerActivations) -> float:
-    """What a recomputed layer needs again while its backward pass runs."""
+    """Bytes that a recomputed layer needs again during its backward pass."""
     if not run.Model.use_recompute:
         return 0.0
     dropped = {
@@ -230,12 +244,14 @@ def _working_set(run: RunConfig, layout: Layout, sizes: _LayerActivations) -> fl
 
 
 def _logits(run: RunConfig, layout: Layout, stage: int) -> float:
-    """Logits with their gradient on the last stage: of all tokens, or of a chunk with the embedding's gradient."""
+    """Logits and their gradient on the last stage.
+
+    Of all tokens, or of one chunk plus the fp32 gradient of the embedding.
+    """
     if stage != layout.pp - 1:
         return 0.0
-    per_logit = (
-        10 if run.Engine.mix_precision.enable else 8
-    )  # half logits, fp32 copy, fp32 gradient
+    # fp32 logits and gradient; mixed precision has half-precision logits too.
+    per_logit = 10 if run.Engine.mix_precision.enable else 8
     rows = _vocab(run.Model) / layout.mp
     logits = run.Data.Train.dataset.max_seq_len * run.Global.micro_batch_size * rows
     chunk = CHUNK_LOGITS["cuda" if run.Global.device == "gpu" else "cpu"]
@@ -245,13 +261,14 @@ def _logits(run: RunConfig, layout: Layout, stage: int) -> float:
 
 
 def savings(run: RunConfig, layout: Layout, limit: float) -> list[str]:
-    """Single changes of the config that keep it valid and would bring the estimate under a limit."""
+    """Single, valid config changes that bring the estimate below a limit."""
     model, batch, sharding = run.Model, run.Global, run.Distributed.sharding
     changes: list[tuple[str, RunConfig]] = []
     if not model.use_recompute:
         changes.append(
             ("Model.use_recompute: True", replace(run, Model=replace(model, use_recompute=True)))
         )
+    # The next smaller divisor: it keeps local_batch_size a multiple of micro_batch_size.
     smaller = [size for size in divisors(batch.local_batch_size) if size < batch.micro_batch_size]
     if smaller:
         engine = replace(run.Engine, accumulate_steps=batch.local_batch_size // smaller[-1])

@@ -1,7 +1,8 @@
-"""The layout of a job: degrees, coordinates, groups, pipeline segments, and the rules they obey.
+"""The layout of a job: degrees, coordinates, groups, pipeline segments, and their rules.
 
-Axes from outer to inner: dp, pp, sharding, mp; mp is the fastest. Plain integers in, frozen data out. Both programs
-take their rules from here; of configs this module knows only the names of keys, for its findings.
+Axes from outer to inner: dp, pp, sharding, mp; neighbouring ranks differ in mp. Plain integers in,
+frozen data out. gptctl and the trainer share these rules. Of configs, this module knows only the
+names of keys, for its findings.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ DEGREE_KEYS = {
     "mp": "Distributed.mp_degree",
 }
 
-MAX_TRIED = 500  # a world of 720,720 has 89,600 layouts, and trying one takes 0.3 ms
+MAX_TRIED = 500  # 720,720 GPUs have 89,600 layouts, and checking one takes 0.3 ms
 
+# The keys that rules depend on, see `Rule.uses`.
 _DEGREES = tuple(DEGREE_KEYS.values())
 MACHINE_KEYS = ("Launch.nodes", "Launch.gpus_per_node", "Launch.devices", "Launch.cluster")
 _BATCH = (
@@ -37,57 +39,65 @@ _PP = ("Model.name", "Model.num_layers", "Model.virtual_pp_degree", "Distributed
 
 WORLD = Rule(
     "L001",
-    "mp_degree × sharding_degree × pp_degree × dp_degree = number of GPUs",
+    "mp_degree × sharding_degree × pp_degree × dp_degree must be the number of GPUs",
     uses=(*_DEGREES, *MACHINE_KEYS),
 )
+# Tensor parallelism splits attention between heads, so each rank needs the same number of them.
 HEADS = Rule(
     "L002",
-    "num_attention_heads is divisible by mp_degree",
+    "num_attention_heads must be divisible by mp_degree",
     uses=("Model.num_attention_heads", *_MP),
 )
 HIDDEN = Rule(
     "L003",
-    "hidden_size is divisible by num_attention_heads",
+    "hidden_size must be divisible by num_attention_heads",
     uses=("Model.hidden_size", "Model.num_attention_heads", "Model.name"),
 )
+# The embedding is split by rows of the vocabulary, the feed-forward layer by columns.
 VOCAB = Rule(
     "L004",
-    "the padded vocabulary is divisible by mp_degree",
+    "the padded vocabulary must be divisible by mp_degree",
     uses=("Model.vocab_size", "Model.vocab_size_divisible_unit", "Data.Train.dataset.name", *_MP),
 )
 FFN = Rule(
     "L005",
-    "ffn_hidden_size is divisible by mp_degree",
+    "ffn_hidden_size must be divisible by mp_degree",
     uses=("Model.ffn_hidden_size", "Model.hidden_size", *_MP),
 )
-LAYERS = Rule("L006", "every pipeline stage has at least one layer per chunk", uses=_PP)
+LAYERS = Rule("L006", "every pipeline chunk must have at least one layer", uses=_PP)
+# As in FleetX: the interleaved schedule needs equal chunks, and full rounds of micro-batches.
 INTERLEAVED = Rule(
     "L007",
-    "virtual_pp_degree > 1: pp · virtual_pp divides num_layers, pp divides accumulate_steps",
+    "virtual_pp_degree > 1: num_layers must be divisible by pp_degree × virtual_pp_degree, and "
+    "accumulate_steps by pp_degree",
     uses=(*_PP, *_BATCH),
 )
+# With fewer micro-batches than stages, some stages would never have work.
 MICRO_BATCHES = Rule(
     "L008",
-    "an update has at least pp_degree micro-batches",
+    "an update must have at least pp_degree micro-batches",
     uses=("Distributed.pp_degree", *_BATCH),
 )
 SEQUENCE = Rule(
     "L009",
-    "sequence_parallel: max_seq_len is divisible by mp_degree",
+    "max_seq_len must be divisible by mp_degree if sequence_parallel is on",
     uses=("Data.Train.dataset.max_seq_len", "Model.sequence_parallel", "Distributed.mp_degree"),
 )
+# Tensor parallelism communicates in every layer, which only links inside a node do fast.
 MP_IN_NODE = Rule(
     "L010",
-    "an mp group stays inside one node",
+    "an mp group should fit into one node",
     "warning",
     uses=("Distributed.mp_degree", *MACHINE_KEYS),
 )
-UNEVEN = Rule("L011", "pipeline stages have the same number of layers", "warning", uses=_PP)
+UNEVEN = Rule("L011", "pipeline stages should have the same number of layers", "warning", uses=_PP)
 
 GLOBAL_BATCH = Rule(
-    "B001", "global_batch_size = local_batch_size × dp_degree × sharding_degree", uses=_BATCH
+    "B001",
+    "global_batch_size must be local_batch_size × dp_degree × sharding_degree",
+    uses=_BATCH,
 )
-MICRO = Rule("B002", "local_batch_size is divisible by micro_batch_size", uses=_BATCH)
+MICRO = Rule("B002", "local_batch_size must be divisible by micro_batch_size", uses=_BATCH)
 
 
 class Coordinates(NamedTuple):
@@ -116,12 +126,12 @@ class Layout(NamedTuple):
 
     @property
     def readers(self) -> int:
-        """The number of ranks that read the same data."""
+        """The number of ranks that read the same data: all ranks of one model replica."""
         return self.mp * self.pp
 
     def coordinates(self, rank: int) -> Coordinates:
         places = []
-        for degree in reversed(self):
+        for degree in reversed(self):  # the innermost axis changes fastest
             rank, place = divmod(rank, degree)
             places.append(place)
         return Coordinates(*reversed(places))
@@ -133,14 +143,14 @@ class Layout(NamedTuple):
         return rank
 
     def group(self, axis: str, rank: int) -> range:
-        """The ranks that differ from this one along one axis only, in order."""
+        """The ranks that differ from this one only along one axis, in ascending order."""
         position = AXES.index(axis)
         stride = math.prod(self[position + 1 :])
         first = rank - self.coordinates(rank)[position] * stride
         return range(first, first + self[position] * stride, stride)
 
     def has_whole_replicas(self, per_node: int) -> bool:
-        """Whether every node holds whole replicas of the model, and could do without the others."""
+        """Whether every node holds complete model replicas, so that it needs no other node."""
         return per_node % (self.pp * self.sharding * self.mp) == 0
 
     def data_rank(self, rank: int) -> int:
@@ -152,7 +162,7 @@ class Layout(NamedTuple):
 
 
 class Machines(NamedTuple):
-    """Where a job is to run; the world is nodes × ranks per node."""
+    """Where a job runs: `nodes` with `per_node` ranks each."""
 
     nodes: int
     per_node: int
@@ -175,7 +185,7 @@ class Batch(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The sizes that a layout has to divide. No vocabulary: it is counted in the data later."""
+    """The sizes that the degrees must divide. `vocab` is None if the trainer counts it later."""
 
     hidden: int
     layers: int
@@ -189,7 +199,7 @@ class Shape(NamedTuple):
 
 
 def segments(num_layers: int, parts: int) -> tuple[range, ...]:
-    """The layers of each pipeline part; where they do not divide, later parts have one more."""
+    """The layers of each pipeline part. If they do not divide evenly, some parts have one more."""
     bounds = [part * num_layers // parts for part in range(parts + 1)]
     return tuple(range(first, last) for first, last in pairwise(bounds))
 
@@ -197,18 +207,18 @@ def segments(num_layers: int, parts: int) -> tuple[range, ...]:
 def own_chunks(
     layout: Layout, num_layers: int, virtual_pp: int, rank: int
 ) -> list[tuple[int, range]]:
-    """The pipeline chunks of a rank with their layers: with several per stage, chunks go round the stages."""
+    """The pipeline chunks of a rank as (number, layers), assigned to stages round-robin."""
     chunks = list(enumerate(segments(num_layers, layout.pp * virtual_pp)))
     return chunks[layout.coordinates(rank).pp :: layout.pp]
 
 
 def padded_vocab(vocab: int, unit: int) -> int:
-    """Rounded up whatever mp is, so that weights and checkpoints do not depend on the layout."""
+    """Round up, independently of mp, so that weights and checkpoints fit every layout."""
     return -(-vocab // unit) * unit
 
 
 def solve_layout(dp: int | None, pp: int, sharding: int, mp: int, world: int | None) -> Layout:
-    """Fills in dp from the world; the result need not fit, see `check_world`."""
+    """Derive dp from the world size if it is None. `check_world` checks whether the result fits."""
     if dp is None:
         dp = max(1, (world or 1) // (pp * sharding * mp))
     return Layout(dp, pp, sharding, mp)
@@ -219,29 +229,34 @@ def check_world(
 ) -> Iterator[Finding]:
     if machines is None or layout.world == machines.world:
         return
-    there = f"{machines.nodes} {'node' if machines.nodes == 1 else 'nodes'} × {machines.per_node} = {machines.world} {unit}"
+    nodes = "1 node" if machines.nodes == 1 else f"{machines.nodes} nodes"
+    there = f"{nodes} × {machines.per_node} = {machines.world} {unit}"
     factors = f"mp_degree {layout.mp} × sharding_degree {layout.sharding} × pp_degree {layout.pp}"
     if dp_written:
         message = f"{factors} × dp_degree {layout.dp} = {layout.world}, but {there}"
     else:
         rest = layout.mp * layout.sharding * layout.pp
         message = f"{factors} = {rest} does not divide {there}, so no dp_degree fits"
+    # Report at the key that most likely needs a change: dp if written, else the largest degree.
     largest = max(("mp", "sharding", "pp"), key=lambda axis: int(getattr(layout, axis)))
     yield WORLD.found(DEGREE_KEYS["dp" if dp_written else largest], layout.world, message)
 
 
 def check_mp_in_node(layout: Layout, machines: Machines | None) -> Iterator[Finding]:
     if machines and machines.per_node % layout.mp:
-        message = f"groups of {layout.mp} ranks do not fit into nodes of {machines.per_node}: mp talks between nodes"
+        message = (
+            f"mp groups of {layout.mp} ranks do not fit into nodes of {machines.per_node}: "
+            "tensor parallelism would communicate between nodes, which is slow"
+        )
         fitting = f"a divisor of {machines.per_node}" if machines.per_node > 1 else "mp_degree 1"
-        hint = f"use {fitting}, and pp between nodes"
+        hint = f"use {fitting}; to split the model between nodes, use pp_degree"
         yield MP_IN_NODE.found(DEGREE_KEYS["mp"], layout.mp, message, hint)
 
 
 def solve_batch(
     global_size: int | None, local: int | None, micro: int, replicas: int
 ) -> tuple[Batch, list[Finding]]:
-    """The three batch sizes from those that are given; a violated rule is a finding with sizes that would fit."""
+    """Derive the missing batch sizes. Findings for broken rules suggest sizes that fit."""
     given = local
     if local is None:
         local = micro if global_size is None else max(1, global_size // replicas)
@@ -251,6 +266,7 @@ def solve_batch(
     shared = global_size == local * replicas
     if not shared:
         found.append(_global_mismatch(global_size, given, micro, replicas))
+    # If local was derived from a global size that does not fit, the first finding is enough.
     if local % micro and (shared or given is not None):
         found.append(_micro_mismatch(given, local, micro, replicas))
     return Batch(global_size, local, micro), found
@@ -258,13 +274,19 @@ def solve_batch(
 
 def _global_mismatch(global_size: int, local: int | None, micro: int, replicas: int) -> Finding:
     if local is None:
-        step = micro * replicas
+        step = micro * replicas  # every global batch size that fits is a multiple of this
         below, above = global_size // step * step, -(-global_size // step) * step
-        message = f"{global_size} samples cannot be shared by dp_degree × sharding_degree = {replicas} replicas"
+        message = (
+            f"{global_size} samples cannot be divided evenly among "
+            f"dp_degree × sharding_degree = {replicas} replicas"
+        )
         hint = f"use {one_of([size for size in dict.fromkeys((below, above)) if size])}"
     else:
         product = local * replicas
-        message = f"{global_size} is not local_batch_size {local} × dp_degree × sharding_degree {replicas} = {product}"
+        message = (
+            f"{global_size} is not local_batch_size {local} × "
+            f"dp_degree × sharding_degree {replicas} = {product}"
+        )
         hint = f"use {product}"
         if global_size % (replicas * micro) == 0:
             hint += f", or local_batch_size {global_size // replicas}"
@@ -274,25 +296,23 @@ def _global_mismatch(global_size: int, local: int | None, micro: int, replicas: 
 def _micro_mismatch(given: int | None, local: int, micro: int, replicas: int) -> Finding:
     near = nearest_divisors(local, micro)
     if given is None:
-        message = f"global_batch_size / {replicas} = {local} is not a multiple of micro_batch_size {micro}"
-        step = micro * replicas
-        sizes = [
-            size
-            for size in dict.fromkeys(
-                (local * replicas // step * step, -(-local * replicas // step) * step)
-            )
-            if size
-        ]
+        message = (
+            f"global_batch_size / {replicas} = {local} is not a multiple of "
+            f"micro_batch_size {micro}"
+        )
+        size, step = local * replicas, micro * replicas
+        below, above = size // step * step, -(-size // step) * step
+        sizes = [size for size in dict.fromkeys((below, above)) if size]
         hint = f"use micro_batch_size {one_of(near)}, or global_batch_size {one_of(sizes)}"
         return MICRO.found("Global.micro_batch_size", micro, message, hint)
-    message = f"{local} samples per replica are not a multiple of micro_batch_size {micro}"
+    message = f"{local} samples per replica is not a multiple of micro_batch_size {micro}"
     return MICRO.found(
         "Global.local_batch_size", local, message, f"use micro_batch_size {one_of(near)}"
     )
 
 
 def check_model(shape: Shape, layout: Layout, batch: Batch) -> Iterator[Finding]:
-    """Whether the model can be cut this way."""
+    """Check whether the model can be split this way."""
     yield from _check_tensor_split(shape, layout.mp)
     yield from _check_pipeline(shape, layout.pp, batch, layout.data_ranks)
     if shape.hidden % shape.heads:
@@ -302,8 +322,8 @@ def check_model(shape: Shape, layout: Layout, batch: Batch) -> Iterator[Finding]
 
 
 def _check_tensor_split(shape: Shape, mp: int) -> Iterator[Finding]:
-    """One finding, whatever mp does not divide: the degrees it proposes divide all of them."""
-    # A vocabulary that is counted in the data later surely works only where mp divides the unit it is padded to.
+    """At most one finding about sizes: the degrees in its hint divide all of them."""
+    # A vocabulary that is counted later is padded to the unit: only divisors of that surely work.
     vocab = padded_vocab(shape.vocab, shape.vocab_unit) if shape.vocab else shape.vocab_unit
     fitting = [
         degree
@@ -321,7 +341,7 @@ def _check_tensor_split(shape: Shape, mp: int) -> Iterator[Finding]:
         )
     elif vocab % mp:
         what = (
-            f"vocabulary of {shape.vocab}, padded to {vocab},"
+            f"a vocabulary of {shape.vocab}, padded to {vocab},"
             if shape.vocab
             else f"vocab_size_divisible_unit {vocab}"
         )
@@ -348,21 +368,27 @@ def _check_pipeline(shape: Shape, pp: int, batch: Batch, replicas: int) -> Itera
             hint = f"use virtual_pp_degree {shape.layers // pp} or less"
         yield LAYERS.found(key, pp, message, hint)
     elif shape.virtual_pp > 1 and shape.layers % chunks:
-        message = f"{shape.layers} layers cannot be cut into {chunks} equal chunks"
+        message = f"{shape.layers} layers cannot be split into {chunks} equal chunks"
         yield INTERLEAVED.using(*_PP).found(
             "Model.virtual_pp_degree", shape.virtual_pp, message, "use 1"
         )
     elif shape.virtual_pp > 1 and accumulate % pp:
-        message = f"{accumulate} micro-batches per update are not a multiple of {pp} stages"
+        message = f"{accumulate} micro-batches per update is not a multiple of {pp} stages"
         yield INTERLEAVED.found("Model.virtual_pp_degree", shape.virtual_pp, message, "use 1")
-    elif shape.layers % pp:
+    elif shape.layers % pp:  # works, but wastes time: a warning
         sizes = sorted({len(part) for part in segments(shape.layers, pp)})
-        message = f"{shape.layers} layers over {pp} stages: {one_of(sizes)} per stage, the longest sets the pace"
+        message = (
+            f"{shape.layers} layers on {pp} stages make {one_of(sizes)} layers per stage, "
+            "and the other stages wait for the longest"
+        )
         yield UNEVEN.found(key, pp, message, f"use a divisor of {shape.layers}")
     if accumulate < pp:
         count = "1 micro-batch" if accumulate == 1 else f"{accumulate} micro-batches"
         message = f"{count} per update cannot fill {pp} pipeline stages"
-        hint = f"raise local_batch_size to {pp * batch.micro} (global_batch_size to {pp * batch.micro * replicas}) or more"
+        local = pp * batch.micro
+        hint = (
+            f"raise local_batch_size to {local} (global_batch_size to {local * replicas}) or more"
+        )
         yield MICRO_BATCHES.found(key, pp, message, hint)
 
 
@@ -373,10 +399,12 @@ def propose(
     fits: Callable[[Layout], bool],
     count: int = 3,
 ) -> list[Layout]:
-    """The layouts nearest to the wish that fit. A change of dp costs least, of mp most; mp stays inside a node."""
+    """The fitting layouts most similar to `wish`, preferably with mp groups inside one node."""
+    # Changing dp costs least (it changes only the batch), changing mp most.
     prices = {"dp": 1.0 if dp_written else 0.0, "sharding": 1.2, "pp": 2.0, "mp": 2.5}
 
     def distance(layout: Layout) -> tuple[bool, float]:
+        # On a logarithmic scale: doubling a degree is as far as halving it.
         changes = zip(AXES, layout, wish)
         price = sum(
             prices[axis] * abs(math.log2(degree / wanted)) for axis, degree, wanted in changes
@@ -384,7 +412,7 @@ def propose(
         return machines.per_node % layout.mp > 0, price
 
     nearest = sorted(factorings(machines.world), key=distance)[:MAX_TRIED]
-    tried = [*nearest, Layout(dp=machines.world)]  # the one that suits every model
+    tried = [*nearest, Layout(dp=machines.world)]  # pure data parallelism fits every model
     return list(islice(filter(fits, dict.fromkeys(tried)), count))
 
 
@@ -401,5 +429,5 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_divisors(number: int, wish: int, count: int = 3) -> list[int]:
-    """The divisors nearest to a wish, ascending."""
+    """The divisors nearest to `wish`, in ascending order."""
     return sorted(sorted(divisors(number), key=lambda divisor: abs(divisor - wish))[:count])

@@ -1,7 +1,8 @@
-"""The lines of a training log: FleetX's train, valid and test lines and minGPT's, written and read back. Torch-free.
+"""Formats and parses training log lines in the style of FleetX and minGPT. Torch-free.
 
-A train line begins like this, its prefix green on a terminal:
-[2022-07-27 13:17:17,469] [    INFO] - global step 1, epoch: 0, batch: 0, loss: 11.266701698, avg_reader_cost: …
+A train line starts like this; its prefix is green on a terminal:
+[2022-07-27 13:17:17,469] [    INFO] - global step 1, epoch: 0, batch: 0, loss: 11.266701698, …
+The formats are fixed: tools and users parse them.
 """
 
 from __future__ import annotations
@@ -19,31 +20,32 @@ class TrainLine(NamedTuple):
     batch: int  # in the epoch, from 0
     loss: float
     avg_reader_cost: float  # seconds spent waiting for data
-    avg_batch_cost: float  # seconds of an update, reader included
+    avg_batch_cost: float  # seconds per update, including the wait for data
     speed: float  # updates per second
     ips_total: float  # tokens per second of the whole job
     ips: float  # tokens per second of one rank
-    learning_rate: float  # of the next update: the schedule has moved on when the line is written
+    learning_rate: float  # of the next update, as in FleetX
 
     def __str__(self) -> str:
         return (
-            f"global step {self.step}, epoch: {self.epoch}, batch: {self.batch}, loss: {self.loss:.9f}, "
-            f"avg_reader_cost: {self.avg_reader_cost:.5f} sec, avg_batch_cost: {self.avg_batch_cost:.5f} sec, "
-            f"speed: {self.speed:.2f} step/s, ips_total: {self.ips_total:.0f} tokens/s, ips: {self.ips:.0f} tokens/s, "
+            f"global step {self.step}, epoch: {self.epoch}, batch: {self.batch}, "
+            f"loss: {self.loss:.9f}, avg_reader_cost: {self.avg_reader_cost:.5f} sec, "
+            f"avg_batch_cost: {self.avg_batch_cost:.5f} sec, speed: {self.speed:.2f} step/s, "
+            f"ips_total: {self.ips_total:.0f} tokens/s, ips: {self.ips:.0f} tokens/s, "
             f"learning rate: {self.learning_rate:.5e}"
         )
 
 
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan))"
 _TRAIN = re.compile(
-    rf"global step (\d+), epoch: (\d+), batch: (\d+), loss: {_NUMBER}, avg_reader_cost: {_NUMBER} sec, "
-    rf"avg_batch_cost: {_NUMBER} sec, speed: {_NUMBER} step/s, ips_total: {_NUMBER} tokens/s, "
-    rf"ips: {_NUMBER} tokens/s, learning rate: {_NUMBER}"
+    rf"global step (\d+), epoch: (\d+), batch: (\d+), loss: {_NUMBER}, "
+    rf"avg_reader_cost: {_NUMBER} sec, avg_batch_cost: {_NUMBER} sec, speed: {_NUMBER} step/s, "
+    rf"ips_total: {_NUMBER} tokens/s, ips: {_NUMBER} tokens/s, learning rate: {_NUMBER}"
 )
 
 
 def parse_train_line(text: str) -> TrainLine | None:
-    """Reads a train line wherever it stands in the text; colour codes may have lost their escape byte."""
+    """Parse a train line anywhere in the text, whatever prefix or colour codes surround it."""
     found = _TRAIN.search(text)
     if not found:
         return None
@@ -52,12 +54,15 @@ def parse_train_line(text: str) -> TrainLine | None:
 
 
 def evaluation_line(name: str, step: int, epoch: int, batch: int, loss: float, speed: float) -> str:
-    """`name` is valid or test; `batch` is the last one that was evaluated, from 0."""
-    return f"{name} step {step}, epoch: {epoch}, batch: {batch}, loss: {loss:f}, speed: {speed:.2f} step/s"
+    """`name` is valid or test; `batch` is the last evaluated batch, counted from 0."""
+    return (
+        f"{name} step {step}, epoch: {epoch}, batch: {batch}, loss: {loss:f}, "
+        f"speed: {speed:.2f} step/s"
+    )
 
 
 def epoch_line(rank: int, epoch: int, iteration: int, name: str, loss: float) -> str:
-    """minGPT's line; epochs count from 1, `name` is Train or Eval."""
+    """minGPT's line. Epochs are counted from 1; `name` is Train or Eval."""
     return f"[GPU{rank}] Epoch {epoch} | Iter {iteration} | {name} Loss {loss:.5f}"
 
 

@@ -1,8 +1,9 @@
-"""Cross entropy of the next token, straight from hidden states and the embedding, without the logits of all tokens.
+"""Next-token cross entropy from hidden states and embedding, without storing all logits.
 
 Shapes: N tokens, C hidden, V rows of the padded vocabulary that this rank holds.
-With a vocabulary of 50,304 the logits of a micro-batch and their gradient are the largest tensors of a GPT. Here they
-exist for a few tokens at a time, and their gradient is turned into that of the inputs before the next tokens come.
+With a vocabulary of 50,304, the logits of a micro-batch and their gradient are the largest tensors
+of a GPT. Here they exist only for one chunk of tokens at a time: the gradient of the inputs is
+computed before the next chunk.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from trainer.estimate import CHUNK_LOGITS, LARGE_VOCAB
 
-IGNORED = -100  # the label of a token that is not predicted
+IGNORED = -100  # label of tokens that are not predicted; torch's own default
 
 
 def next_token_loss(
     x: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, factor: float
 ) -> Tensor:
-    """factor · the sum of cross entropies over the true vocabulary: logits of padding rows take no part."""
+    """factor · sum of cross entropies, without the padding rows of the vocabulary."""
+    # For a small vocabulary, all logits at once are faster and fit into memory.
     if weight.shape[0] >= LARGE_VOCAB:
         return chunked_loss(x, weight, labels, vocab_size, factor)
     logits = F.linear(x, weight)[..., :vocab_size].flatten(0, 1).float()
@@ -38,14 +40,17 @@ def chunked_loss(
     first_row: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The same for the rows from `first_row` on of an embedding whose rows are spread over a group."""
+    """The same in chunks. With `group`, this rank holds the embedding rows from `first_row` on."""
     return _ChunkedLoss.apply(
         x.flatten(0, 1), weight, labels.flatten(), vocab_size - first_row, factor, first_row, group
     )
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The gradient is made in the forward pass, where the logits are at hand; `factor` is therefore known there."""
+    """Computes the gradient in the forward pass, while the logits of a chunk exist.
+
+    That is why `factor` is an argument: the forward pass has to know it.
+    """
 
     @staticmethod
     def forward(
@@ -64,6 +69,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.dx = torch.empty_like(x) if wants_x else None
         ctx.dw = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         length = max(1, CHUNK_LOGITS.get(device, CHUNK_LOGITS["cuda"]) // weight.shape[0])
+        # Casts are explicit below: the weight is converted once for all chunks.
         with torch.autocast(device, enabled=False):
             rows = weight.to(half)
             for start in range(0, len(x), length):
@@ -78,9 +84,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 if wants_x:
                     ctx.dx[chunk] = gradient @ rows
                 if wants_weight and half == torch.float32:
-                    ctx.dw.addmm_(gradient.T, part)
+                    ctx.dw.addmm_(gradient.T, part)  # saves a temporary of the embedding's size
                 elif wants_weight:
-                    ctx.dw += gradient.T @ part
+                    ctx.dw += gradient.T @ part  # sum in fp32: half precision loses small parts
         ctx.weight_dtype = weight.dtype
         return loss * factor
 
@@ -88,18 +94,22 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         dx = None if ctx.dx is None else ctx.dx.mul_(outer[0])
         dw = None if ctx.dw is None else ctx.dw.mul_(outer[0]).to(ctx.weight_dtype)
-        ctx.dx = ctx.dw = None
+        ctx.dx = ctx.dw = None  # free the memory as soon as possible
         return dx, dw, None, None, None, None, None
 
 
 def _entropy(
     logits: Tensor, labels: Tensor, first_row: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """The sum of cross entropies, and its gradient in the place of the logits. Two small messages, whatever V is."""
+    """The sum of cross entropies, and its gradient, which overwrites the logits.
+
+    With a group, ranks exchange two small messages whose size does not depend on V.
+    """
     highest = logits.amax(-1)
     if group:
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-    logits.sub_(highest[:, None])
+    logits.sub_(highest[:, None])  # so that exp() cannot overflow
+    # A label is in the rows of exactly one rank; the others contribute zero to the sum.
     own = labels - first_row
     here = (own >= 0) & (own < logits.shape[1])
     own = own.masked_fill(~here, 0)[:, None]
@@ -110,6 +120,6 @@ def _entropy(
         dist.all_reduce(sums, group=group)
     is_predicted = labels != IGNORED
     entropy = ((sums[0].log() - sums[1]) * is_predicted).sum()
-    gradient = logits.div_(sums[0][:, None])
+    gradient = logits.div_(sums[0][:, None])  # softmax, then minus one at the label
     gradient.scatter_add_(1, own, -here.to(gradient.dtype)[:, None])
     return entropy, gradient.mul_(is_predicted[:, None])

@@ -1,4 +1,7 @@
-"""Who this process is among the others: device, rank, process groups. The only module that makes process groups."""
+"""This process among the others: device, rank, process groups.
+
+The only module that creates process groups.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +27,30 @@ from trainer.layout import AXES, Coordinates, Layout, Machines
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-PREPARATION = timedelta(hours=1)
+PREPARATION = timedelta(hours=1)  # for ranks that wait while another one prepares data or saves
 PRIVATE_DISKS = "GPTCTL_PRIVATE_DISKS"
 TORN_OVER_NODES = (
-    "a checkpoint would be torn over several nodes, which do not share a folder",
-    "use a folder that all nodes see, or a layout in which mp × sharding × pp divides the ranks of a node",
+    "a checkpoint would be split over several nodes that do not share a folder",
+    "use a folder that all nodes share, or a layout in which mp × sharding × pp divides the "
+    "number of ranks per node",
 )
-PATIENCE = 15.0  # seconds after which a rank says what it waits for
-_START = "start it with torchrun, or unset RANK, WORLD_SIZE and the like"
+PATIENCE = 15.0  # seconds after which a rank says that it is waiting for the others
+_START = "start it with torchrun, or unset RANK, WORLD_SIZE and related variables"
 
 
-class Pulse:
-    """How far this rank is, for whoever watches it. All ranks tick alike, each before others can wait for it."""
+class Heartbeat:
+    """The progress of this rank, for the watchdog.
+
+    All ranks tick at the same points of the training, each time before others can wait for them.
+    So the rank with the fewest ticks is the one that holds up the others.
+    """
 
     def __init__(self) -> None:
         self.ticks, self.since, self.where = 0, time.monotonic(), "before the first step"
 
     def tick(self, where: str) -> None:
-        self.since, self.where = (
-            time.monotonic(),
-            where,
-        )  # first: nobody is to see a new tick with an old time
+        # The count last: another thread must not see the new count with the old time.
+        self.since, self.where = time.monotonic(), where
         self.ticks += 1
 
 
@@ -54,15 +60,13 @@ class Mesh:
     rank: int
     local_rank: int
     device: torch.device
-    cpu_group: dist.ProcessGroup | None = (
-        None  # beside that of the training loop: for checkpoints, and for objects
-    )
-    groups: Mapping[str, dist.ProcessGroup] = field(
-        default_factory=dict
-    )  # of the axes with more than one rank
-    pulse: Pulse = field(default_factory=Pulse)
-    disks: int = 1  # more: every node has its own, and a whole copy of everything that is kept
-    disk_group: dist.ProcessGroup | None = None  # the ranks that see the same disk
+    # Separate from the group of the training loop: for checkpoints, and to exchange objects.
+    cpu_group: dist.ProcessGroup | None = None
+    # By axis, only those with more than one rank.
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    disks: int = 1  # > 1: every node has its own disk, with a full copy of everything saved
+    disk_group: dist.ProcessGroup | None = None  # the ranks that write to the same disk
 
     @property
     def per_disk(self) -> int:
@@ -90,8 +94,9 @@ class Mesh:
 
     @property
     def states(self) -> DeviceMesh:
-        """The ranks that hold the same layers: parameters are spread along `sharding`, and the same along `dp`."""
+        """The ranks that hold the same layers: sharded along `sharding`, replicated along `dp`."""
         axes = ("dp", "sharding") if self.layout.dp > 1 else ("sharding",)
+        # All ranks as an array (dp, sharding, pp, mp), of which this rank's (pp, mp) plane is used.
         ranks = (
             torch.arange(self.world)
             .view(tuple(self.layout))
@@ -99,28 +104,31 @@ class Mesh:
         )
         ranks = ranks if self.layout.dp > 1 else ranks[0]
         groups = [self.groups[axis] for axis in axes]
-        from torch.distributed.device_mesh import (
-            DeviceMesh,
-        )  # takes a third of a second, and few layouts need it
+        # Imported here: it takes a third of a second, and few layouts need it.
+        from torch.distributed.device_mesh import DeviceMesh
 
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=axes)
 
     def total(self, *numbers: float) -> list[float]:
-        """Each number, summed over all ranks."""
+        """Sum each number over all ranks."""
+        # On the CPU, over gloo: float64, because sums of token counts must be exact.
         return self.read(self.summed(torch.tensor(numbers, dtype=torch.float64)))
 
     def read(self, values: Tensor) -> list[float]:
-        """Waits for the device, and so for the ranks it waits for: a place where the watchdog knows a rank to wait."""
+        """Copy values to the host, which waits for the device and for the ranks it depends on.
+
+        A function of its own, because the watchdog recognises a waiting rank by this file.
+        """
         return values.tolist()
 
     def summed(self, values: Tensor, axis: str | None = None) -> Tensor:
-        """The sum over the ranks along one axis, or over all of them, in the place of the values."""
+        """Sum in place over all ranks, or over the ranks along one axis."""
         if self.world > 1 and (axis is None or axis in self.groups):
             dist.all_reduce(values, group=self.groups[axis] if axis else None)
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, on every rank; for small things outside of the training loop."""
+        """Collect the values of all ranks, on all ranks. For small objects, not in every step."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -128,7 +136,10 @@ class Mesh:
         return values
 
     def once_per_disk(self, action: Callable[[], None]) -> None:
-        """Done by one rank alone. Its mistake is everybody's: no rank waits for one that is gone."""
+        """Run an action on one rank per disk. If it fails there, all ranks raise the error.
+
+        Otherwise the other ranks would wait for a rank that has exited.
+        """
         mistake = None
         try:
             if self.rank_on_disk == 0:
@@ -145,47 +156,46 @@ class Mesh:
 
 
 def machines(environ: Mapping[str, str] = os.environ) -> Machines:
-    """The world that the launcher made, from the variables it sets."""
+    """The number of nodes and ranks, from the variables that the launcher sets."""
     world = _number(environ, "WORLD_SIZE", 1)
     local = _number(environ, "LOCAL_WORLD_SIZE", world)
     rank = _number(environ, "RANK", 0)
     if rank >= world or local > world:
-        message = f"RANK={rank} and LOCAL_WORLD_SIZE={local} do not fit WORLD_SIZE={world}"
+        message = f"RANK={rank} and LOCAL_WORLD_SIZE={local} contradict WORLD_SIZE={world}"
         raise UserError(message, _START)
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world > 1 and missing:
         raise UserError(f"WORLD_SIZE={world}, but {missing[0]} is not set", _START)
+    # Nodes with different numbers of ranks: treat them as one, since Machines cannot express it.
     return Machines(world // local, local) if world % local == 0 else Machines(1, world)
 
 
 @contextmanager
 def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ) -> Iterator[Mesh]:
-    """Joins the process group and leaves it at a good end; one process alone needs none."""
+    """Join the process group, and leave it after success. A single process needs no group."""
     rank, local_rank = _number(environ, "RANK", 0), _number(environ, "LOCAL_RANK", 0)
     device = choose_device(run, local_rank)
-    if layout.world == 1:
+    if layout.world == 1:  # no process group, so no port and no network are needed
         yield Mesh(layout, rank, local_rank, device)
         return
     limit = 60 * run.Distributed.timeout_minutes
-    timeout = timedelta(
-        seconds=limit + 1.75 * answer_time(limit)
-    )  # the watchdog says more, and has to come first
+    # Later than the watchdog, whose message says which rank is stuck.
+    timeout = timedelta(seconds=limit + 1.75 * answer_time(limit))
     where = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
-    waiting = threading.Timer(
-        PATIENCE, _say_waiting, [f"rank {rank} waits for {layout.world} ranks at {where}"]
-    )
+    text = f"rank {rank} is waiting for all {layout.world} ranks to connect at {where}"
+    waiting = threading.Timer(PATIENCE, _print_waiting, [text])
     waiting.daemon = True
     waiting.start()
     try:
         dist.init_process_group(timeout=timeout, **group_options(run.Distributed.backend, device))
     except (RuntimeError, ValueError) as error:
-        message = f"the ranks did not meet at {where}: {str(error).splitlines()[0]}"
-        raise UserError(
-            message, "check that all of them were started, and that the port is free", OUT_OF_REACH
-        ) from None
+        message = f"the ranks could not connect at {where}: {str(error).splitlines()[0]}"
+        hint = "check that all ranks were started, and that the port is free and reachable"
+        raise UserError(message, hint, OUT_OF_REACH) from None
     finally:
         waiting.cancel()
-    # Others wait here while one rank prepares data or writes its part of a checkpoint.
+    # Ranks wait in this group while another one prepares data or writes its part of a checkpoint,
+    # which can take longer than any training step.
     cpu_group = dist.new_group(backend="gloo", timeout=max(timeout, PREPARATION), group_desc="cpu")
     _check_same(layout, cpu_group)
     disks = _disks(layout, environ)
@@ -194,11 +204,11 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
     yield Mesh(
         layout, rank, local_rank, device, cpu_group, groups, disks=disks, disk_group=disk_group
     )
-    dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+    dist.destroy_process_group()  # not after an error: it could wait for ranks that have exited
 
 
 def _disks(layout: Layout, environ: Mapping[str, str]) -> int:
-    """How many disks the ranks write to: one that all see, unless the launcher says that every node has its own."""
+    """The number of separate disks: one, unless the launcher says that every node has its own."""
     if environ.get(PRIVATE_DISKS, "0") == "0":
         return 1
     per_node = machines(environ).per_node
@@ -213,24 +223,30 @@ def _disk_group(per_disk: int) -> dist.ProcessGroup:
 
 
 def _check_same(layout: Layout, group: dist.ProcessGroup) -> None:
-    """A node with an older config would make the others wait for a message that never comes."""
+    """Check that all ranks have the same layout.
+
+    With different ones, for example from an old config, they would wait for each other forever.
+    """
     layouts: list[Any] = [None] * layout.world
     dist.all_gather_object(layouts, tuple(layout), group=group)
     for rank, other in enumerate(layouts):
         if other != layouts[0]:
-            message = f"rank {rank} has the layout {Layout(*other)}, rank 0 {Layout(*layouts[0])}"
+            message = (
+                f"rank {rank} has the layout {Layout(*other)}, but rank 0 has {Layout(*layouts[0])}"
+            )
             raise UserError(message, "start all ranks with the same config")
 
 
 def answer_time(limit: float) -> float:
-    """The seconds in which a rank that runs answers when it is asked how far it is."""
+    """The seconds that ranks have to answer the watchdog; a running rank always does."""
     return min(max(1.0, limit / 2), 15.0)
 
 
 def _groups(layout: Layout, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along every axis, and `tied`: the two ends of its pipeline, which share the embedding.
+    """This rank's group along every axis, and `tied`: the first and last stage of its pipeline.
 
-    torch wants all ranks to make all groups, in one order. Not init_device_mesh: it leaves the timeout at 30 minutes.
+    These two share the embedding. torch requires all ranks to create all groups in the same order.
+    Not init_device_mesh, because its timeout is always 30 minutes.
     """
     members = {
         axis: {tuple(layout.group(axis, rank)) for rank in range(layout.world)} for axis in AXES
@@ -238,23 +254,23 @@ def _groups(layout: Layout, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
     members["tied"] = {(pipeline[0], pipeline[-1]) for pipeline in members["pp"]}
     groups = {}
     for name, lists in members.items():
-        ranks = sorted(map(list, lists))
+        ranks = sorted(map(list, lists))  # the same order on all ranks
         if len(set(ranks[0])) > 1:
             own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, group_desc=name)
-            if own is not None:  # the middle of a pipeline holds no embedding
+            if own is not None:  # middle stages of a pipeline hold no embedding
                 groups[name] = own
     return groups
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
-    """A number of ranks, or one of them."""
+    """Read a rank or a number of ranks from the environment."""
     text = environ.get(name, "")
     if not text:
         return default
     if not text.isdecimal() or (name.endswith("SIZE") and int(text) == 0):
-        raise UserError(f"{name}={text} makes no sense", _START)
+        raise UserError(f"{name}={text} is invalid", _START)
     return int(text)
 
 
-def _say_waiting(text: str) -> None:
+def _print_waiting(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a run says: log lines in the chosen style, one JSON object per logged step, and how fast it goes."""
+"""Log lines in the chosen style, one JSON object per logged step, and the speed of the run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from io import TextIOWrapper
 from pathlib import Path
@@ -20,7 +21,7 @@ from trainer.estimate import flops_per_token
 from trainer.logline import TrainLine, prefixed
 from trainer.mesh import Mesh
 
-# Dense half-precision peaks in TFLOP/s, as the vendors state them; the longest matching name counts.
+# Dense half-precision peaks in TFLOP/s from the vendors' data sheets; the longest match counts.
 GPU_PEAKS = {
     "V100": 125,
     "A100": 312,
@@ -32,38 +33,49 @@ GPU_PEAKS = {
     "B200": 2250,
 }
 GPU_PEAKS |= {"L40": 181, "L4": 121, "T4": 65, "RTX 4090": 165, "RTX 3090": 71}
-GEMM_SIZE = 768
+GEMM_SIZE = 768  # large enough to reach a CPU's peak, small enough to take milliseconds
 
 
 class Log:
-    """The text of one rank, on stdout. `style` is fleetx, mingpt or json."""
+    """Writes the log of one rank to stdout. `style` is fleetx, mingpt or json."""
 
     def __init__(self, style: str, rank: int, stream: TextIO | None = None) -> None:
         self.style, self.rank = style, rank
-        self.stream = stream or sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stdout is closed
+        stream = stream or sys.stdout  # None if the descriptor is closed
+        self.stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        # A character that the terminal cannot encode must not stop the run.
         if isinstance(self.stream, TextIOWrapper):
-            self.stream.reconfigure(
-                errors="replace"
-            )  # a terminal that knows ASCII only must not end a run
+            self.stream.reconfigure(errors="replace")
         self.coloured = self.stream.isatty() and not os.environ.get("NO_COLOR")
 
     def info(self, text: str) -> None:
-        """Said once for the whole job, by the first rank; minGPT's log has no such lines."""
+        """Log once for the whole job, on the first rank. minGPT's style has no such lines."""
         if self.rank == 0 and self.style != "mingpt":
             self.write(text, "INFO")
+
+    def info_block(self, title: str, lines: Iterable[str]) -> None:
+        """Log a long text as one record, once for the whole job.
+
+        Only the title has a prefix, and the lines are indented, so that log viewers can fold it.
+        """
+        body = "".join(f"\n  {line}" for line in lines)
+        if self.style == "json":
+            self.info(title + body)
+        elif self.rank == 0 and self.style != "mingpt":
+            self.plain(prefixed(title, "INFO", datetime.now(), self.coloured) + body)
 
     def warn(self, text: str) -> None:
         self.write(text if self.rank == 0 else f"rank {self.rank}: {text}", "WARNING")
 
     def plain(self, text: str) -> None:
-        """minGPT's lines have no prefix."""
+        """Log without a prefix, as minGPT does."""
         try:
-            self.stream.write(f"{text}\n")  # in one piece: the thread that saves writes too
+            self.stream.write(f"{text}\n")  # one call: the checkpoint thread logs too
             self.stream.flush()
         except BrokenPipeError:
             raise
         except OSError:
-            pass  # a full disk costs log lines, not the run
+            pass  # if the disk is full, lose log lines but keep training
 
     def write(self, text: str, level: str, **fields: Any) -> None:
         if self.style == "json":
@@ -79,7 +91,7 @@ class Log:
 
 
 class Clock:
-    """Seconds of the steps since the last log line, and those of waiting for data; evaluation and saving left out."""
+    """Times steps and waiting for data since the last log line, without evaluation and saving."""
 
     def __init__(self) -> None:
         self.steps, self.seconds, self.reader = 0, 0.0, 0.0
@@ -96,7 +108,7 @@ class Clock:
         self.steps += 1
 
     def read(self) -> tuple[float, float]:
-        """Mean reader and batch cost of the interval, which ends here."""
+        """Mean reader and batch cost since the last call; starts the next interval."""
         steps = max(1, self.steps)
         costs = self.reader / steps, self.seconds / steps
         self.steps, self.seconds, self.reader = 0, 0.0, 0.0
@@ -104,10 +116,11 @@ class Clock:
 
 
 class Metrics:
-    """Turns what is measured into the train line and into `metrics.jsonl`."""
+    """Writes the train line and `metrics.jsonl` from what was measured."""
 
     def __init__(self, run: RunConfig, mesh: Mesh, log: Log, folder: Path) -> None:
         self.log, self.device, self.world = log, mesh.device, mesh.world
+        # The first rank is enough: all ranks know the same global numbers.
         self.file: Path | None = folder / "metrics.jsonl" if mesh.is_first else None
         self.tokens_per_step = run.Global.global_batch_size * run.Data.Train.dataset.max_seq_len
         self.flops_per_token = flops_per_token(run)
@@ -122,6 +135,7 @@ class Metrics:
         line = TrainLine(
             step, epoch, batch, loss, reader, cost, 1 / cost, rate, rate / self.world, lr
         )
+        # Model FLOPs utilization: recomputation does not count as useful work.
         mfu = rate / self.world * self.flops_per_token / self.peak if self.peak else None
         fields = {
             "step": step,
@@ -143,31 +157,35 @@ class Metrics:
     def record(self, fields: dict[str, Any]) -> None:
         if self.file is None:
             return
+        # JSON has no nan and inf.
         fields = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in fields.items()
         }
         try:
+            # Opened for every line, so that nothing stays in a buffer if the run is killed.
             with open(self.file, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(fields) + "\n")
-        except OSError as error:  # a full disk must not end a run
-            self.log.warn(f"{self.file} cannot be written ({error.strerror}): no more metrics")
+        except OSError as error:  # a full disk must not stop the run
+            self.log.warn(
+                f"cannot write {self.file} ({error.strerror}): no more metrics are recorded"
+            )
             self.file = None
 
 
 def peak_flops(device: torch.device, in_half: bool) -> float | None:
-    """What this device could do at best, per second: the vendor's number on a GPU, a measured product on a CPU."""
+    """The peak FLOP/s of this device: the vendor's number for a GPU, measured on a CPU."""
     if device.type == "cuda" and not in_half:
-        return None  # it depends on TF32, which is not ours to guess
+        return None  # the fp32 peak depends on whether TF32 is enabled
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         known = [gpu for gpu in GPU_PEAKS if gpu in name]
         return GPU_PEAKS[max(known, key=len)] * 1e12 if known else None
     a, b = torch.ones(GEMM_SIZE, GEMM_SIZE), torch.ones(GEMM_SIZE, GEMM_SIZE)
-    torch.mm(a, b)
+    torch.mm(a, b)  # warm-up: the first product starts threads and allocates memory
     seconds = []
     for _ in range(5):
         began = time.perf_counter()
         torch.mm(a, b)
         seconds.append(time.perf_counter() - began)
-    return 2 * GEMM_SIZE**3 / min(seconds)
+    return 2 * GEMM_SIZE**3 / min(seconds)  # the fastest try: others were disturbed

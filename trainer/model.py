@@ -1,8 +1,8 @@
-"""The GPT: learned positions, pre-norm blocks, GELU, tied embedding. One class that knows nothing of parallelism.
+"""The GPT: learned positions, pre-norm blocks, GELU, tied embedding. Knows nothing of parallelism.
 
 Shapes: B samples, T tokens, C hidden, H heads, D = C / H, V padded vocabulary.
-A model holds the blocks of a range of layers; the first range also embeds, the last one also makes logits. Parameters
-have the same names and the same initial values whichever range they are in.
+A model holds a range of layers. The first range also embeds tokens, and the last one also computes
+logits. Names and initial values of parameters do not depend on the range.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from trainer.layout import padded_vocab
 from trainer.loss import next_token_loss
 from trainer.slices import Slice
 
-INIT_BLOCK = (
-    1 << 22
-)  # elements that one random stream fills, so that a rank can make only the rows it holds
+# Elements per random stream: a rank can then create the rows it holds without drawing all others.
+INIT_BLOCK = 1 << 22
 
 
 class Linear(nn.Linear):
     def reset_parameters(self) -> None:
-        """Nothing: `build_model` gives the values, and torch's own way imports its compiler, which takes a second."""
+        """Do nothing: `build_model` sets the values.
+
+        torch's initialization would import its compiler, which takes a second.
+        """
 
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Nothing, as above."""
+        """Do nothing, as in `Linear`."""
 
 
 class SelfAttention(nn.Module):
@@ -44,27 +46,22 @@ class SelfAttention(nn.Module):
         super().__init__()
         hidden = model.hidden_size
         self.head_dim = hidden // model.num_attention_heads
-        self.qkv_proj = Linear(
-            hidden, 3 * hidden
-        )  # rows are (head, 3, D): cutting them cuts between heads
+        # Rows are ordered (head, 3, D), so that splitting them over ranks splits between heads.
+        self.qkv_proj = Linear(hidden, 3 * hidden)
         self.out_proj = Linear(hidden, hidden)
-        self.dropout, self.out_dropout = (
-            model.attention_probs_dropout_prob,
-            model.hidden_dropout_prob,
-        )
+        self.dropout = model.attention_probs_dropout_prob
+        self.out_dropout = model.hidden_dropout_prob
         self.recompute_core = _recomputes(model, layer, "core_attn")
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv_proj(x)
         batch, length = qkv.shape[:2]
-        q, k, v = (
-            qkv.view(batch, length, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4).unbind(0)
-        )  # B, H, T, D each
-        core = (
-            _recomputed(self._core, self.dropout)
-            if self.recompute_core and self.training
-            else self._core
-        )
+        # Each of q, k, v is (B, H, T, D). H is -1 here: with tensor parallelism it is a part of H.
+        qkv = qkv.view(batch, length, -1, 3, self.head_dim)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
+        core: Callable[..., Tensor] = self._core
+        if self.recompute_core and self.training:
+            core = _recomputed(self._core, self.dropout)
         y = core(q, k, v).transpose(1, 2).reshape(batch, length, -1)
         return _dropped(self.out_proj(y), self.out_dropout, self.training)
 
@@ -96,12 +93,16 @@ class Block(nn.Module):
         if self.recompute_attention and self.training:
             attention = _recomputed(attention, self.max_dropout)
         x = x + attention(self.norm1(x))
+        # The tanh approximation, as in GPT-2.
         y = self.linear2(F.gelu(self.linear1(self.norm2(x)), approximate="tanh"))
         return x + _dropped(y, self.dropout, self.training)
 
 
 class Head(nn.Module):
-    """Logits from the embedding's own weight, or at once their loss. Without parameters: a place to take hold of."""
+    """Logits from the embedding's weight, or directly their loss.
+
+    A module without parameters, so that tensor parallelism can replace its forward pass.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -121,14 +122,13 @@ class GPT(nn.Module):
         layers = range(model.num_layers) if layers is None else layers
         self.first_layer = layers.start
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.num_layers
-        assert model.vocab_size is not None, (
-            "a character vocabulary is counted before the model is built"
-        )
+        assert model.vocab_size is not None, "count the vocabulary before building the model"
         if self.is_first or self.is_last:
             vocab = padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)
             self.word_embeddings = Embedding(vocab, model.hidden_size)
         if self.is_first:
             self.position_embeddings = Embedding(model.max_position_embeddings, model.hidden_size)
+        # By layer number, so that names do not depend on the range of layers.
         self.layers = nn.ModuleDict({str(layer): Block(model, layer) for layer in layers})
         self.runs = _runs([*self.layers.values()], recompute_interval)
         if self.is_last:
@@ -137,9 +137,10 @@ class GPT(nn.Module):
         self.dropout = model.hidden_dropout_prob
 
     def forward(self, x: Tensor, labels: Tensor | None = None, factor: float = 1.0) -> Tensor:
-        """Tokens (B, T) into the first layer, or what the layer before made (B, T, C).
+        """Input: tokens (B, T) for the first layer, else the output (B, T, C) of the previous one.
 
-        Out of the last layer come logits (B, T, V), or with labels (B, T) factor · the sum of cross entropies.
+        Output of the last layer: logits (B, T, V), or with labels (B, T) the loss, which is
+        factor · the sum of cross entropies.
         """
         if self.is_first:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -147,30 +148,31 @@ class GPT(nn.Module):
             x = _dropped(x, self.dropout, self.training)
         for run in self.runs:
             x = run(x)
-        return (
-            self.head(self.norm(x), self.word_embeddings.weight, labels, factor)
-            if self.is_last
-            else x
-        )
+        if not self.is_last:
+            return x
+        return self.head(self.norm(x), self.word_embeddings.weight, labels, factor)
 
 
 def _runs(blocks: list[Any], interval: int) -> list[Callable[[Tensor], Tensor]]:
-    """What the layers do one after the other; wholly recomputed ones that follow each other, several at a time."""
+    """The layers to call in order. Consecutive, fully recomputed layers are grouped."""
     runs: list[Callable[[Tensor], Tensor]] = []
     while blocks:
         together = list(takewhile(lambda block: block.recompute_all, blocks[:interval]))
-        runs.append(_Together(together) if len(together) > 1 else blocks[0])
+        runs.append(_RecomputeGroup(together) if len(together) > 1 else blocks[0])
         blocks = blocks[max(1, len(together)) :]
     return runs
 
 
-class _Together:
-    """Layers of which only the first keeps its input; no module, since the layers have their place in the model."""
+class _RecomputeGroup:
+    """Layers that are recomputed together: only the first one keeps its input.
+
+    Not a module, because the layers are already registered in the model, under their own names.
+    """
 
     def __init__(self, blocks: list[Block]) -> None:
         self.blocks = blocks
         for block in blocks:
-            block.recompute_all = False
+            block.recompute_all = False  # the group recomputes them, not each block again
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.blocks[0].training:
@@ -184,8 +186,8 @@ class _Together:
 
 
 def build_model(model: Model, seed: int, device: torch.device, layers: range | None = None) -> GPT:
-    """A model on one device, with its initial weights."""
-    with torch.device("meta"):
+    """A model with its initial weights on one device."""
+    with torch.device("meta"):  # without memory: `materialize` reports if there is not enough
         gpt = GPT(model, layers)
     materialize(gpt, device)
     with torch.no_grad():
@@ -195,32 +197,36 @@ def build_model(model: Model, seed: int, device: torch.device, layers: range | N
 
 
 def materialize(gpt: GPT, device: torch.device) -> None:
-    """Memory for a model that was made without."""
+    """Allocate memory for a model that was created on the meta device."""
     try:
         gpt.to_empty(device=device)
     except (RuntimeError, MemoryError) as error:
+        # torch's out-of-memory errors have different types on CPU and GPU, but say "memory".
         if "memory" not in str(error).lower():
             raise
-        hint = "make the model smaller; `gptctl validate` estimates the bytes per rank"
+        hint = "use a smaller model or split it; `gptctl validate` estimates the memory per rank"
         raise UserError(f"the model does not fit into the memory of {device}", hint) from None
 
 
 def initial_value(name: str, piece: Slice, model: Model, seed: int) -> Tensor:
-    """A piece of a parameter, a function of its name and the seed only: all layouts start from the same weights."""
+    """The initial value of a piece of a parameter.
+
+    It depends only on name and seed, so that all layouts start from the same weights.
+    """
     if name.endswith("bias"):
         return torch.zeros(piece.sizes)
     if "norm" in name:
         return torch.ones(piece.sizes)
     std = model.initializer_range
-    if name.endswith(
-        ("out_proj.weight", "linear2.weight")
-    ):  # they add to the residual stream, twice per layer
+    # As in GPT-2: these two add to the residual stream, so their sum must not grow with depth.
+    if name.endswith(("out_proj.weight", "linear2.weight")):
         std /= math.sqrt(2 * model.num_layers)
     (rows, width), (first, left), (count, columns) = piece.whole, piece.offsets, piece.sizes
-    length = max(1, INIT_BLOCK // width)  # rows of a block
+    length = max(1, INIT_BLOCK // width)  # rows per block
     value = torch.empty(count, columns)
     for number in range(first // length, -(-(first + count) // length)):
         begin, end = number * length, min(rows, (number + 1) * length)
+        # A hash, because similar seeds can give correlated streams.
         key = hashlib.sha256(f"{seed}:{name}:{number}".encode()).digest()
         random = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
         block = torch.empty(end - begin, width).normal_(0.0, std, generator=random)
@@ -242,9 +248,10 @@ def _recomputes(model: Model, layer: int, granularity: str) -> bool:
 
 
 def _recomputed(function: Callable[..., Tensor], dropout: float) -> Callable[..., Tensor]:
-    """The function without its activations: backward runs it again, with the same dropout."""
+    """A function that stores no activations: the backward pass runs it again, same dropout."""
 
     def run(*inputs: Any) -> Tensor:
+        # Saving the random state costs time, and without dropout nothing is random.
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0)
 
     return run

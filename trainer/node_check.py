@@ -1,8 +1,10 @@
-"""Looks at the node that it runs on, for `gptctl doctor`: what a job would find here, and how fast the nodes talk.
+"""Checks the node that it runs on, for `gptctl doctor`: its environment, and the network speed.
 
-    python -m trainer.node_check facts FILE              torchrun … -m trainer.node_check reduce FOLDER
+    python -m trainer.node_check facts FILE
+    torchrun … -m trainer.node_check reduce FOLDER
 
-Standard library first, in old syntax: a node without torch or with an old Python is a finding, not a crash.
+It starts with the standard library and old syntax only: a missing torch or an old Python must be
+reported, not crash the check.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 BYTES = 64 << 20
 REPEATS, SMALL_REPEATS = 5, 30
 PATIENCE = 0.5  # minutes that ranks wait for each other
-SIOCGIFADDR = 0x8915
+SIOCGIFADDR = 0x8915  # Linux: get the IPv4 address of an interface
 
 
 def main(arguments: list[str]) -> int:
@@ -27,19 +29,19 @@ def main(arguments: list[str]) -> int:
 
 
 def facts(file: str) -> int:
-    """Written twice: what needs no torch at once, since importing it may take minutes, or never end."""
+    """Write the facts twice: first without torch, because its import may take minutes or hang."""
     known = of_this_node(os.path.dirname(file))
     write(file + ".json", known)
     known.update(of_libraries())
     write(file + ".json", known)
     if "error" in known:
         return 1
-    write(file + ".gpus", len(known["gpus"]))
+    write(file + ".gpus", len(known["gpus"]))  # a separate file that a shell script can read
     return 0
 
 
 def write(file: str, value: Any) -> None:
-    """Whole or not at all: somebody waits for it."""
+    """Write atomically: the doctor polls for the file."""
     part = f"{file}.part{os.getpid()}"
     with open(part, "w", encoding="utf-8") as stream:
         stream.write(json.dumps(value) + "\n")
@@ -61,12 +63,12 @@ def of_this_node(folder: str) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "port": free_port(),
     }
-    known["clock"] = time.time()  # last: looking names up may take seconds
+    known["clock"] = time.time()  # last: name lookups may take seconds
     return known
 
 
 def free_port() -> int:
-    """Below those that outgoing connections take."""
+    """A free port below the range that the kernel uses for outgoing connections."""
     for port in range(29500, 29000, -1):
         with socket.socket() as probe:
             try:
@@ -74,13 +76,13 @@ def free_port() -> int:
                 return port
             except OSError:
                 continue
-    return 0
+    return 0  # none is free
 
 
 def address_of(interface: str) -> str:
     import fcntl
 
-    if not interface:
+    if not interface:  # the profile sets none: torch chooses an address by itself
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
@@ -98,7 +100,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def of_libraries() -> dict[str, Any]:
-    """`error`: why they cannot be used. Whatever importing them may raise is one."""
+    """Versions of torch and numpy, and the GPUs; `error` says why they cannot be used."""
     known = {}  # type: dict[str, Any]
     try:
         import torch
@@ -110,19 +112,20 @@ def of_libraries() -> dict[str, Any]:
         known["gpus"] = [
             torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())
         ]
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # a broken installation can raise anything
         words = str(error).strip().splitlines()
         known["error"] = f"{type(error).__name__}: {words[0] if words else ''}"
     return known
 
 
 def reduce(folder: str) -> int:
-    """One rank of the all-reduce; it meets the others as the ranks of a training do."""
+    """Run one rank of the all-reduce; ranks connect in the same way as in a training job."""
     rank = os.environ.get("RANK", "0")
     try:
         measured = measure(os.environ.get("GPTCTL_DEVICE", "cpu"))
     except Exception as error:
         words = str(error).strip().splitlines()
+        # The traceback goes to the log; this is the one line that the doctor shows.
         with open(os.path.join(folder, f"rank.{rank}.failed"), "w", encoding="utf-8") as stream:
             stream.write(words[0] if words else type(error).__name__)
         raise
@@ -149,12 +152,13 @@ def measure(device: str) -> dict[str, Any]:
     )
     with join(run, Layout(dp=int(os.environ["WORLD_SIZE"]))) as mesh:
         values = torch.ones(BYTES // 4, device=mesh.device)
-        first = mesh.read(mesh.summed(values)[:1])[0]  # also warms up
+        first = mesh.read(mesh.summed(values)[:1])[0]  # also the warm-up
+        # The best large run shows the bandwidth; the median small one the latency.
         seconds = min(_seconds(mesh, values.fill_(1)) for _ in range(REPEATS))
         smallest = sorted(_seconds(mesh, values[:1].fill_(1)) for _ in range(SMALL_REPEATS))[
             SMALL_REPEATS // 2
         ]
-        mesh.barrier()
+        mesh.barrier()  # all ranks read their clock at the same moment
         clocks = mesh.gather((int(os.environ.get("GPTCTL_NODE", "0")), time.time()))
         return {
             "world": mesh.world,
@@ -168,7 +172,7 @@ def measure(device: str) -> dict[str, Any]:
 
 
 def _seconds(mesh: Any, values: Any) -> float:
-    """Of one all-reduce; reading a value waits for the device."""
+    """The duration of one all-reduce; reading a value waits for the device."""
     mesh.read(values[:1])
     begin = time.perf_counter()
     mesh.read(mesh.summed(values)[:1])

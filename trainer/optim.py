@@ -1,4 +1,4 @@
-"""The optimizer's side of an update: decay groups, learning rate, gradient norm, loss scale, half precision."""
+"""AdamW, learning rate, gradient norm, loss scale and half precision."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainer.config.sections import LearningRate, MixPrecision
 from trainer.config.sections import Optimizer as OptimizerConfig
 from trainer.slices import Holders, Piece, Slice
 
-MAX_SUMMED = 1 << 16
-GROWTH_INTERVAL = 1000  # updates without overflow after which the loss scale doubles, as in Paddle
+MAX_SUMMED = 1 << 16  # elements per partial sum of squares, see `_summable`
+GROWTH_INTERVAL = 1000  # updates without overflow before the loss scale doubles, as in Paddle
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def learning_rate(lr: LearningRate, update: int) -> float:
-    """The rate of the n-th update, counted from 1: linear warm-up from 0, then a cosine down to min_lr."""
+    """The rate of an update, counted from 1: linear warm-up from 0, then a cosine to min_lr."""
     if lr.name == "none":
         return lr.max_lr
     warmup = lr.warmup_rate * lr.decay_steps
@@ -33,7 +33,7 @@ def learning_rate(lr: LearningRate, update: int) -> float:
 
 
 class Precision:
-    """What mixed precision changes: the type of the forward pass, and the loss scale of float16."""
+    """Mixed precision: the dtype of the forward pass, and the loss scale of float16."""
 
     def __init__(self, config: MixPrecision, device: str) -> None:
         self.half = HALVES[config.dtype] if config.enable else None
@@ -44,18 +44,21 @@ class Precision:
         self.good_updates = 0
 
     def apply(self, model: nn.Module) -> None:
-        """Inside the forward pass itself, so that a backward pass between two of them is not touched."""
+        """Convert the model, or wrap its forward pass in autocast.
+
+        Wrapping the forward pass keeps autocast out of backward passes between two of them.
+        """
         if self.is_pure:
             model.to(self.half)
         elif self.half:
             model.forward = torch.autocast(self.device, self.half)(model.forward)
 
-    def judge(self, finite: bool) -> None:
-        """Lowers the scale after an overflow, raises it after many updates without one."""
+    def update_scale(self, finite: bool) -> None:
+        """Halve the scale after an overflow, double it after many updates without one."""
         if not self.is_dynamic:
             return
         self.good_updates = self.good_updates + 1 if finite else 0
-        if not finite:
+        if not finite:  # an overflow: gradients times the scale exceeded float16
             self.scale /= 2
         elif self.good_updates == GROWTH_INTERVAL:
             self.scale, self.good_updates = self.scale * 2, 0
@@ -64,13 +67,13 @@ class Precision:
         return {"scale": self.scale, "good_updates": self.good_updates}
 
     def restore(self, state: dict[str, float]) -> None:
-        if self.is_dynamic:
+        if self.is_dynamic:  # a run may resume in another precision
             self.scale, self.good_updates = state["scale"], int(state["good_updates"])
 
 
 @dataclass
 class Weight:
-    """A rank's piece of a parameter, the fp32 tensor that updates change (itself, or a master in O2), its moments."""
+    """A rank's piece of a parameter, its fp32 master copy (O2 only), and Adam's moments."""
 
     name: str
     parameter: nn.Parameter
@@ -79,14 +82,14 @@ class Weight:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     step: Tensor
-    is_split: bool = False  # over the ranks of an mp group
-    is_tied: bool = False  # the embedding, which both ends of a pipeline hold
-    is_copy: bool = False  # the one of the two that is neither counted nor saved
+    is_split: bool = False  # split over the ranks of an mp group
+    is_tied: bool = False  # the embedding, held by the first and the last pipeline stage
+    is_copy: bool = False  # the embedding of the last stage: neither counted nor saved
     holders: Holders = Holders()
 
     @property
     def local(self) -> Tensor:
-        """The piece itself. Asked for each time: FSDP may move it."""
+        """The tensor on this rank. Never cached, because FSDP may replace it."""
         return _local(self.parameter)
 
     @property
@@ -99,7 +102,7 @@ class Weight:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Moments, and the master copy of O2."""
+        """Bytes of the moments, and of the master copy in O2."""
         return sum(
             tensor.nbytes
             for tensor in (self.exp_avg, self.exp_avg_sq, self.master)
@@ -113,16 +116,16 @@ class Weight:
 
 
 class Optimizer:
-    """AdamW over named fp32 weights, by torch's fused kernel.
+    """AdamW for named fp32 weights, with torch's fused kernel.
 
-    Not torch.optim.AdamW: its state is found by position, ours by global names, so that checkpoints do not depend on
-    the layout; clipping and unscaling happen inside the kernel; and the start is a second faster, since torch's
-    compiler is not imported.
+    Not torch.optim.AdamW, for three reasons. Its state is stored by position, ours by global name,
+    so that checkpoints do not depend on the layout. Here the kernel also clips and unscales. And
+    start-up is a second faster, because torch's compiler is not imported.
     """
 
     def __init__(self, weights: list[Weight], config: OptimizerConfig) -> None:
         self.weights, self.config = weights, config
-        # Biases and norms do not decay. Of a parameter with few rows, a rank may have none.
+        # Biases and norms have no decay. If a parameter has few rows, a rank may hold none of them.
         decayed = [weight for weight in weights if len(weight.at.whole) >= 2 and weight.at.numel]
         others = [weight for weight in weights if len(weight.at.whole) < 2 and weight.at.numel]
         self.groups = [(decayed, config.weight_decay), (others, 0.0)]
@@ -130,7 +133,10 @@ class Optimizer:
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
-        """This rank's share in the square of the gradient's global norm: over all ranks, every element counts once."""
+        """This rank's share of the squared global gradient norm.
+
+        Summed over all ranks, every element counts once, however many ranks hold it.
+        """
         counted = [weight for weights, _ in self.groups for weight in weights if not weight.is_copy]
         parts = [
             (part, weight.holders.total)
@@ -139,17 +145,17 @@ class Optimizer:
         ]
         if not parts:
             return torch.zeros((), dtype=torch.float64)
-        norms = torch._foreach_norm(
-            [part for part, _ in parts], 2, torch.float32
-        )  # half gradients are not copied
+        # With a dtype, half-precision gradients are summed in fp32 without being copied.
+        norms = torch._foreach_norm([part for part, _ in parts], 2, torch.float32)
         squares = torch.stack(norms).double().square()
-        if self._shares is None:  # once: a copy to a GPU makes the host wait
+        if self._shares is None:  # only once: copying to a GPU makes the host wait
             self._shares = squares.new_tensor([1 / holders for _, holders in parts])
         return squares @ self._shares
 
     def step(self, lr: float, norm: float, scale: float) -> None:
-        """One update with clipped gradients; `scale` is the loss scale still in them."""
+        """One update with clipped gradients, which still contain the loss scale `scale`."""
         clip_norm = self.config.grad_clip.clip_norm
+        # One division removes the loss scale and clips.
         divisor = scale * (norm / clip_norm if 0 < clip_norm < norm else 1.0)
         for weights, weight_decay in self.groups:
             if weights:
@@ -158,7 +164,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _round(self) -> None:
-        """The half parameters of O2, from their masters."""
+        """O2: copy the fp32 master weights to the half-precision parameters."""
         for weight in self.weights:
             if weight.master is not None:
                 weight.local.copy_(weight.master)
@@ -188,11 +194,11 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         for weight in self.weights:
-            weight.parameter.grad = None
+            weight.parameter.grad = None  # not zeros: frees the memory, and saves one addition
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Piece]:
-        """Weights and moments under their global names, as they are: what is loaded into them is used."""
+        """Weights and moments by global name. Not copies: loading overwrites them in place."""
         state: dict[str, Piece] = {}
         for weight in self.weights:
             tensors = {
@@ -200,14 +206,15 @@ class Optimizer:
                 f"optim.exp_avg.{weight.name}": weight.exp_avg,
                 f"optim.exp_avg_sq.{weight.name}": weight.exp_avg_sq,
             }
+            # Masters and moments are cut like their parameter, so all of them can be resharded.
             where = (weight.at, weight.holders, weight.is_copy)
             state |= {name: Piece(tensor.detach(), *where) for name, tensor in tensors.items()}
         return state
 
     def loaded(self, updates: int) -> None:
-        """To be called when `tensors` were overwritten: counts on from there."""
+        """Call this after loading into `tensors`, with the number of updates made so far."""
         for weight in self.weights:
-            weight.step.fill_(updates)
+            weight.step.fill_(updates)  # for Adam's bias correction
         self._round()
 
 
@@ -215,7 +222,7 @@ class Optimizer:
 def new_weight(
     name: str, parameter: nn.Parameter, at: Slice, value: Tensor, has_master: bool
 ) -> Weight:
-    """With its initial value, and moments that know nothing yet."""
+    """A weight with its initial value and zero moments."""
     local = _local(parameter)
     assert tuple(local.shape) == at.sizes, (name, local.shape, at)
     value = value.to(local.device)
@@ -228,10 +235,13 @@ def new_weight(
 
 
 def _summable(gradient: Tensor) -> Sequence[Tensor]:
-    """In pieces: on a CPU, torch adds float32 squares one after the other, and of 40 million three digits are left."""
+    """Split gradients on a CPU, where torch adds float32 squares one after the other.
+
+    A sum of 40 million of them would be correct to three digits only.
+    """
     return gradient.flatten().split(MAX_SUMMED) if gradient.device.type == "cpu" else [gradient]
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: a DTensor where FSDP spreads it. To be called without gradients."""
+    """This rank's part of a tensor, which is a DTensor with FSDP. Call it under no_grad."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,11 +1,12 @@
-"""Runs a rank with its output in a file of its own, and notes when and how it ended.
+"""Runs one rank with its output in its own file, and records when it started and how it exited.
 
     python rank_log.py SCRIPT [ARGS]...        python rank_log.py -m MODULE [ARGS]...
 
-torchrun starts this instead of the program. It sends stdout and stderr into `$GPTCTL_LOG_DIR/workerlog.<RANK>` before
-anything else is loaded, so that C++ and NCCL write there too, starts the program unchanged, passes signals on to it,
-and ends as it ended. Two lines in `$GPTCTL_ATTEMPT_DIR/ranks.<node>.jsonl` say when it began and how it ended: what a
-killed process cannot say itself. One file, standard library only: a copy of it works wherever Python does.
+torchrun starts this instead of the program. It redirects stdout and stderr to
+`$GPTCTL_LOG_DIR/workerlog.<RANK>` before anything else is loaded, so that C++ and NCCL write there
+too. Then it starts the program unchanged, forwards signals to it, and exits as the program did.
+Two lines in `$GPTCTL_ATTEMPT_DIR/ranks.<node>.jsonl` record start and exit, which a killed process
+could not do itself. One file, standard library only: a copy works wherever Python does.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import os
 import sys
 
-if (
-    __name__ == "__main__"
-):  # a program beside this file may be called json.py; nothing of its folder is meant here
+# Python puts the folder of this file first in the search path. A program in the same folder may be
+# named json.py, and would hide a standard module.
+if __name__ == "__main__":
     sys.path[:] = [
         entry for entry in sys.path if entry != os.path.dirname(os.path.abspath(__file__))
     ]
@@ -23,13 +24,13 @@ if (
 import signal
 import time
 
-CANNOT_BE_HELPED = 93  # an exit code: whoever starts this again gets the same end
+CANNOT_BE_HELPED = 93  # exit code: a restart would fail in the same way
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
 PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
-    # The legacy launcher puts its own flag before the script; it is the script's.
+    # torch.distributed.launch passes this flag as our first argument; it belongs to the script.
     flags = [word for word in arguments[:1] if word.startswith(("--local-rank=", "--local_rank="))]
     program = arguments[len(flags) :]
     size = 2 if program[:1] == ["-m"] else 1
@@ -38,18 +39,18 @@ def main(arguments: list[str]) -> int:
         return 2
     redirect(os.environ.get("GPTCTL_LOG_DIR", ""))
     attempt = os.environ.get("GPTCTL_ATTEMPT_DIR")
-    if attempt and os.path.exists(
-        os.path.join(attempt, "cannot-be-helped")
-    ):  # torchrun restarts all the same
+    # torchrun restarts ranks whatever their exit code was; this ends such restarts at once.
+    if attempt and os.path.exists(os.path.join(attempt, "cannot-be-helped")):
         return CANNOT_BE_HELPED
     folder = os.environ.get("GPTCTL_WORK_DIR", "")
-    if os.path.isdir(folder):  # a container may have another one
+    if os.path.isdir(folder):  # the path may not exist inside a container
         os.chdir(folder)
+    # Unbuffered: a killed process must not take its last lines with it.
     return watch([sys.executable, "-u", *program[:size], *flags, *program[size:]])
 
 
 def redirect(folder: str) -> None:
-    """Sends descriptors 1 and 2 to this rank's file; where that fails, the node's output still has what it says."""
+    """Redirect descriptors 1 and 2 to this rank's file. If that fails, the node's log gets them."""
     if not folder:
         return
     try:
@@ -59,15 +60,16 @@ def redirect(folder: str) -> None:
             0o600,
         )
     except OSError as error:
-        print(f"rank {rank()} has no log file: {error.filename}: {error.strerror}", file=sys.stderr)
+        text = f"rank {rank()}: cannot open log file {error.filename}: {error.strerror}"
+        print(text, file=sys.stderr)
         return
-    os.dup2(file, 1)
+    os.dup2(file, 1)  # descriptors, not sys.stdout: libraries write to them directly
     os.dup2(file, 2)
     os.close(file)
 
 
 def ends_with_a_line() -> bool:
-    """Whether this rank's file does, so that last words stay a line of their own."""
+    """Whether this rank's log ends with a newline, so that our message starts on a new line."""
     try:
         with open(os.path.join(os.environ["GPTCTL_LOG_DIR"], f"workerlog.{rank()}"), "rb") as file:
             return (
@@ -84,12 +86,14 @@ def rank() -> int:
 
 
 def watch(command: list[str]) -> int:
-    """Starts the program, waits for its end, notes it, and returns its exit code or dies of the same signal."""
+    """Start the program, wait for its exit, and record it.
+
+    Returns the exit code of the program. If a signal killed it, kills itself with the same signal.
+    """
     die_with_parent(os.getppid())
     signals = [getattr(signal, name) for name in FORWARDED]
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, signals
-    )  # none gets lost between fork and the handlers
+    # Blocked signals stay pending, so none is lost between the fork and the handlers.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     child = os.fork()
     if not child:
         become(command, signals)
@@ -99,11 +103,12 @@ def watch(command: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     _, status, usage = os.wait4(child, 0)
     for number in signals:
-        signal.signal(number, signal.SIG_IGN)  # its process number may be another's from now on
+        signal.signal(number, signal.SIG_IGN)  # from now on, another process may get this pid
     code, killer = (
         (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
     )
     note("end", child, exit=code, signal=killer, max_rss_mb=usage.ru_maxrss >> 10)
+    # Tell the launcher and later restarts, because torchrun hides the exit code of a rank.
     if code == CANNOT_BE_HELPED:
         append("cannot-be-helped", "")
     if killer is not None:
@@ -119,7 +124,10 @@ def watch(command: list[str]) -> int:
 
 
 def become(command: list[str], signals: list[signal.Signals]) -> None:
-    """In the child. A process group of its own: a signal to torchrun's group comes to it once, through the parent."""
+    """Run the program in the child, in its own process group.
+
+    So a signal to torchrun's group reaches it only once, forwarded by the parent.
+    """
     try:
         parent = os.getppid()
         os.setpgid(0, 0)
@@ -127,22 +135,25 @@ def become(command: list[str], signals: list[signal.Signals]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         os.execv(command[0], command)
     finally:
-        os._exit(127)
+        os._exit(127)  # exec failed: never return into the parent's code
 
 
 def die_with_parent(parent: int) -> None:
-    """Nobody stops a rank whose torchrun is gone: it would hold its GPU for ever. Linux only."""
+    """Ask the kernel to kill this process when its parent exits. Linux only.
+
+    Otherwise nothing stops a rank whose torchrun was killed, and it would block its GPU.
+    """
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # the parent exited before prctl took effect
         os._exit(127)
 
 
 def end_group(group: int) -> None:
-    """A program that failed leaves no data loaders behind."""
+    """Kill the processes that a failed program left behind, such as data loaders."""
     try:
         os.killpg(group, signal.SIGKILL)
     except OSError:
@@ -150,19 +161,18 @@ def end_group(group: int) -> None:
 
 
 def die_of(number: int) -> None:
+    """Exit by the same signal, so that torchrun reports it as if it had started the program."""
     import resource
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core that matters is the program's own
-    signal.signal(number, signal.SIG_DFL) if number not in (
-        signal.SIGKILL,
-        signal.SIGSTOP,
-    ) else None
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has already dumped its core
+    if number not in (signal.SIGKILL, signal.SIGSTOP):  # their handlers cannot be changed
+        signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(128 + number)
 
 
 def note(event: str, child: int, **facts: int | None) -> None:
-    """One line for the launcher, in the file of this node. That it cannot be written is no reason to end the rank."""
+    """Append one line for the launcher to the file of this node. Failing to write is not fatal."""
     import json
 
     node = os.environ.get("GPTCTL_NODE", "0")
@@ -184,10 +194,11 @@ def append(name: str, text: str) -> None:
         return
     try:
         file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(file, text.encode())
+        os.write(file, text.encode())  # one write with O_APPEND: lines of ranks do not mix
         os.close(file)
     except OSError as error:
-        print(f"rank {rank()}: {error.filename}: {error.strerror}", file=sys.stderr)
+        text = f"rank {rank()}: cannot write {error.filename}: {error.strerror}"
+        print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Saving a run and going on with it: which checkpoint or snapshot, whether it fits, and what is taken over from it."""
+"""Saves and resumes a run: chooses a checkpoint or snapshot, checks it, and restores its state."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from trainer.model import GPT, build_model
 from trainer.slices import shapes, whole
 from trainer.state import Progress, Training
 
+# What must be equal to load a checkpoint; dropout, recomputation and layout may change.
 MODEL_KEYS = (
-    "num_layers hidden_size num_attention_heads ffn_hidden_size vocab_size vocab_size_divisible_unit "
-    "max_position_embeddings"
+    "num_layers hidden_size num_attention_heads ffn_hidden_size vocab_size "
+    "vocab_size_divisible_unit max_position_embeddings"
 ).split()
 
 
@@ -34,7 +35,7 @@ def output_dir(run: RunConfig) -> Path:
 
 @contextmanager
 def output_folder(run: RunConfig, mesh: Mesh, log: Log) -> Iterator[Checkpoints]:
-    """The run's own folder, which no other run writes to meanwhile."""
+    """Open the output folder of the run, and lock it: no other run may write to it meanwhile."""
     checkpoints = Checkpoints(
         output_dir(run), run.Engine.save_load.keep_last, mesh, log.info, log.warn
     )
@@ -42,32 +43,37 @@ def output_folder(run: RunConfig, mesh: Mesh, log: Log) -> Iterator[Checkpoints]
     try:
         yield checkpoints
     except BaseException:
-        if mesh.world == 1:  # a save could wait for ranks that are gone
+        if mesh.world == 1:  # with more ranks, a pending save could wait for one that has exited
             checkpoints.close()
         raise
     checkpoints.close()
 
 
 def choose_checkpoint(run: RunConfig, mesh: Mesh, checkpoints: Checkpoints) -> Path | None:
-    """What to go on from, if anything. An earlier run's checkpoints are never written over."""
+    """The checkpoint to resume from, if any. Never overwrites checkpoints of an earlier run."""
     keeping, own = run.Engine.save_load, checkpoints.store
     if keeping.snapshot_path:
         if keeping.ckpt_dir:
             raise UserError(
-                "ckpt_dir and snapshot_path are two ways to go on", "leave one of them empty"
+                "ckpt_dir and snapshot_path cannot be used together", "leave one of them empty"
             )
         return None
+    # After a restart, resume this run's own checkpoints, whatever ckpt_dir says.
     folder = checkpoints.find("auto") if _is_restart(mesh) else None
     if folder is None and keeping.ckpt_dir:
         folder = checkpoints.find(keeping.ckpt_dir)
+    # Without this check, the run would mix its own checkpoints with those of another run.
     if any(mesh.gather(bool(own.checkpoints()) and not own.holds(folder))):
-        hint = "set Engine.save_load.ckpt_dir: auto to go on with it, or another output_dir, or delete the folder"
-        raise UserError(f"{own.folder} holds the checkpoints of an earlier run", hint)
+        hint = (
+            "set Engine.save_load.ckpt_dir: auto to resume it, use another output_dir, "
+            "or delete the folder"
+        )
+        raise UserError(f"{own.folder} contains checkpoints of an earlier run", hint)
     return folder
 
 
 def restore(t: Training, checkpoints: Checkpoints, folder: Path | None) -> None:
-    """Takes over the state of a checkpoint, or of the snapshot if that is how this run is kept."""
+    """Restore the state of a checkpoint, or of the snapshot if the run uses one."""
     if t.run.Engine.save_load.snapshot_path:
         _restore_snapshot(t, Path(t.run.Engine.save_load.snapshot_path))
     elif folder:
@@ -75,15 +81,16 @@ def restore(t: Training, checkpoints: Checkpoints, folder: Path | None) -> None:
         facts = checkpoints.load(
             folder, t.optimizer.tensors(), shapes, lambda facts: _check_same_model(t, facts, folder)
         )
-        _take_over(t, facts)
+        _restore_progress(t, facts)
         if checkpoints.store.holds(folder):
-            checkpoints.go_on_from(facts["step"])
+            checkpoints.resumed_from(facts["step"])
 
 
 def whole_model(t: Training, checkpoints: Checkpoints) -> GPT:
-    """All layers on this rank alone, from the newest checkpoint of this run."""
+    """All layers on this rank, from the newest checkpoint of this run."""
     from trainer.checkpoint.shards import load_shards
 
+    # On the CPU: a model that is split over GPUs may be too large for one of them.
     model = build_model(t.run.Model, t.run.Global.seed, torch.device("cpu"))
     folder = checkpoints.store.checkpoints()[0]
     weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
@@ -92,15 +99,19 @@ def whole_model(t: Training, checkpoints: Checkpoints) -> GPT:
 
 
 def _state_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Of every tensor in a checkpoint of this model, whatever layout it is trained in."""
-    with torch.device("meta"):
+    """The shape of every tensor in a checkpoint of this model, which is the same in all layouts."""
+    with torch.device("meta"):  # only shapes are needed, no memory
         parameters = list(GPT(model).named_parameters())
     kinds = ("model", "optim.exp_avg", "optim.exp_avg_sq")
     return shapes({f"{kind}.{name}": parameter for name, parameter in parameters for kind in kinds})
 
 
 def _is_restart(mesh: Mesh) -> bool:
-    """Whether ranks were started again. Only the torchrun whose rank failed counts it: all are asked."""
+    """Whether ranks were restarted.
+
+    Ask all ranks, because only the torchrun whose rank failed counts the restart.
+    """
+    # The first counts restarts by torchrun, the second attempts of the launcher.
     counts = [
         os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "GPTCTL_ATTEMPT")
     ]
@@ -112,40 +123,47 @@ def _restore_snapshot(t: Training, file: Path) -> None:
     if not seen[0]:
         t.log.plain("Snapshot not found. Training model from scratch")
         return
-    if not all(seen):
+    if not all(seen):  # otherwise some ranks would resume and others start from scratch
         raise UserError(
-            f"rank {seen.index(False)} does not see {file}", "put it where all nodes can read it"
+            f"rank {seen.index(False)} cannot find {file}", "use a path that all nodes can read"
         )
     facts, finished_epoch = load_snapshot(
         file, t.optimizer.tensors(), lambda facts: _check_same_model(t, facts, file)
     )
-    _take_over(t, _in_our_steps(t, facts, finished_epoch, file))
+    _restore_progress(t, _in_our_steps(t, facts, finished_epoch, file))
     t.log.plain(f"Resuming training from snapshot at Epoch {finished_epoch}")
 
 
 def _in_our_steps(t: Training, facts: Facts, finished_epoch: int, file: Path) -> Facts:
-    """minGPT's batch is per rank: on another number of ranks, an epoch has another number of steps."""
+    """Convert the position in the data: minGPT's batch size is per rank.
+
+    With another number of ranks, an epoch has another number of steps.
+    """
     if facts["steps_per_epoch"] == t.length.steps_per_epoch:
         return facts
     if facts["step"] != finished_epoch * facts["steps_per_epoch"]:
-        message = f"{file} was saved in the middle of an epoch, with another global batch"
-        raise UserError(message, "go on with as many ranks as before")
+        message = f"{file} was saved in the middle of an epoch with another global batch size"
+        raise UserError(message, "resume with the same number of ranks as before")
     step = finished_epoch * t.length.steps_per_epoch
     return {**facts, "step": step, "samples": step * t.run.Global.global_batch_size}
 
 
-def _take_over(t: Training, facts: Facts) -> None:
+def _restore_progress(t: Training, facts: Facts) -> None:
     t.progress = Progress(facts["step"], facts["updates"], facts["samples"])
     t.precision.restore(facts["scaler"])
     t.optimizer.loaded(facts["updates"])
     if facts["order"] != _order(t) and t.mesh.is_first:
         t.log.warn(
-            "the data, its seed or its number of epochs is not the checkpoint's: samples come in another order"
+            "data, seed or number of epochs differ from the checkpoint: "
+            "the order of samples changes"
         )
 
 
 def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
-    """A snapshot, or a checkpoint whose writing goes on beside the training; none of a step that is saved already."""
+    """Save a snapshot, or start a checkpoint, which is written in the background.
+
+    Does nothing if this step is already saved.
+    """
     snapshot_path = t.run.Engine.save_load.snapshot_path
     if not snapshot_path:
         checkpoints.save(t.progress.step, t.optimizer.tensors(), _facts_of(t))
@@ -161,11 +179,13 @@ def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
             )
         except OSError as error:
             checkpoints.failure = f"{snapshot_path}: {error.strerror}"
-            t.log.warn(f"{snapshot_path} is not saved: {error.strerror}; the one before is kept")
+            t.log.warn(
+                f"cannot save {snapshot_path}: {error.strerror}; the previous snapshot is kept"
+            )
 
 
 def _facts_of(t: Training) -> Facts:
-    """What a checkpoint says besides its tensors."""
+    """Everything that a checkpoint records besides tensors."""
     return {
         "step": t.progress.step,
         "updates": t.progress.updates,
@@ -176,12 +196,12 @@ def _facts_of(t: Training) -> Facts:
         "layout": t.mesh.layout._asdict(),
         "vocabulary": t.splits.characters.vocabulary if t.splits.characters else None,
         "torch": torch.__version__,
-        "config": json.loads(json.dumps(asdict(t.run))),
+        "config": json.loads(json.dumps(asdict(t.run))),  # tuples become lists, as when loaded
     }
 
 
 def _order(t: Training) -> list[int]:
-    """What the order of samples depends on."""
+    """The values that determine the order of samples."""
     train = t.run.Data.Train
     return [
         t.run.Global.seed,
@@ -193,31 +213,35 @@ def _order(t: Training) -> list[int]:
 
 
 def _check_same_model(t: Training, facts: Facts, where: Path) -> None:
-    """Raises UserError when a checkpoint's model is another one, even where the shapes agree."""
-    if strange := _strange_facts(t, facts):
-        raise UserError(f"{where} is refused: {strange}", "use a checkpoint of this program")
+    """Raise UserError if a checkpoint belongs to another model, even if the shapes match."""
+    if problem := _invalid_facts(t, facts):
+        raise UserError(f"cannot load {where}: {problem}", "use a checkpoint of this program")
     there, here = facts["config"]["Model"], asdict(t.run.Model)
     different = [
-        f"{key} {there.get(key)} there, {here[key]} here"
+        f"{key} is {there.get(key)} there, {here[key]} here"
         for key in MODEL_KEYS
         if there.get(key) != here[key]
     ]
+    # With the same number of other characters, all shapes match, but the tokens mean other things.
     vocabulary = t.splits.characters.vocabulary if t.splits.characters else None
     if not different and facts["vocabulary"] != vocabulary:
-        different = ["its vocabulary has other characters"]
+        different = ["its vocabulary has different characters"]
     if different:
         message = f"{where} is a checkpoint of another model: {'; '.join(different)}"
         raise UserError(
-            message, "use the config it was made with, or leave Engine.save_load.ckpt_dir empty"
+            message, "use the config of that run, or leave Engine.save_load.ckpt_dir empty"
         )
 
 
-def _strange_facts(t: Training, facts: Facts) -> str:
-    """What no checkpoint of ours says, or nothing."""
+def _invalid_facts(t: Training, facts: Facts) -> str:
+    """What is missing or invalid in the facts, or an empty string.
+
+    Checksums show only that a file is undamaged, not that this program wrote it.
+    """
     expected = _facts_of(t)
     lacking = [key for key in expected if key not in facts]
     if lacking:
-        return f"it does not say its {lacking[0]}"
+        return f"{lacking[0]} is missing in its manifest"
     wrong = [
         key
         for key in ("step", "updates", "samples")
@@ -228,4 +252,4 @@ def _strange_facts(t: Training, facts: Facts) -> str:
         facts["scaler"].keys() != expected["scaler"].keys() or "Model" not in facts["config"]
     ):
         wrong = ["config"]
-    return f"its {wrong[0]} makes no sense" if wrong else ""
+    return f"{wrong[0]} is invalid in its manifest" if wrong else ""

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, in the coordinates of the whole, and who else holds the same."""
+"""Describes which part of a tensor a rank holds, and which other ranks hold the same part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Slice(NamedTuple):
-    """A box inside a tensor of the shape `whole`."""
+    """A rectangular part of a tensor with the shape `whole`."""
 
     whole: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -24,8 +24,11 @@ class Slice(NamedTuple):
         return math.prod(self.sizes)
 
     def chunk(self, dim: int, parts: int, index: int) -> Slice:
-        """One of several parts, cut as torch.chunk does: the last ones may be shorter, or empty."""
-        length = -(-self.sizes[dim] // parts)
+        """One of several parts along a dimension.
+
+        Split like torch.chunk and FSDP: the last parts may be shorter, or empty.
+        """
+        length = -(-self.sizes[dim] // parts)  # rounded up
         begin = min(index * length, self.sizes[dim])
         size = min(length, self.sizes[dim] - begin)
         return self._replace(
@@ -35,19 +38,19 @@ class Slice(NamedTuple):
 
 
 class Holders(NamedTuple):
-    """The ranks that hold the same part, and which of them this one is."""
+    """How many ranks hold the same part, and the number of this rank among them."""
 
     total: int = 1
     number: int = 0
 
 
 class Piece(NamedTuple):
-    """A part of a tensor, on this rank."""
+    """A part of a tensor on this rank."""
 
     tensor: Tensor
     at: Slice
     holders: Holders = Holders()
-    is_copy: bool = False  # of what another rank saves
+    is_copy: bool = False  # another rank saves it
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Piece]:

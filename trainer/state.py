@@ -1,4 +1,4 @@
-"""The parts of a run under one name, handed from one chapter of the training to the next."""
+"""The state of a run, passed between the functions of `train.py`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainer.stop import StopRequest
 
 @dataclass
 class Progress:
-    step: int = 0  # updates so far, those that were skipped included
+    step: int = 0  # updates so far, including skipped ones
     updates: int = 0  # updates that changed the weights: the position in the learning-rate schedule
-    samples: int = 0  # consumed so far: the position in the data
-    skipped: int = 0  # updates skipped in a row, up to now
+    samples: int = 0  # samples consumed so far: the position in the data
+    skipped: int = 0  # updates skipped in a row until now
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The status file of a run: how it stands, and how it ended."""
+"""Writes the status file of a run: running, finished, stopped or failed."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ from trainer.mesh import Mesh
 from trainer.metrics import Log
 
 STATUS = "status.json"
-_writing = threading.Lock()
+_writing = threading.Lock()  # the watchdog's thread may report a failure at the same time
 
 
 @contextmanager
-def told_status(folder: Path, mesh: Mesh, log: Log) -> Iterator[Callable[..., None]]:
-    """Leaves word for the launcher: an exit code cannot tell a run that stopped on purpose from one that failed."""
+def status_file(folder: Path, mesh: Mesh, log: Log) -> Iterator[Callable[..., None]]:
+    """Report the state of the run to the launcher; yields a function that changes it.
 
-    def tell(state: str, **facts: Any) -> None:
+    The exit code is not enough: torchrun's does not distinguish a stop on request from a failure.
+    """
+
+    def report(state: str, **facts: Any) -> None:
         try:
             if mesh.is_first:
                 _write(folder / STATUS, state, **facts)
         except OSError as error:
-            log.warn(f"{STATUS} cannot be written: {error.strerror}")
+            log.warn(f"cannot write {STATUS}: {error.strerror}")
 
-    tell("running")
+    report("running")
     try:
-        yield tell
+        yield report
     except BaseException as error:
-        if mesh.world == 1:  # otherwise the watchdog knows better who failed, and tells it
-            tell("failed", reason=str(error) or type(error).__name__)
+        if mesh.world == 1:  # with more ranks, the watchdog knows which one failed and reports it
+            report("failed", reason=str(error) or type(error).__name__)
         raise
 
 
-def tell_failure(folder: Path, reason: str) -> None:
-    """From outside of the training. A run that has not begun, or has come to its end, has its word already."""
-    with suppress(OSError, ValueError, AttributeError):
+def report_failure(folder: Path, reason: str) -> None:
+    """Report a failure from another thread, unless the run is not running or already over."""
+    with suppress(OSError, ValueError, AttributeError):  # an unreadable file is not this run's
         if json.loads((folder / STATUS).read_bytes()).get("state") == "running":
             _write(folder / STATUS, "failed", reason=reason)
 
@@ -50,5 +53,5 @@ def _write(file: Path, state: str, **facts: Any) -> None:
     text = json.dumps(
         {"state": state, "time": time.time(), "host": socket.gethostname(), **facts}, indent=1
     )
-    with _writing, replacing(file) as stream:  # another thread may tell that the run has failed
+    with _writing, replacing(file) as stream:
         stream.write(f"{text}\n".encode())

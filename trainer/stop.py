@@ -1,4 +1,4 @@
-"""Ending a run on purpose: SIGTERM and SIGUSR1 leave a note, and the training loop looks for it. Torch-free."""
+"""Stop requests: SIGTERM and SIGUSR1 set a flag that the training loop checks. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # schedulers send them before they kill a job
 
 
 class StopRequest:
-    """Between entering and leaving, a signal only leaves a note; a second one changes nothing."""
+    """While active, a signal only sets `signal`; further signals change nothing."""
 
     def __init__(self) -> None:
         self.signal = ""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._record) for number in SIGNALS}
         return self
 
     def __exit__(
@@ -29,5 +29,6 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else: a handler may interrupt any line, so it must not log or save.
         self.signal = self.signal or signal.Signals(number).name

@@ -1,10 +1,10 @@
-"""Training, from top to bottom: `train` tells the story, the functions below it are its chapters.
+"""The training loop. Read it from top to bottom: `train` first, then the steps that it calls.
 
-    python -m trainer -c run.yaml                        on one process
-    torchrun --nproc-per-node 2 -m trainer -c run.yaml   on several
+    python -m trainer -c run.yaml                        one process
+    torchrun --nproc-per-node 2 -m trainer -c run.yaml   several processes
 
-What this file does not know: how a model is cut or copied (`parallel`), who the ranks are (`mesh`), how data is laid
-out (`data`), how a state is kept (`checkpoint`).
+This file does not know how the model is split or replicated (`parallel`), which ranks exist
+(`mesh`), how data is stored (`data`), or how checkpoints are written (`checkpoint`).
 """
 
 from __future__ import annotations
@@ -28,35 +28,36 @@ from trainer.optim import Optimizer, Precision, learning_rate
 from trainer.parallel import parallelize
 from trainer.resume import choose_checkpoint, output_dir, output_folder, restore, save, whole_model
 from trainer.state import Progress, Training
-from trainer.status import told_status
+from trainer.status import status_file
 from trainer.stop import StopRequest
 
-MAX_SKIPPED = (
-    100  # updates in a row without a finite gradient: nothing will come of this run any more
-)
-MINGPT_FREQ = 100  # iterations between the lines of minGPT
+MAX_SKIPPED = 100  # updates in a row without a finite gradient: the run will not recover
+MINGPT_FREQ = 100  # iterations between log lines in minGPT's style
 
 
 def train(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> None:
+    # Lock the folder and choose the checkpoint first: if that fails, no model has to be built.
     with output_folder(run, mesh, log) as checkpoints:
         checkpoint = choose_checkpoint(run, mesh, checkpoints)
-        with told_status(output_dir(run), mesh, log) as tell:
+        with status_file(output_dir(run), mesh, log) as report:
             t = prepare(run, mesh, log, stop)
             restore(t, checkpoints, checkpoint)
             if run_steps(t, checkpoints):
                 finish(t, checkpoints)
-                tell("finished", step=t.progress.step)
+                report("finished", step=t.progress.step)
                 log.info("The training process is complete.")
             else:
                 save_unless_checking(t, checkpoints)
-                tell("stopped", step=t.progress.step, signal=stop.signal or "sent to another rank")
+                signal = stop.signal or "sent to another rank"
+                report("stopped", step=t.progress.step, signal=signal)
                 log.info(
-                    f"Stopped on purpose at global step {t.progress.step}; ckpt_dir: auto goes on from here."
+                    f"Stopped on request at global step {t.progress.step}. "
+                    "To resume, set Engine.save_load.ckpt_dir: auto."
                 )
 
 
 def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training:
-    """Data, model and optimizer, all at step 0. From here on `t.run` also says the vocabulary that the data has."""
+    """Create data, model and optimizer at step 0. `t.run` also has the vocabulary of the data."""
     run, splits, length = open_data(run, mesh, log.warn)
     precision = Precision(run.Engine.mix_precision, mesh.device.type)
     parallel = parallelize(run, mesh, precision)
@@ -69,16 +70,17 @@ def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training
 
 
 def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
-    """From where the progress stands to the last step; False when it is stopped on purpose before."""
+    """Train up to the last step. Returns False if a stop was requested before."""
     clock, remaining = t.metrics.clock, t.length.max_steps - t.progress.step
     num_workers = t.run.Data.Train.loader.num_workers
     batches = reader(t, "train").batches(t.progress.samples, max(0, remaining), num_workers)
     t.parallel.train()
     begin_step(t)
     for batch in batches:
-        clock.data_is_here()
-        t.mesh.pulse.tick(f"at global step {t.progress.step + 1}")
-        # One small sum over all ranks per step: the tokens to average over, and whether any rank was told to stop.
+        clock.data_is_here()  # the time until here counts as avg_reader_cost
+        t.mesh.heartbeat.tick(f"at global step {t.progress.step + 1}")
+        # One small all-reduce per step: the number of tokens to average over, and whether any rank
+        # received a stop signal. All ranks must decide alike, or some would wait for the others.
         num_predicted, stops = t.mesh.total(
             batch.num_predicted / t.mesh.layout.readers, bool(t.stop.signal)
         )
@@ -89,7 +91,7 @@ def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
         clock.end()
         log_step(t, loss, norm)
         if save_is_due(t):
-            t.mesh.pulse.tick(f"saving at global step {t.progress.step}")
+            t.mesh.heartbeat.tick(f"saving at global step {t.progress.step}")
             save(t, checkpoints, is_regular=True)
         if evaluation_is_due(t):
             evaluate_and_log(t)
@@ -99,30 +101,31 @@ def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
 
 def begin_step(t: Training) -> None:
     t.metrics.clock.begin()
-    t.mesh.pulse.tick(f"reading data for global step {t.progress.step + 1}")
+    t.mesh.heartbeat.tick(f"reading data for global step {t.progress.step + 1}")
 
 
 def compute_gradients(t: Training, batch: LocalBatch, num_predicted: float) -> tuple[float, float]:
-    """Forward and backward of one update; the loss, and the norm of its gradient.
+    """Forward and backward pass of one update. Returns the loss and the norm of its gradient.
 
-    loss = sum of cross entropies over all predicted tokens of the global batch / num_predicted, however it is cut.
-    Ranks with other data average their gradients, hence the factor data_ranks. The loss scale of float16 stays in them
-    until the update. The sum over all ranks is the only place of a step where the host waits for its device.
+    In every layout, loss = sum of cross entropies of all predicted tokens of the global batch /
+    num_predicted. Ranks with different data average their gradients, hence the factor data_ranks.
+    Gradients contain the float16 loss scale until the update. The sum over all ranks is the only
+    point of a step where the host waits for its device.
     """
     layout, scale = t.mesh.layout, t.precision.scale
-    factor = layout.data_ranks / max(1.0, num_predicted) * scale
+    factor = layout.data_ranks / max(1.0, num_predicted) * scale  # a batch may predict nothing
     own = t.parallel.gradients(batch, factor, t.progress.step)
     own_square = t.optimizer.squared_norm().to(own.device)  # offloaded gradients are on the host
     loss, square = t.mesh.read(t.mesh.summed(torch.stack([own.double(), own_square])))
-    # Every rank of an mp group has the same loss, and only the last stage of a pipeline has one.
+    # All ranks of an mp group have the same loss, and only the last stage of a pipeline has one.
     return loss / scale / layout.data_ranks / layout.mp, math.sqrt(square) / scale
 
 
 def update_weights(t: Training, norm: float) -> None:
-    """One step of the optimizer, unless the gradient is not finite.
+    """One optimizer step, unless the gradient is not finite.
 
-    The norm is the same on all ranks, so all of them skip or none. A skipped update counts as a step and uses up its
-    samples, but the learning rate waits.
+    The norm is the same on all ranks, so either all of them skip the update or none. A skipped
+    update counts as a step and consumes its samples, but does not advance the learning rate.
     """
     progress, is_finite = t.progress, math.isfinite(norm)
     progress.step += 1
@@ -134,7 +137,7 @@ def update_weights(t: Training, norm: float) -> None:
         progress.updates, progress.skipped = progress.updates + 1, 0
     else:
         progress.skipped += 1
-    t.precision.judge(is_finite)
+    t.precision.update_scale(is_finite)  # after the step, which needs the scale of its gradients
     t.optimizer.zero_grad()
     if not is_finite:
         warn_of_skip(t, norm)
@@ -147,7 +150,7 @@ def warn_of_skip(t: Training, norm: float) -> None:
             f"global step {t.progress.step}: the gradient norm is {norm}, update skipped{scale}"
         )
     if t.progress.skipped == MAX_SKIPPED:
-        hint = "lower Optimizer.lr.max_lr, use bfloat16, or look at the data of these steps"
+        hint = "lower Optimizer.lr.max_lr, use bfloat16, or check the data of these steps"
         raise UserError(f"no progress: {MAX_SKIPPED} updates in a row had no finite gradient", hint)
 
 
@@ -156,12 +159,13 @@ def log_step(t: Training, loss: float, norm: float) -> None:
     if t.log.style == "mingpt" and batch % MINGPT_FREQ == 0:
         t.log.plain(epoch_line(t.mesh.rank, epoch + 1, batch, "Train", loss))
     if step % t.run.Engine.logging_freq == 0:
+        # FleetX logs the rate after the scheduler has advanced, so this is that of the next update.
         next_lr = learning_rate(t.run.Optimizer.lr, t.progress.updates + 1)
         t.metrics.logged(step, epoch, batch, loss, next_lr, norm, t.precision.scale)
 
 
 def is_due(t: Training, steps: int, epochs: int) -> bool:
-    """Whether something that comes every n steps, or in epoch mode every n epochs, comes now."""
+    """Whether something is due that happens every n steps, or in epoch mode every n epochs."""
     if t.run.Engine.run_mode == "epoch":
         return t.progress.step % (t.length.steps_per_epoch * epochs) == 0
     return steps > 0 and t.progress.step % steps == 0
@@ -179,12 +183,12 @@ def evaluation_is_due(t: Training) -> bool:
 
 def evaluate_and_log(t: Training) -> None:
     engine = t.run.Engine
-    if t.log.style == "mingpt":
+    if t.log.style == "mingpt":  # minGPT evaluates the whole split every time
         everything = (
             math.ceil(t.splits.valid.size / t.run.Global.global_batch_size) if t.splits.valid else 0
         )
         evaluate(t, "valid", 0, everything)
-    else:  # every evaluation goes on where the one before ended
+    else:  # each evaluation uses the batches after those of the previous one
         period = t.length.steps_per_epoch if engine.run_mode == "epoch" else engine.eval_freq
         evaluations = t.progress.step // period - 1
         evaluate(t, "valid", evaluations * engine.eval_iters, engine.eval_iters)
@@ -192,18 +196,16 @@ def evaluate_and_log(t: Training) -> None:
 
 @torch.no_grad()
 def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
-    """The mean loss over some batches of a split, from the `first` one on."""
+    """Log the mean loss of some batches of a split, starting with batch number `first`."""
     if getattr(t.splits, name) is None or iterations == 0:
         return
     began, batches = time.perf_counter(), reader(t, name)
     total, count = torch.zeros((), dtype=torch.float64, device=t.mesh.device), 0
     epoch, _ = t.length.epoch_and_batch(t.progress.step - 1)
-    t.parallel.train(False)
+    t.parallel.train(False)  # no dropout
     for number in range(iterations):
-        t.mesh.pulse.tick(f"evaluating at global step {t.progress.step}, batch {number + 1}")
-        if t.mesh.total(bool(t.stop.signal))[
-            0
-        ]:  # whoever wants the run to end does not wait for this
+        t.mesh.heartbeat.tick(f"evaluating at global step {t.progress.step}, batch {number + 1}")
+        if t.mesh.total(bool(t.stop.signal))[0]:  # a stop request does not wait for an evaluation
             t.parallel.train()
             return
         batch = batches.read((first + number) * t.run.Global.global_batch_size)
@@ -221,26 +223,32 @@ def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
 
 
 def finish(t: Training, checkpoints: Checkpoints) -> None:
-    """The last save, the test run, and a sample of what a character GPT has learnt."""
-    save_unless_checking(t, checkpoints)
+    """Save the last checkpoint, run the test evaluation, and log a sample of a character GPT."""
+    save_unless_checking(t, checkpoints)  # first: an error in the test run must not lose the model
     if t.log.style != "mingpt" and not t.run.Engine.check_accuracy:
         evaluate(t, "test", 0, t.run.Engine.test_iters)
         write_sample(t, checkpoints)
 
 
 def save_unless_checking(t: Training, checkpoints: Checkpoints) -> None:
-    """A run ends with its last state on the disk, or says why not."""
+    """Save the last state and wait until it is on disk. Raises UserError if that fails."""
     if t.run.Engine.check_accuracy:
         return
-    t.mesh.pulse.tick(f"saving at global step {t.progress.step}")
+    t.mesh.heartbeat.tick(f"saving at global step {t.progress.step}")
     save(t, checkpoints, is_regular=False)
     if failure := checkpoints.wait():
-        hint = "mend that and start again: it goes on from the newest one that is there (ckpt_dir: auto)"
-        raise UserError(f"the last checkpoint could not be saved: {failure}", hint)
+        hint = (
+            "fix the cause and start again with Engine.save_load.ckpt_dir: auto, "
+            "which resumes from the newest checkpoint"
+        )
+        raise UserError(f"cannot save the last checkpoint: {failure}", hint)
 
 
 def write_sample(t: Training, checkpoints: Checkpoints) -> None:
-    """By the first rank. Where no rank has the whole model, it comes from the checkpoint that was just saved."""
+    """Log a sample text on the first rank.
+
+    If no rank holds the whole model, load it from the checkpoint that was just saved.
+    """
     characters, samples = t.splits.characters, t.run.Generation.num_return_sequences
     if characters is None or not samples or not t.mesh.is_first:
         return
@@ -248,24 +256,20 @@ def write_sample(t: Training, checkpoints: Checkpoints) -> None:
     if t.mesh.world > t.mesh.layout.dp:
         model = whole_model(t, checkpoints)
     context = t.run.Data.Train.dataset.max_seq_len
-    prompt = (
-        reader(t, "test" if t.splits.test else "train")
-        .read(0)
-        .inputs[0, : context // 2 + 1]
-        .tolist()
-    )
+    first = reader(t, "test" if t.splits.test else "train").read(0)
+    prompt = first.inputs[0, : context // 2 + 1].tolist()
     for number in range(samples):
         seed = t.run.Global.seed + number
         tokens = generate(
             model, prompt, len(characters.vocabulary), context, t.run.Generation, seed, t.stop
         )
-        t.log.info(f"A sample, after {characters.decode(prompt)!r}:\n{characters.decode(tokens)}")
+        t.log.info(f"Sample text after {characters.decode(prompt)!r}:\n{characters.decode(tokens)}")
 
 
 def reader(t: Training, name: str) -> Reader:
     split, batch = getattr(t.splits, name), batch_of(t.run)
     part = getattr(t.run.Data, {"train": "Train", "valid": "Eval", "test": "Test"}[name])
-    # In epoch mode every epoch begins with a whole batch; otherwise one sample follows another without a gap.
+    # In epoch mode, every epoch starts with a new batch; otherwise a batch may span two epochs.
     by_epoch = (
         t.run.Engine.run_mode == "epoch" and name == "train" and t.splits.characters is not None
     )

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.__main__ import settle_threads
+from trainer.__main__ import configure_threads
 
 SIZES = {"4x128": (4, 128, 4, 64, 12), "8x512": (8, 512, 8, 128, 16)}  # layers, hidden, heads, block, batch
 VOCAB = 96
@@ -146,7 +146,7 @@ RUNNERS: dict[str, Callable[[tuple[int, ...], int, Stopwatch, str], None]] = {
 
 
 def one_turn(name: str, size: str) -> dict[str, float]:
-    settle_threads()  # the same for all of them
+    configure_threads()  # the same for all of them
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, name, size]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True)

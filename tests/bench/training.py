@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from trainer.__main__ import settle_threads
+from trainer.__main__ import configure_threads
 
-settle_threads()
+configure_threads()
 
 import torch
 import torch.nn.functional as F

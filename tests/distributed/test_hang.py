@@ -83,7 +83,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path, layout: dict[str, int], stopped
     assert time.monotonic() - began < 3 * LIMIT
     assert ended.codes == [-signal.SIGKILL if rank == stopped else 3 for rank in range(4)], ended.text
     named = (
-        f"error: rank {stopped} (host {os.uname().nodename}, pid {ranks.pids[stopped]}, T (stopped)) does not answer"
+        f"error: rank {stopped} (host {os.uname().nodename}, pid {ranks.pids[stopped]}, T (stopped)) does not respond"
     )
     for rank in range(4):
         stacks = (tmp_path / f"output/logs/stacks.{rank}").read_text()
@@ -91,7 +91,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path, layout: dict[str, int], stopped
             assert "T (stopped)" in stacks
             assert "do_signal_stop" in stacks or not os.access("/proc/self/stack", os.R_OK)
         else:
-            assert f"{named}; the others wait " in ended.err[rank]
+            assert f"{named}; the other ranks wait " in ended.err[rank]
             assert "in run_steps" in stacks
             assert "Traceback" not in ended.err[rank]
     assert ended.status()["state"] == "failed"
@@ -116,7 +116,10 @@ def test_a_rank_that_gets_no_data_is_named_by_its_progress(tmp_path: Path) -> No
     assert seconds < LIMIT
     for text in ended.err:
         assert f"error: rank 1 (host {os.uname().nodename}, pid {ranks.pids[1]}, " in text
-        assert f"does not go on reading data for global step {STEP}; the others wait at global step {STEP}" in text
+        assert (
+            f"does not make progress reading data for global step {STEP}; the other ranks wait at global step {STEP}"
+            in text
+        )
     assert "in never_read" in (tmp_path / "output/logs/stacks.1").read_text()
     assert "in total" in (tmp_path / "output/logs/stacks.0").read_text()
 
@@ -129,7 +132,7 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named_by_its_stack(tmp_pat
 
     ended, _ = end(begin(tmp_path, patches={1: partial(at_step, stuck, "compute_gradients")}))
     assert ended.codes == [3, 1], ended.text
-    assert f"does not go on at global step {STEP}; the others wait at global step {STEP}" in ended.err[0]
+    assert f"does not make progress at global step {STEP}; the other ranks wait at global step {STEP}" in ended.err[0]
     assert "error: rank 1 (" in ended.err[0]
     assert "in stuck" in (tmp_path / "output/logs/stacks.1").read_text()
     assert "in compute_gradients" in (tmp_path / "output/logs/stacks.0").read_text()
@@ -165,7 +168,7 @@ def test_the_first_failure_is_named_everywhere(tmp_path: Path, failing: int) -> 
     assert ended.err[failing].startswith(f"{named}\nTraceback (most recent call last):\n")
     assert ended.err[failing].endswith("ValueError: boom\n")
     for rank in set(range(4)) - {failing}:
-        assert f"error: {named}\nhint: the log of rank {failing} says more\n" in ended.err[rank]
+        assert f"error: {named}\nhint: see the log of rank {failing}\n" in ended.err[rank]
         assert "Traceback" not in ended.err[rank]
     assert ended.status()["state"] == "failed"
     assert ended.status()["reason"] == named
@@ -204,9 +207,10 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert seconds < 4
     for rank in (0, 1):
         assert (
-            f"error: another rank is gone: rank 2 (host {os.uname().nodename}, pid {ranks.pids[2]}" in ended.err[rank]
+            f"error: another rank exited unexpectedly: rank 2 (host {os.uname().nodename}, pid {ranks.pids[2]}"
+            in ended.err[rank]
         )
-    assert ended.status()["reason"].startswith("another rank is gone: rank 2")
+    assert ended.status()["reason"].startswith("another rank exited unexpectedly: rank 2")
 
 
 def answers(*ticks: int, idle: float = 10, busy: Sequence[int] = ()) -> list[Answer]:
@@ -234,8 +238,8 @@ def test_who_is_to_blame(told: list[Answer], absent: list[int], is_late: bool, c
 
 def test_a_tick_costs_next_to_nothing() -> None:
     """Measured: 0.4 µs. The bound leaves room for a busy machine."""
-    pulse = trainer.mesh.Pulse()
+    heartbeat = trainer.mesh.Heartbeat()
     began = time.process_time()
     for step in range(20_000):
-        pulse.tick(f"at global step {step}")
+        heartbeat.tick(f"at global step {step}")
     assert time.process_time() - began < 20_000 * 2e-6

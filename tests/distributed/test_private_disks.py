@@ -60,7 +60,7 @@ def test_a_checkpoint_that_one_node_has_lost_is_of_no_use(tmp_path: Path) -> Non
     shutil.rmtree(folders[1] / "output")
     refused = train(folders, *LAYOUT, max_steps=8, ckpt_dir="auto")
     assert refused.codes[0] == 93, refused.text
-    assert "output has no checkpoint on node 1, but on others" in refused.text
+    assert "checkpoints in output are missing on node 1, but other nodes have them" in refused.text
     assert len(list((folders[0] / "output").glob("step_*"))) > 1
 
 
@@ -71,11 +71,11 @@ def test_a_first_save_that_was_torn_is_no_checkpoint(tmp_path: Path) -> None:
     shutil.rmtree(folders[1] / "output")
     anew = train(folders, *LAYOUT, max_steps=4, ckpt_dir="auto")
     assert anew.ok, anew.text
-    assert "is not on all nodes" in anew.text
+    assert "is not on the disks of all nodes" in anew.text
     assert_equal(folders[0] / "output" / "step_4", folders[1] / "output" / "step_4")
 
 
 def test_a_layout_that_would_tear_checkpoints_is_refused(tmp_path: Path) -> None:
     torn = train([tmp_path / "a", tmp_path / "b"], "Distributed.sharding.sharding_degree=4", max_steps=2, micro_batch=1)
     assert torn.codes[0] == 93, torn.text
-    assert "a checkpoint would be torn over several nodes" in torn.text
+    assert "a checkpoint would be split over several nodes" in torn.text

@@ -68,7 +68,7 @@ def test_the_whole_of_validate_works(installed: Path, tmp_path: Path) -> None:
     )
     wrong = run(gptctl, "validate", "config", "--nodes", "3", cwd=tmp_path)
     assert wrong.returncode == 1
-    assert "these fit" in wrong.stdout
+    assert "layouts that fit" in wrong.stdout
     for arguments in (
         ["topo"],
         ["schema"],

@@ -41,7 +41,7 @@ def test_a_mistake_under_torchrun_is_said_and_recorded(tmp_path: Path) -> None:
     """The exit code 93 and the message reach torchrun's own report."""
     ended = start([*TORCHRUN, "2", "-m", "trainer", *tiny(path="nowhere.txt")], tmp_path)
     assert ended.returncode == 1
-    assert "error: nowhere.txt cannot be read: No such file or directory" in ended.stderr
+    assert "error: cannot read nowhere.txt: No such file or directory" in ended.stderr
     assert "hint: check Data.Train.dataset.path" in ended.stderr
     assert "exitcode  : 93" in ended.stderr
 

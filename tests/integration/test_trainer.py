@@ -19,6 +19,9 @@ from tests.ranks import Ranks, run, tiny
 from tests.unit.test_data import write_npz
 from tests.unit.test_logline import LINE
 from trainer.__main__ import main
+from trainer.banner import model_size
+from trainer.config.read import paths_of
+from trainer.config.sections import RunConfig
 from trainer.data.chars import CharSplit
 from trainer.logline import TrainLine, parse_train_line
 
@@ -77,7 +80,34 @@ def test_everything_comes_when_it_is_due(tmp_path: Path) -> None:
     assert text.rstrip().endswith("The training process is complete.")
     assert ended.status()["state"] == "finished"
     assert "Model.hidden_size                            32" in text
-    assert "Model Size: 0.00 B" in text
+    assert "Model Size: 0.03 M (" in text
+
+
+def test_the_banner_is_one_record_with_the_config_and_eight_lines(tmp_path: Path) -> None:
+    """Oracles: the keys of the sections, one indented line each, and a prefix on every other line."""
+    ended = run(tmp_path, *tiny(max_steps=2, save_steps=1000))
+    assert ended.ok, ended.text
+    lines = ended.out[0].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.endswith("[    INFO] - Resolved config:"))
+    keys = [line.split()[0] for line in lines[start + 1 :] if line.startswith("  ") and not line.startswith("   ")]
+    assert keys == list(paths_of(RunConfig))
+    rest = [line for line in lines[start + 1 + len(keys) :] if re.match(r"\[[-\d]{10} [:\d]{8},\d{3}\] \[", line)]
+    first_step = next(number for number, line in enumerate(rest) if "global step 1," in line)
+    assert first_step <= 8
+    assert "Checkpoints: output, every 1,000 steps and at the end" in ended.out[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        (803_584, "0.80 M (803,584 parameters)"),
+        (354_871_296, "354.87 M (354,871,296 parameters)"),
+        (1_313_722_368, "1.31 B (1,313,722,368 parameters)"),
+    ],
+)
+def test_a_model_size_reads_well(parameters: int, text: str) -> None:
+    """Oracle: `Model Size: 1.31 B` in FleetX's log, and the parameters of 345M and 1.3B by its formula."""
+    assert model_size(parameters) == text
 
 
 def test_metrics_have_every_field(tmp_path: Path) -> None:
@@ -185,7 +215,7 @@ def test_the_demo_learns_and_writes(tmp_path: Path) -> None:
     losses = ended.metrics()
     assert 4.3 < losses[0] < 4.9
     assert losses[-1] < 3.2
-    assert re.search(r"A sample, after '.+':\n.*\[    INFO\] - ", ended.out[0])
+    assert re.search(r"Sample text after '.+':\n.*\[    INFO\] - ", ended.out[0])
 
 
 @pytest.mark.long

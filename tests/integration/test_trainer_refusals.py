@@ -21,9 +21,9 @@ from trainer.__main__ import main
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"RANK": "5"}, "RANK=5 and LOCAL_WORLD_SIZE=1 do not fit WORLD_SIZE=1"),
+        ({"RANK": "5"}, "RANK=5 and LOCAL_WORLD_SIZE=1 contradict WORLD_SIZE=1"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set"),
-        ({"RANK": "abc"}, "RANK=abc makes no sense"),
+        ({"RANK": "abc"}, "RANK=abc is invalid"),
     ],
 )
 def test_half_a_world_is_refused_at_once(tmp_path: Path, environ: dict[str, str], message: str) -> None:
@@ -38,28 +38,28 @@ def refused(tmp_path: Path) -> Iterator[tuple[list[str], str, str]]:
     data = tmp_path / "data"
     data.mkdir()
     tokens = {"dataset": "GPTDataset", "path": "", "vocab": 100, "input_dir": data}
-    yield tiny(**tokens), "holds no token files", "_ids.npz"
-    yield tiny(**{**tokens, "input_dir": tmp_path / "none"}), "there is no data at", "input_dir"
+    yield tiny(**tokens), "contains no token files", "_ids.npz"
+    yield tiny(**{**tokens, "input_dir": tmp_path / "none"}), "no data at", "input_dir"
     write_npz(tmp_path / "big", [[1, 2, 300] * 20])
     yield (
         tiny(**{**tokens, "input_dir": tmp_path / "big_ids.npz"}),
-        "token id 300 is outside of the vocabulary of 100",
+        "token id 300 is outside the vocabulary of 100",
         "tokenizer",
     )
     np.savez(tmp_path / "sum_ids.npz", ids=np.arange(90, dtype=np.uint16), lens=np.array([80]))
-    yield tiny(**{**tokens, "input_dir": tmp_path / "sum_ids.npz"}), "lens add up to 80, but there are 90 ids", "anew"
+    yield tiny(**{**tokens, "input_dir": tmp_path / "sum_ids.npz"}), "the sum of lens is 80, but ids has 90", "again"
     write_npz(tmp_path / "short", [[1, 2, 3]])
     yield (
         tiny(**{**tokens, "input_dir": tmp_path / "short_ids.npz"}),
-        "has 3 tokens, one sample needs 17",
+        "has 3 tokens, but one sample needs 17",
         "max_seq_len",
     )
     (tmp_path / "a.txt").write_text("too short")
-    yield tiny(path=tmp_path / "a.txt"), "has 9 characters, one sample needs 17", "max_seq_len"
-    yield tiny(path=tmp_path / "b.txt"), "cannot be read: No such file", "path"
+    yield tiny(path=tmp_path / "a.txt"), "has 9 characters, but one sample needs 17", "max_seq_len"
+    yield tiny(path=tmp_path / "b.txt"), f"cannot read {tmp_path / 'b.txt'}: No such file", "path"
     yield tiny(path="s3://bucket/text"), "s3://", ""
-    yield tiny(device="gpu"), "torch sees no GPU here", "Global.device: cpu"
-    yield ["--device", "gpu", *tiny()[1:]], "torch sees no GPU here", "Global.device: cpu"
+    yield tiny(device="gpu"), "torch finds no GPU", "Global.device: cpu"
+    yield ["--device", "gpu", *tiny()[1:]], "torch finds no GPU", "Global.device: cpu"
     yield tiny(vocab=10), "different characters", "empty"
     yield tiny(**{"Distributed.mp_degree": 2, "Distributed.dp_degree": 1}), "L001", "dp_degree"
     yield tiny(layers="many"), "Model.num_layers", ""
@@ -67,8 +67,8 @@ def refused(tmp_path: Path) -> Iterator[tuple[list[str], str, str]]:
     yield tiny(output_dir=tmp_path / "a.txt"), "is a file", "output_dir"
     yield ["-c"], "-c needs a value", "--help"
     yield ["run.yaml"], "neither a flag nor KEY=VALUE", "--help"
-    yield tiny(ckpt_dir=tmp_path / "none"), "holds no checkpoint that can be used", "ckpt_dir"
-    yield tiny(output_dir=tmp_path / "a.txt" / "output"), "cannot be written", "output_dir"
+    yield tiny(ckpt_dir=tmp_path / "none"), "contains no usable checkpoint", "ckpt_dir"
+    yield tiny(output_dir=tmp_path / "a.txt" / "output"), "cannot write to", "output_dir"
     yield tiny(**{"Nonsense.key": 1}), "C010", ""
 
 
@@ -86,10 +86,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(map(chr, range(40, 136))) * 50)  # as many characters as the demo corpus has, but others
     for change, message in (
-        ({"hidden": 64}, "hidden_size 32 there, 64 here"),
-        ({"heads": 4}, "num_attention_heads 2 there, 4 here"),
-        ({"layers": 3}, "num_layers 2 there, 3 here"),
-        ({"path": text}, "its vocabulary has other characters"),
+        ({"hidden": 64}, "hidden_size is 32 there, 64 here"),
+        ({"heads": 4}, "num_attention_heads is 2 there, 4 here"),
+        ({"layers": 3}, "num_layers is 2 there, 3 here"),
+        ({"path": text}, "its vocabulary has different characters"),
     ):
         ended = run(tmp_path, *tiny(max_steps=4, ckpt_dir="auto", **change))
         assert ended.codes == [93]
@@ -116,8 +116,8 @@ def test_a_full_disk_costs_no_step(tmp_path: Path, small_disk: Path) -> None:
     assert ended.codes == [93]
     assert [line.step for line in train_lines(ended.out[0])] == list(range(1, 11))
     assert [folder.name for folder in (small_disk / "output").glob("step_*")] == ["step_4"]
-    assert re.search(r"checkpoint of step 8 is not saved: .*; those before are kept", ended.out[0])
-    assert "error: the last checkpoint could not be saved: " in ended.err[0]
+    assert re.search(r"cannot save checkpoint of step 8: .*; earlier ones are kept", ended.out[0])
+    assert "error: cannot save the last checkpoint: " in ended.err[0]
     assert "Traceback" not in ended.text
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     rest = run(tmp_path, *tiny(output_dir=small_disk / "output", ckpt_dir="auto"))
@@ -134,7 +134,7 @@ def test_a_disk_that_is_full_from_the_start(tmp_path: Path, small_disk: Path) ->
     ended = run(tmp_path, *tiny(max_steps=3, output_dir=small_disk / "output"))
     assert ended.codes == [93]
     assert len(train_lines(ended.out[0])) == 3
-    assert "error: the last checkpoint could not be saved" in ended.err[0]
+    assert "error: cannot save the last checkpoint" in ended.err[0]
     assert "Traceback" not in ended.text
 
 
@@ -142,7 +142,7 @@ def test_a_read_only_folder_is_refused_before_training(tmp_path: Path, small_dis
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     ended = run(tmp_path, *tiny(output_dir=small_disk / "output"))
     assert ended.codes == [93]
-    assert "cannot be written: Read-only file system" in ended.err[0]
+    assert f"cannot write to {small_disk / 'output'}: Read-only file system" in ended.err[0]
     assert "Traceback" not in ended.text
 
 
@@ -151,7 +151,7 @@ def test_a_read_only_data_folder_is_no_obstacle(tmp_path: Path, small_disk: Path
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     ended = run(tmp_path, *tiny(dataset="GPTDataset", path="", vocab=100, input_dir=small_disk, max_steps=3), world=2)
     assert ended.ok, ended.text
-    assert "index maps cannot be kept beside the data (Read-only file system)" in ended.out[0]
+    assert "cannot save index maps next to the data (Read-only file system)" in ended.out[0]
 
 
 def test_a_config_mistake_is_said_once_per_node(tmp_path: Path) -> None:
@@ -172,5 +172,6 @@ def test_ranks_with_other_layouts_do_not_wait_for_each_other(tmp_path: Path) -> 
     ended = Ranks(tiny(**both), 2, tmp_path, {}, entry).wait(60)
     assert set(ended.codes) <= {93, -9}
     assert (
-        "rank 1 has the layout mp 1 × sharding 1 × pp 2 × dp 1, rank 0 mp 1 × sharding 1 × pp 1 × dp 2" in ended.err[0]
+        "rank 1 has the layout mp 1 × sharding 1 × pp 2 × dp 1, but rank 0 has mp 1 × sharding 1 × pp 1 × dp 2"
+        in ended.err[0]
     )

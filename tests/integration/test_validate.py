@@ -75,7 +75,7 @@ def test_a_proposed_layout_is_valid(gptctl) -> None:
     world = ["--nodes", "2", "--gpus-per-node", "8"]
     report = json.loads(gptctl("validate", file, *world, "--json").stdout)
     (finding,) = [finding for finding in report["findings"] if finding["code"] == "L001"]
-    proposals = finding["hint"].removeprefix("these fit: ").split("; ")
+    proposals = finding["hint"].removeprefix("layouts that fit: ").split("; ")
     assert len(proposals) == 3
     keys = {"mp": "mp_degree", "sharding": "sharding_degree", "pp": "pp_degree", "dp": "dp_degree"}
     for proposal in proposals:

@@ -98,7 +98,7 @@ def test_bash_completes(gptctl, tmp_path, typed: str, completed: list[str]) -> N
 
 
 def test_rules_are_listed(gptctl) -> None:
-    assert "num_attention_heads is divisible by mp_degree" in gptctl("rules", "l002").stdout
+    assert "num_attention_heads must be divisible by mp_degree" in gptctl("rules", "l002").stdout
     assert len(json.loads(gptctl("rules", "--json").stdout)) > 80
     assert gptctl("rules", "X999").returncode == 2
 
@@ -142,7 +142,7 @@ def test_keys_are_listed(gptctl) -> None:
     assert rows[0] == {
         "key": "Distributed.sharding.sharding_degree",
         "default": "1",
-        "meaning": "ranks that share one copy of the states",
+        "meaning": "ranks that share one copy of the training state",
     }
     assert "Launch.rdzv.port" in gptctl("keys").stdout
     assert gptctl("keys", "nothing").returncode == 2

@@ -72,12 +72,12 @@ def damaged(tmp_path: Path) -> Iterator[tuple[str, str]]:
         folder.mkdir()
         return folder
 
-    yield str(tmp_path / "nowhere"), "there is no data"
-    yield str(fresh("empty")), "holds no token files"
+    yield str(tmp_path / "nowhere"), "no data at"
+    yield str(fresh("empty")), "contains no token files"
     np.savez(fresh("sum") / "x_ids.npz", ids=np.arange(5, dtype=np.uint16), lens=np.array([2, 2]))
-    yield str(tmp_path / "sum"), "lens add up to 4, but there are 5 ids"
+    yield str(tmp_path / "sum"), "the sum of lens is 4, but ids has 5"
     np.savez(fresh("negative") / "x_ids.npz", ids=np.arange(5, dtype=np.uint16), lens=np.array([-1, 6]))
-    yield str(tmp_path / "negative"), "lens goes from -1 to 6, expected 0 to 5"
+    yield str(tmp_path / "negative"), "lens has values from -1 to 6, expected 0 to 5"
     np.savez(fresh("lack") / "x_ids.npz", ids=np.arange(5, dtype=np.uint16))
     yield str(tmp_path / "lack"), "no array lens"
     np.savez(fresh("kind") / "x_ids.npz", ids=np.ones(5), lens=np.array([5]))
@@ -85,35 +85,35 @@ def damaged(tmp_path: Path) -> Iterator[tuple[str, str]]:
     np.savez(fresh("object") / "x_ids.npz", ids=np.array([[1], [2, 3]], dtype=object), lens=np.array([2]))
     yield str(tmp_path / "object"), "Python objects"
     (fresh("text") / "x_ids.npz").write_text("this is no zip file")
-    yield str(tmp_path / "text"), "not readable as token files"
+    yield str(tmp_path / "text"), "cannot read token files"
     write_npz(fresh("short") / "x", DOCUMENTS)
     file = tmp_path / "short" / "x_ids.npz"
     file.write_bytes(file.read_bytes()[:-200])
-    yield str(tmp_path / "short"), "not readable as token files"
+    yield str(tmp_path / "short"), "cannot read token files"
     write_pair(fresh("alone") / "x", [[[1]]])
     (tmp_path / "alone" / "x_ids.npy").unlink()
-    yield str(tmp_path / "alone"), "not readable as token files"
+    yield str(tmp_path / "alone"), "cannot read token files"
     np.save(fresh("docs") / "x_ids.npy", np.arange(5, dtype=np.uint16))
     np.savez(tmp_path / "docs" / "x_idx.npz", lens=np.array([2, 3]), docs=np.array([0, 1]))
-    yield str(tmp_path / "docs"), "docs do not fit"
+    yield str(tmp_path / "docs"), "docs does not match"
     write_npz(fresh("flip") / "x", [[n % 7 for n in range(5000)]], compressed=True)
     file = tmp_path / "flip" / "x_ids.npz"
     content = bytearray(file.read_bytes())
     content[60] ^= 255
     file.write_bytes(content)
-    yield str(tmp_path / "flip"), "not readable as token files"
+    yield str(tmp_path / "flip"), "cannot read token files"
     for name, lens, message in (
-        ("float", np.array([2.4, 3.4]), "lens is float64"),
-        ("scalar", np.array(5), "lens is int64 in 0 dimensions"),
+        ("float", np.array([2.4, 3.4]), "lens is a 1-dimensional array of float64"),
+        ("scalar", np.array(5), "lens is a 0-dimensional array of int64"),
         ("overflow", np.array([2**62] * 4 + [5]), "expected 0 to 5"),
-        ("words", np.array(["5"]), "lens is <U1"),
+        ("words", np.array(["5"]), "lens is a 1-dimensional array of <U1"),
     ):
         np.savez(fresh(name) / "x_ids.npz", ids=np.arange(5, dtype=np.uint16), lens=lens)
         yield str(tmp_path / name), message
     np.save(fresh("sentence") / "x_ids.npy", np.arange(5, dtype=np.uint16))
     np.savez(tmp_path / "sentence" / "x_idx.npz", lens=np.array([6, -1]), docs=np.array([0, 2]))
-    yield str(tmp_path / "sentence"), "lens goes from -1 to 6, expected 0 to 5"
-    yield str(tmp_path / "no**pe"), "there is no data"
+    yield str(tmp_path / "sentence"), "lens has values from -1 to 6, expected 0 to 5"
+    yield str(tmp_path / "no**pe"), "no data at"
 
 
 def test_damaged_files_are_one_clear_message(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_the_parts_touch_at_two_places_only(text: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"short", "one sample needs 65"), (b"\xff\xfe bad", "no UTF-8 text")]
+    ("content", "message"), [(b"short", "one sample needs 65"), (b"\xff\xfe bad", "is not UTF-8 text")]
 )
 def test_bad_texts(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "text.txt"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.test_model import CPU, model_config
-from trainer.__main__ import parse, settle_threads
+from trainer.__main__ import configure_threads, parse
 from trainer.config.sections import Generation
 from trainer.errors import UserError
 from trainer.generate import generate
@@ -55,12 +55,12 @@ def test_the_world_is_what_the_launcher_says() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 makes no sense"),
-        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE=-1 makes no sense"),
-        ({"RANK": "abc"}, "RANK=abc makes no sense"),
-        ({"RANK": "5"}, "RANK=5 and LOCAL_WORLD_SIZE=1 do not fit WORLD_SIZE=1"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 and LOCAL_WORLD_SIZE=2 do not fit WORLD_SIZE=2"),
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3", "RANK": "0"}, "do not fit"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is invalid"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE=-1 is invalid"),
+        ({"RANK": "abc"}, "RANK=abc is invalid"),
+        ({"RANK": "5"}, "RANK=5 and LOCAL_WORLD_SIZE=1 contradict WORLD_SIZE=1"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 and LOCAL_WORLD_SIZE=2 contradict WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3", "RANK": "0"}, "LOCAL_WORLD_SIZE=3 contradict WORLD_SIZE=2"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "but MASTER_PORT is not set"),
     ],
@@ -84,7 +84,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"LOCAL_WORLD_SIZE": "nonsense"}, "8"),
     ]:
         monkeypatch.setattr(os, "environ", dict(environ))
-        settle_threads()
+        configure_threads()
         assert os.environ["OMP_NUM_THREADS"] == threads
         assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 

@@ -133,20 +133,20 @@ def test_one_bad_element_makes_the_norm_bad(value: float) -> None:
 
 def test_the_loss_scale_halves_and_doubles() -> None:
     precision = Precision(MixPrecision(enable=True, dtype="float16", level="O1", scale_loss=1024.0), "cpu")
-    precision.judge(False)
+    precision.update_scale(False)
     assert precision.scale == 512.0
     for _ in range(GROWTH_INTERVAL - 1):
-        precision.judge(True)
+        precision.update_scale(True)
     assert precision.scale == 512.0
     again = Precision(MixPrecision(enable=True, dtype="float16", level="O1", scale_loss=1.0), "cpu")
     again.restore(precision.state())
-    again.judge(True)
+    again.update_scale(True)
     assert again.scale == 1024.0
 
 
 def test_bfloat16_has_no_loss_scale() -> None:
     precision = Precision(MixPrecision(enable=True, dtype="bfloat16", level="O1", scale_loss=1024.0), "cpu")
-    precision.judge(False)
+    precision.update_scale(False)
     assert precision.scale == 1.0
 
 

@@ -142,7 +142,7 @@ def test_without_a_log_folder_the_output_stays_where_it_is(tmp_path) -> None:
     output, _ = process.communicate()
     assert process.returncode == 0
     assert b"here\n" in output
-    assert b"rank 3 has no log file" in output
+    assert b"rank 3: cannot open log file " in output
 
 
 def test_modules_beside_it_are_not_taken_for_its_own(tmp_path) -> None:

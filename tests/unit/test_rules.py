@@ -246,7 +246,7 @@ def test_an_error_of_every_layout_does_not_spoil_the_proposals(check) -> None:
     for other in ("Engine: {run_mode: step, max_steps: 0}\n", "Model: {num_attention_heads: 10}\n"):
         findings = check(f"Distributed: {{dp_degree: 3}}\nLaunch: {{gpus_per_node: 8}}\n{other}").findings
         (world,) = [finding for finding in findings if finding.code == "L001"]
-        assert world.hint.startswith("these fit: mp 1 × sharding 1 × pp 1 × dp 8")
+        assert world.hint.startswith("layouts that fit: mp 1 × sharding 1 × pp 1 × dp 8")
 
 
 def test_secrets_are_not_repeated(check) -> None:
@@ -329,9 +329,9 @@ def test_six_mistakes_are_six_findings_with_their_lines(check) -> None:
 UNKNOWN = [
     ("Distributed: {mp_degre: 2}", "did you mean mp_degree?"),
     ("distributed: {mp_degree: 2}", "did you mean Distributed?"),
-    ("Model: {dp_degree: 2}", "it belongs in Distributed"),
-    ("Data: {max_seq_len: 2}", "it belongs in Data.Train.dataset"),
-    ("Distributed: {tp_degree: 2}", "it is called mp_degree here"),
+    ("Model: {dp_degree: 2}", "move it to Distributed"),
+    ("Data: {max_seq_len: 2}", "move it to Data.Train.dataset"),
+    ("Distributed: {tp_degree: 2}", "use mp_degree"),
     ("Xyz: 1", "known here: Global, Engine,"),
     ("globalbatchsize: 8", "did you mean Global.global_batch_size?"),
 ]

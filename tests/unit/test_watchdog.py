@@ -29,8 +29,8 @@ def test_a_later_process_with_the_same_number_is_another() -> None:
     """So it is never taken for the rank, and never ended."""
     own = Peer.of_this_rank()
     assert own.state
-    assert not own.is_gone
+    assert not own.has_exited
     later = own._replace(began="1")
-    assert later.is_gone
+    assert later.has_exited
     assert not later.state
-    assert not own._replace(host="elsewhere").is_gone  # nobody can tell
+    assert not own._replace(host="elsewhere").has_exited  # nobody can tell

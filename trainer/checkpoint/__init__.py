@@ -1,6 +1,7 @@
-"""Keeps a run's state so that no step is lost for good: checkpoints of all ranks, written beside the training.
+"""Checkpoints of all ranks, written in the background while training continues.
 
-A checkpoint holds tensors under global names and a manifest of facts. Reading takes the newest one that is whole.
+A checkpoint holds tensors under global names, and a manifest. Loading uses the newest checkpoint
+that is complete and undamaged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from trainer.slices import Piece
 Facts = dict[str, Any]
 Shape = tuple[int, ...]
 METADATA = ".metadata"
-OVERHEAD = 1.05  # headers, manifest and metadata, when free space is looked at
+OVERHEAD = 1.05  # factor for headers, manifest and metadata when checking free space
 
 
 class Checkpoints:
@@ -33,42 +34,45 @@ class Checkpoints:
         output: Path,
         keep_last: int | None,
         mesh: Mesh,
-        say: Callable[[str], None],
+        info: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
         self.store, self.keep_last, self.mesh = Store(output), keep_last, mesh
-        self.say, self.warn = say, warn
-        self.saved_step: int | None = (
-            None  # of the newest checkpoint that this run wrote or began from
-        )
-        self._buffers: dict[str, Tensor] = {}
+        self.info, self.warn = info, warn
+        # The step of the newest checkpoint that this run wrote or resumed from.
+        self.saved_step: int | None = None
+        self._buffers: dict[str, Tensor] = {}  # allocated once: pinning memory is slow
         self._thread: threading.Thread | None = None
-        self.failure = ""  # what went wrong with the last save
+        self.failure = ""  # why the last save failed
 
     def find(self, ckpt_dir: str) -> Path | None:
-        """The newest whole checkpoint at a path, or of this run (`auto`); None when `auto` finds nothing at all."""
+        """The newest usable checkpoint at a path, or of this run (`auto`).
+
+        None if `auto` finds no checkpoint at all.
+        """
         where = self.store.folder if ckpt_dir == "auto" else Path(ckpt_dir)
-        named = os.path.exists(where / NAME)  # and False where the folder may not be looked into
-        everywhere = self.mesh.gather([where] if named else Store(where).checkpoints())[
-            :: self.mesh.per_disk
-        ]
+        named = os.path.exists(where / NAME)  # False, not an error, without permission to look
+        found = self.mesh.gather([where] if named else Store(where).checkpoints())
+        # Nodes may have separate disks: only a checkpoint that is on all of them can be used.
+        everywhere = found[:: self.mesh.per_disk]
         candidates = [
             folder for folder in everywhere[0] if all(folder in others for others in everywhere)
         ]
         for folder in candidates:
             damage = damage_of(folder, self.mesh.rank_on_disk, self.mesh.per_disk)
+            # Each rank checked a share of the files; all of them must reach the same decision.
             damage = next(filter(None, self.mesh.gather(damage)), "")
             if not damage:
                 return folder
             if self.mesh.is_first:
-                self.warn(f"{folder} cannot be used: {damage}")
+                self.warn(f"cannot use {folder}: {damage}")
         if any(everywhere) and not candidates and ckpt_dir == "auto":
-            self._require_torn_first_save(everywhere)
-            self._set_aside(-1, "is not on all nodes, each of which has a disk of its own")
+            self._require_incomplete_first_save(everywhere)
+            self._set_aside(-1, "is not on the disks of all nodes")
             return None
         if candidates or ckpt_dir != "auto":
-            hint = "name another one as Engine.save_load.ckpt_dir, or leave it empty to start anew"
-            raise UserError(f"{where} holds no checkpoint that can be used", hint)
+            hint = "set Engine.save_load.ckpt_dir to another one, or leave it empty to start again"
+            raise UserError(f"{where} contains no usable checkpoint", hint)
         return None
 
     def load(
@@ -78,62 +82,70 @@ class Checkpoints:
         shapes: dict[str, Shape],
         check: Callable[[Facts], None],
     ) -> Facts:
-        """Overwrites the pieces with a checkpoint that `find` returned, once `check` agrees with its facts.
+        """Load a checkpoint that `find` returned into the pieces, after `check` accepted its facts.
 
-        `shapes` are those of all tensors of the whole model: a checkpoint has them all, whoever wrote it.
+        `shapes` lists all tensors of the whole model: a checkpoint contains all of them, in
+        whatever layout it was written.
         """
-        from trainer.checkpoint.shards import (
-            Untrusted,
-            load_shards,
-        )  # torch's part takes a second to import
+        # Imported here: torch's part takes a second to import.
+        from trainer.checkpoint.shards import Untrusted, load_shards
 
-        self.say(f"Try to load checkpoint from {folder}")
+        self.info(f"Try to load checkpoint from {folder}")
         facts = read_manifest(folder)
         check(facts)
         try:
             load_shards(folder, pieces, shapes, facts["files"])
         except Untrusted as error:
             raise UserError(
-                f"{folder} is refused: {error}", "use only checkpoints that you or your team wrote"
+                f"cannot load {folder}: {error}",
+                "use only checkpoints that you or your team wrote",
             ) from None
         except ValueError as error:
             raise UserError(
                 f"{folder} is a checkpoint of another model: {error}",
-                "use the config it was made with",
+                "use the config of that run",
             ) from None
-        except BaseException as error:  # torch's CheckpointException is no Exception
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             if isinstance(error, KeyboardInterrupt):
                 raise
             raise UserError(
-                f"{folder} is refused: {_reason(error)}", "use another checkpoint"
+                f"cannot load {folder}: {_reason(error)}", "use another checkpoint"
             ) from None
-        self.say("successfully load checkpoints")
+        self.info("successfully load checkpoints")
         return facts
 
-    def _require_torn_first_save(self, everywhere: list[list[Path]]) -> None:
-        """A run that ended while its first checkpoint was written begins anew; a disk that lost all of them is told."""
+    def _require_incomplete_first_save(self, everywhere: list[list[Path]]) -> None:
+        """Raise unless the run was killed while it saved its first checkpoint.
+
+        In that case it may start again. But if a disk lost several checkpoints, the user must know.
+        """
         if max(map(len, everywhere)) > 1:
             lacking = [str(node) for node, folders in enumerate(everywhere) if not folders]
-            hint = "copy the folder of another node there, or delete it everywhere to begin anew"
+            hint = "copy the folder from another node, or delete it on all nodes to start again"
+            nodes = ", ".join(lacking)
             raise UserError(
-                f"{self.store.folder} has no checkpoint on node {', '.join(lacking)}, but on others",
+                f"checkpoints in {self.store.folder} are missing on node {nodes}, "
+                "but other nodes have them",
                 hint,
             )
 
-    def go_on_from(self, step: int) -> None:
-        """This run goes on from an own checkpoint; newer ones, damaged or not wanted, step aside."""
+    def resumed_from(self, step: int) -> None:
+        """Record that this run resumed from its own checkpoint, and rename newer ones."""
         self.saved_step = step
-        self._set_aside(step, "is newer than what this run goes on from")
+        self._set_aside(step, "is newer than the checkpoint that this run resumed from")
 
     def _set_aside(self, step: int, why: str) -> None:
-        """Every own checkpoint after this step."""
+        """Rename every checkpoint of this run after this step."""
         if self.mesh.rank_on_disk == 0:
             for folder, aside in self.store.set_aside(step):
                 self.warn(f"{folder} {why}: renamed to {aside.name}")
         self.mesh.barrier()
 
     def save(self, step: int, pieces: dict[str, Piece], facts: Facts) -> None:
-        """Copies the tensors and returns; a thread writes them. Waits first for the save before, if it still runs."""
+        """Copy the tensors and return; a thread writes them.
+
+        First waits for the previous save, whose buffers are used again.
+        """
         self.wait()
         if step == self.saved_step:
             return
@@ -142,7 +154,7 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> str:
-        """Until the last save has ended; what went wrong with it, or nothing."""
+        """Wait for the last save. Returns why it failed, or an empty string."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -153,7 +165,7 @@ class Checkpoints:
         self.store.close()
 
     def _staged(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
-        """Copies of this rank's share: what several ranks hold alike is written by one of them."""
+        """Copy this rank's share to the buffers. If several ranks hold a piece, one writes it."""
         mine = {name: pieces[name] for name in own_share(pieces, self.mesh.disks)}
         for name, piece in mine.items():
             if name not in self._buffers:
@@ -162,35 +174,41 @@ class Checkpoints:
         return {name: piece._replace(tensor=self._buffers[name]) for name, piece in mine.items()}
 
     def _write(self, step: int, pieces: dict[str, Piece], facts: Facts) -> None:
-        """In the thread. Ranks agree after each part, so that all of them end together, in success or failure."""
+        """Write a checkpoint, in the background thread.
+
+        Ranks agree on the result of every step, so that all of them succeed or fail together.
+        """
         use_in_thread(self.mesh.device)
         part = self.store.part(step)
         files: dict[str, Facts] = {}
         try:
+            # 1. Check the free space for the whole checkpoint, and create the temporary folder.
             wanted = sum(self._on_disk(sum(piece.tensor.nbytes for piece in pieces.values())))
             failure = self._agree(lambda: self._prepare(part, int(OVERHEAD * wanted)))
+            # 2. Every rank writes and checksums its own file.
             failure = failure or self._agree(lambda: files.update(self._write_shards(part, pieces)))
             everything = {
                 name: known for share in self._on_disk(files) for name, known in share.items()
             }
+            # 3. Only when all files are on disk, write the manifest and rename the folder: its
+            # final name means that it is complete.
             failure = failure or self._agree(lambda: self._commit(part, facts, everything))
-        except RuntimeError as error:  # a rank is gone; the training loop will notice as well
+        except RuntimeError as error:  # a rank exited; the training loop will notice it too
             failure = _reason(error)
         self.failure = failure
-        with contextlib.suppress(BrokenPipeError):  # the training loop notices by itself
+        with contextlib.suppress(BrokenPipeError):  # the training loop will notice it too
             if failure and self.mesh.rank_on_disk == 0:
                 self.store.discard(part)
             if failure and self.mesh.is_first:
                 self.warn(
-                    f"checkpoint of step {step} is not saved: {failure}; those before are kept"
+                    f"cannot save checkpoint of step {step}: {failure}; earlier ones are kept"
                 )
             if not failure:
                 self.saved_step = step
-                self.say(f"Save model to {part.with_suffix('')}")
+                self.info(f"Save model to {part.with_suffix('')}")
+        # Last, because it reads whole checkpoints to verify them, and no rank waits for it.
         if not failure and self.keep_last and self.mesh.rank_on_disk == 0:
-            self.store.prune(
-                self.keep_last
-            )  # last: it reads whole checkpoints, and no rank waits for it
+            self.store.prune(self.keep_last)
 
     def _on_disk(self, value: Any) -> list[Any]:
         """The values of the ranks that write to the same disk."""
@@ -198,16 +216,17 @@ class Checkpoints:
         return self.mesh.gather(value)[first : first + self.mesh.per_disk]
 
     def _agree(self, part: Callable[[], None]) -> str:
-        """Does a part; the first failure of any rank, or nothing."""
+        """Run one step on all ranks. Returns the first failure of any rank, or an empty string."""
         failure = ""
         try:
             part()
-        except BaseException as error:  # torch's CheckpointException is no Exception
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             failure = _reason(error)
         return next(filter(None, self.mesh.gather(failure)), "")
 
     def _prepare(self, part: Path, wanted: int) -> None:
-        from trainer.checkpoint import shards  # noqa: F401 - imported by the thread, not by the first step
+        # Import it in this thread, so that no training step has to wait for the import.
+        from trainer.checkpoint import shards  # noqa: F401
 
         if self.mesh.rank_on_disk == 0:
             self.store.discard(part)
@@ -224,7 +243,7 @@ class Checkpoints:
         }
 
     def _commit(self, part: Path, facts: Facts, files: dict[str, Facts]) -> None:
-        if self.mesh.rank_on_disk:
+        if self.mesh.rank_on_disk:  # one rank per disk is enough
             return
         metadata = part / METADATA
         write_manifest(part, facts, {**files, metadata.name: file_facts(metadata, sync=True)})
@@ -232,8 +251,11 @@ class Checkpoints:
 
 
 def own_share(pieces: dict[str, Piece], disks: int = 1) -> list[str]:
-    """The names that this rank writes: the ranks that hold the same pieces, and see the same disk, take turns, from the
-    largest piece on. Of ranks that follow each other as replicas do, those of a disk do, too."""
+    """The names of the pieces that this rank writes.
+
+    Ranks that hold the same pieces and write to the same disk take turns, starting with the largest
+    piece. Replicas are numbered consecutively, and so are those of one disk.
+    """
     names = []
     for holders in {piece.holders for piece in pieces.values()}:
         alike = [
@@ -248,7 +270,7 @@ def own_share(pieces: dict[str, Piece], disks: int = 1) -> list[str]:
 
 
 def _reason(error: BaseException) -> str:
-    """The cause in one line: torch wraps the errors of all ranks into one."""
+    """The cause in one line. torch wraps the errors of all ranks into one exception."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

@@ -1,7 +1,8 @@
-"""Tensors in torch's distributed checkpoint format, under global names, and a reader that trusts none of its metadata.
+"""Writes and reads tensors in torch's distributed checkpoint format, without trusting its metadata.
 
-torch unpickles `.metadata` as it is, so a crafted file runs any command. Here only the few classes that a file of
-tensors needs are known, and what they say is compared with what is wanted before anything is read.
+torch unpickles `.metadata` without restrictions, so a crafted file can run any command. This reader
+allows only the few classes that tensors need, and compares the metadata with the expected tensors
+before it reads anything.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from trainer.checkpoint import METADATA, Shape
 from trainer.slices import Piece
 
+# What a pickle of torch's metadata refers to. None of these runs code of the user.
 _PLAIN_CLASSES = {
     "torch.distributed.checkpoint.metadata": (
-        "Metadata TensorStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta "
-        "_MEM_FORMAT_ENCODING"
+        "Metadata TensorStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex "
+        "StorageMeta _MEM_FORMAT_ENCODING"
     ).split(),
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
     "torch.serialization": ["_get_layout"],
@@ -46,24 +48,24 @@ _PLAIN_CLASSES = {
 }
 
 
-_AS_IT_IS = {
-    "flatten_state_dict": False,
-    "flatten_sharded_tensors": False,
-}  # names and pieces are flat already
+# Our names and pieces are flat already, so torch has nothing to flatten.
+_NO_FLATTENING = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 class Untrusted(Exception):
-    """The metadata asks for something that a checkpoint of ours never has."""
+    """The metadata contains something that our checkpoints never contain."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _PLAIN_CLASSES.get(module, ()):
-            raise Untrusted(f"its metadata names {module}.{name}, which no checkpoint needs")
+            raise Untrusted(f"its metadata uses {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
 
 class _Reader(FileSystemReader):
+    """A reader that never unpickles `.metadata` itself, but uses metadata that was checked."""
+
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
@@ -73,7 +75,7 @@ class _Reader(FileSystemReader):
 
 
 class _Shard:
-    """A piece as torch's planners ask for it: by what it is called, and where it is in the whole."""
+    """A piece with the interface that torch's planners expect: its position in the whole tensor."""
 
     def __init__(self, piece: Piece) -> None:
         self.tensor, self.at = piece.tensor, piece.at
@@ -101,7 +103,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Without looking for tensors to make: ours are there."""
+        """Skip torch's search for tensors to allocate: ours exist already."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -109,15 +111,15 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def save_shards(folder: Path, pieces: dict[str, Piece], group: dist.ProcessGroup | None) -> None:
-    """Every rank writes its pieces, the first one the metadata; all files are on the disk at the end."""
+    """Write the pieces of every rank; the first rank writes the metadata. Files are synced."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch about itself
+        warnings.simplefilter("ignore")  # torch warns about its own internals
         writer = FileSystemWriter(folder, sync_files=True)
         shards = {name: _Shard(piece) for name, piece in pieces.items()}
         save(
             shards,
             storage_writer=writer,
-            planner=_SavePlanner(**_AS_IT_IS),
+            planner=_SavePlanner(**_NO_FLATTENING),
             process_group=group,
             no_dist=group is None,
         )
@@ -129,37 +131,42 @@ def load_shards(
     shapes: dict[str, Shape],
     files: dict[str, dict[str, Any]],
 ) -> None:
-    """Overwrites the pieces, wherever in the checkpoint they are. Its names and shapes have to be exactly `shapes`."""
+    """Load the pieces, in whatever layout they were saved.
+
+    The names and shapes in the checkpoint must be exactly those in `shapes`.
+    """
     metadata = read_metadata(folder, files)
     check_names(metadata, shapes)
+    # A rank may hold an empty piece of a small parameter: there is nothing to load.
     shards = {name: _Shard(piece) for name, piece in pieces.items() if piece.tensor.numel()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         load(
             shards,
             storage_reader=_Reader(folder, metadata),
-            planner=_LoadPlanner(**_AS_IT_IS),
-            no_dist=True,
+            planner=_LoadPlanner(**_NO_FLATTENING),
+            no_dist=True,  # every rank reads what it needs, without coordination
         )
 
 
 def read_metadata(folder: Path, files: dict[str, dict[str, Any]]) -> Metadata:
+    """Unpickle the metadata, and check that it refers only to these files."""
     try:
         with open(folder / METADATA, "rb") as stream:
             metadata = _Unpickler(stream).load()
     except Untrusted:
         raise
-    except Exception as error:  # crafted pickles raise anything
-        raise Untrusted(f"its metadata cannot be read: {error}") from None
+    except Exception as error:  # crafted pickles can raise anything
+        raise Untrusted(f"cannot read its metadata: {error}") from None
     tables = (
         getattr(metadata, "state_dict_metadata", None),
         getattr(metadata, "storage_data", None),
     )
     if not isinstance(metadata, Metadata) or not all(isinstance(table, dict) for table in tables):
-        raise Untrusted("its metadata is of another kind")
+        raise Untrusted("its metadata has an unknown format")
     for place in metadata.storage_data.values():
         if not isinstance(place, _StorageInfo) or not isinstance(place.relative_path, str):
-            raise Untrusted("its metadata is of another kind")
+            raise Untrusted("its metadata has an unknown format")
         known = files.get(place.relative_path)
         inside = (
             known
@@ -167,22 +174,24 @@ def read_metadata(folder: Path, files: dict[str, dict[str, Any]]) -> Metadata:
             and place.length > 0
             and place.offset + place.length <= known["bytes"]
         )
+        # transform_descriptors would make torch run extensions on the data.
         if not inside or getattr(place, "transform_descriptors", None):
-            raise Untrusted(f"its metadata points to {place.relative_path}, outside of its files")
+            raise Untrusted(f"its metadata points to {place.relative_path}, outside its own files")
     return metadata
 
 
 def check_names(metadata: Metadata, shapes: dict[str, Shape]) -> None:
-    """Raises ValueError with the first difference."""
+    """Raise ValueError with the first difference."""
     stored = metadata.state_dict_metadata
     for name in [*shapes, *stored]:
         if name not in stored:
-            raise ValueError(f"it lacks {name}")
+            raise ValueError(f"{name} is missing in the checkpoint")
         if name not in shapes:
-            raise ValueError(f"it has {name}, which this model lacks")
+            raise ValueError(f"it contains {name}, which this model does not have")
         facts = stored[name]
         if not isinstance(facts, TensorStorageMetadata) or tuple(facts.size) != shapes[name]:
             size = tuple(getattr(facts, "size", ()))
-            raise ValueError(f"{name} has the shape {size} there and {shapes[name]} here")
+            raise ValueError(f"{name} has shape {size} there and {shapes[name]} here")
+        # torch loads what it finds and leaves the rest of the tensor unchanged, without an error.
         if sum(chunk.sizes.numel() for chunk in facts.chunks) != math.prod(shapes[name]):
-            raise ValueError(f"{name} is stored in part only")
+            raise ValueError(f"{name} is stored only in part")

@@ -1,4 +1,4 @@
-"""minGPT's snapshot: the whole state in one file, written by the first rank, read by all of them."""
+"""minGPT's snapshot: the whole state in one file, written by the first rank and read by all."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def save_snapshot(
     file: Path, pieces: dict[str, Piece], facts: dict[str, Any], finished_epoch: int
 ) -> None:
-    tensors = {
-        name: piece.tensor for name, piece in pieces.items()
-    }  # whole ones: validate sees to it
+    # Whole tensors, not parts of them: rule T011 refuses snapshots in other layouts.
+    tensors = {name: piece.tensor for name, piece in pieces.items()}
     content = {
         "model_state": _under(tensors, "model."),
         "optimizer_state": {moment: _under(tensors, f"optim.{moment}.") for moment in _MOMENTS},
         "finished_epoch": finished_epoch,
-        "facts": json.dumps(facts),
+        "facts": json.dumps(facts),  # as text: weights_only allows few types
         "checksum": _checksum(tensors, facts, finished_epoch),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -39,10 +38,13 @@ def save_snapshot(
 def load_snapshot(
     file: Path, pieces: dict[str, Piece], check: Callable[[dict[str, Any]], None]
 ) -> tuple[dict[str, Any], int]:
-    """Overwrites the tensors once `check` agrees; the facts and the number of finished epochs."""
-    hint = "delete it to train from scratch, or name another Engine.save_load.snapshot_path"
+    """Load a snapshot into the pieces, after `check` accepted its facts.
+
+    Returns the facts and the number of finished epochs.
+    """
+    hint = "delete it to train from scratch, or set another Engine.save_load.snapshot_path"
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)  # never runs code
         stored = {f"model.{name}": tensor for name, tensor in content["model_state"].items()}
         for moment in _MOMENTS:
             states = content["optimizer_state"][moment]
@@ -50,15 +52,13 @@ def load_snapshot(
         facts, finished = json.loads(content["facts"]), int(content["finished_epoch"])
         whole = content["checksum"] == _checksum(stored, facts, finished)
     except Exception as error:  # damaged and foreign files make torch raise anything
-        reason = (
-            str(error).splitlines()[0]
-            if isinstance(error, OSError)
-            else "it is not what this program writes"
-        )
-        raise UserError(f"{file} is no snapshot that can be used: {reason}", hint) from None
+        reason = "it is not a snapshot of this program"
+        if isinstance(error, OSError):
+            reason = str(error).splitlines()[0]
+        raise UserError(f"cannot use {file}: {reason}", hint) from None
     if not whole:
-        raise UserError(f"{file} is damaged: its checksum is another", hint)
-    check(facts)
+        raise UserError(f"{file} is damaged: wrong checksum", hint)
+    check(facts)  # before any tensor is changed
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     if shapes != {name: tuple(piece.tensor.shape) for name, piece in pieces.items()}:
         raise UserError(f"{file} is a snapshot of another model", hint)

@@ -1,4 +1,4 @@
-"""The run-config language: YAML, JSON, flags and `-o` in; a complete, checked `RunConfig` out. Torch-free."""
+"""Run configs: from YAML, JSON, flags and `-o` to a complete, checked `RunConfig`. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ def load(
     overrides: Iterable[Override] = (),
     machines: Machines | None = None,
 ) -> Resolved:
-    """The run config of a file, as the trainer wants it: mistakes are one UserError, `Launch` stays unread."""
+    """Load a run config for the trainer.
+
+    All mistakes are reported in one UserError. The `Launch` section belongs to gptctl and is
+    skipped.
+    """
     found: list[Finding] = []
     tree = load_tree(path, overrides, found)
     source = path or "the command line"
     if tree is None:
-        raise UserError(f"{source} cannot be used", findings=found)
+        raise UserError(f"{source}: invalid config", findings=found)
     resolved = resolve(read_run(tree, found, unread=("Launch",)), machines)
     if errors_in(resolved.findings):
-        raise UserError(f"{source} cannot be used", findings=resolved.findings)
+        raise UserError(f"{source}: invalid config", findings=resolved.findings)
     return resolved

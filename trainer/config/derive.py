@@ -1,6 +1,7 @@
-"""What follows from what is written: preset sizes, dp from the world, batch sizes, everything a config may leave empty.
+"""Fills in what a config leaves empty: preset sizes, dp_degree, batch sizes.
 
-A function from flat values to flat values; nothing is judged here except what cannot be solved.
+A function from flat values to flat values. It reports only values that cannot be derived;
+`rules.py` checks everything else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from trainer.errors import Finding, Rule
 from trainer.layout import DEGREE_KEYS, Machines, solve_batch, solve_layout
 
 MISSING_SIZE = Rule(
-    "C017", "the model's sizes come from a preset or are written", uses=("Model.name",)
+    "C017", "model sizes must be given, by a preset or in the config", uses=("Model.name",)
 )
 
 DROPOUTS = ("Model.hidden_dropout_prob", "Model.attention_probs_dropout_prob")
@@ -25,7 +26,7 @@ DROPOUTS = ("Model.hidden_dropout_prob", "Model.attention_probs_dropout_prob")
 
 class Derived(NamedTuple):
     values: dict[str, Any]
-    origins: dict[str, str]  # of what was filled in
+    origins: dict[str, str]  # key path -> how its value was derived
     found: tuple[Finding, ...]
 
 
@@ -33,6 +34,7 @@ def derive(
     values: Mapping[str, Any], emptied: Collection[str], machines: Machines | None
 ) -> Derived:
     filling = _Filling(dict(values))
+    # In this order: the batch sizes depend on dp_degree, which the layout step derives.
     _fill_model(filling)
     _fill_engine(filling, emptied)
     _fill_layout(filling, machines)
@@ -48,7 +50,7 @@ class _Filling:
         self.found: list[Finding] = []
 
     def get(self, path: str) -> Any:
-        """The value, written or default; None when it is to be derived."""
+        """The written or default value; None if it has not been derived yet."""
         return self.values[path] if path in self.values else _defaults(RunConfig)[path]
 
     def fill(self, path: str, value: Any, origin: str) -> None:
@@ -83,13 +85,13 @@ def _fill_model(filling: _Filling) -> None:
         if preset is None and path not in filling.values:
             hint = f"write {path}, or a preset as Model.name ({', '.join(list(PRESETS)[:3])}, …)"
             filling.found.append(
-                MISSING_SIZE.found(path, None, f"model {name} has no sizes of its own", hint)
+                MISSING_SIZE.found(path, None, f"missing: model {name} has no preset sizes", hint)
             )
+        # Some number is needed even after the finding, so that the other rules can still run.
         filling.fill(path, getattr(preset or PRESETS["gpt2-en"], key), origin)
     filling.fill("Model.ffn_hidden_size", 4 * filling.get("Model.hidden_size"), "4 · hidden_size")
-    if (
-        filling.get("Data.Train.dataset.name") == "CharDataset"
-    ):  # its vocabulary is counted in the data
+    if filling.get("Data.Train.dataset.name") == "CharDataset":
+        # No vocab_size here: the trainer counts the characters when it reads the text.
         filling.fill(
             "Model.max_position_embeddings",
             filling.get("Data.Train.dataset.max_seq_len"),
@@ -102,16 +104,19 @@ def _fill_model(filling: _Filling) -> None:
     if filling.get("Engine.check_accuracy"):
         for path in DROPOUTS:
             filling.replace(path, 0.0, "check_accuracy")
+    # Equal sets of layers should give equal configs.
     if kept := filling.values.get("Model.no_recompute_layers"):
         filling.values["Model.no_recompute_layers"] = tuple(sorted(set(kept)))
 
 
 def _fill_engine(filling: _Filling, emptied: Collection[str]) -> None:
     filling.fill("Engine.test_iters", 10 * filling.get("Engine.eval_iters"), "10 · eval_iters")
+    # An explicitly empty key means "as long as the run"; a missing key means the default.
     if "Optimizer.lr.decay_steps" in emptied and filling.get("Engine.max_steps") > 0:
         filling.fill("Optimizer.lr.decay_steps", filling.get("Engine.max_steps"), "max_steps")
     if "Engine.save_load.save_steps" in emptied:
         filling.fill("Engine.save_load.save_steps", 0, "empty: only at the end")
+    # As in PaddleNLP, num_train_epochs counts if max_steps is not positive.
     if filling.get("Engine.max_steps") <= 0:
         filling.fill("Engine.run_mode", "epoch", "max_steps <= 0")
     backend = "nccl" if filling.get("Global.device") == "gpu" else "gloo"
@@ -135,12 +140,12 @@ def _fill_batch(filling: _Filling) -> None:
     filling.found += found
     filling.fill("Global.global_batch_size", batch.global_size, "local · dp · sharding")
     filling.fill("Global.local_batch_size", batch.local, "global / (dp · sharding), or micro")
-    # A written value is overwritten, as FleetX does; `resolve.py` warns when the two differ.
+    # Like FleetX, overwrite the value in the config; `resolve.py` warns if the two differ.
     filling.replace("Engine.accumulate_steps", batch.accumulate, "local / micro")
 
 
 def _fill_data(filling: _Filling) -> None:
-    """Eval and Test are as Train where they say nothing."""
+    """Keys that Eval and Test leave empty take the value of Train."""
     for path in paths_of(DataPart):
         if f"Data.Train.{path}" in filling.values:
             for part in ("Eval", "Test"):

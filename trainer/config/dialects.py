@@ -1,7 +1,8 @@
-"""Other spellings of the same config: FleetX of both eras, the flags of PaddleNLP's GPT, minGPT's YAML.
+"""Translates other config formats: old and new FleetX, PaddleNLP's GPT flags, minGPT's YAML.
 
-Each layer (a file, a `_base_`, an `-o`) is translated by itself, so that `-o trainer_config.max_epochs=2` works on a
-minGPT file. The tables say which key becomes which; lines stay those of the text the user wrote.
+Each layer (a file, a `_base_`, an `-o`) is translated on its own, so that
+`-o trainer_config.max_epochs=2` works on a minGPT file. The tables map keys to keys; messages still
+refer to the lines that the user wrote.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from trainer.config.presets import PRESETS
 from trainer.config.tree import MAX_DEPTH, TWICE, List, Map, Node, Scalar, is_null, plain
 from trainer.errors import Finding, Place, Rule, closest
 
-UNKNOWN = Rule("C010", "every key is known")
-MODEL_FAMILY = Rule("C016", "the model family is gpt or gpt-cn")
-SWITCH = Rule("T025", "use_sharding and sharding_degree say the same", "warning")
+UNKNOWN = Rule("C010", "a key must be known")
+MODEL_FAMILY = Rule("C016", "model_type must be gpt or gpt-cn")
+SWITCH = Rule("T025", "use_sharding and sharding_degree should agree", "warning")
 
 _ENGINE_KEYS = (
-    "run_mode max_steps num_train_epochs accumulate_steps logging_freq eval_freq eval_iters test_iters check_accuracy "
-    "mix_precision save_load"
+    "run_mode max_steps num_train_epochs accumulate_steps logging_freq eval_freq eval_iters "
+    "test_iters check_accuracy mix_precision save_load"
 ).split()
 _BATCH_KEYS = ("global_batch_size", "local_batch_size", "micro_batch_size")
 _SHARDING_KEYS = ("sharding_degree", "sharding_stage", "sharding_offload")
@@ -29,7 +30,7 @@ _DEGREES = ("dp_degree", "mp_degree", "pp_degree")
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 RENAMED: dict[str, tuple[str, ...]] = {
-    # flat names: the flags of PaddleNLP's GPT, and the keys below FleetX's old root `PreTraining`
+    # flat names: the flags of PaddleNLP's GPT, and the keys under `PreTraining` in old FleetX
     **{name: (f"Engine.{name}",) for name in _ENGINE_KEYS},
     **{name: (f"Global.{name}",) for name in ("device", "seed", *_BATCH_KEYS)},
     **{name: (f"Distributed.{name}",) for name in _DEGREES},
@@ -72,7 +73,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "master_addr": ("Launch.rdzv.endpoint",),
     "master_port": ("Launch.rdzv.port",),
     "max_restarts": ("Launch.max_restarts",),
-    # FleetX between the eras
+    # intermediate versions of FleetX
     **{f"Global.{name}": (f"Engine.{name}",) for name in _ENGINE_KEYS},
     **{f"Distributed.{name}": (f"Distributed.sharding.{name}",) for name in _SHARDING_KEYS},
     "Data.batch_size": ("Global",),
@@ -98,6 +99,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "gpt_config.embd_pdrop": ("Model.hidden_dropout_prob",),
     "gpt_config.attn_pdrop": ("Model.attention_probs_dropout_prob",),
     "trainer_config.max_epochs": ("Engine.num_train_epochs",),
+    # minGPT's batch size is per rank, without gradient accumulation.
     "trainer_config.batch_size": ("Global.local_batch_size", "Global.micro_batch_size"),
     "trainer_config.data_loader_workers": ("Data.Train.loader.num_workers",),
     "trainer_config.grad_norm_clip": ("Optimizer.grad_clip.clip_norm",),
@@ -108,7 +110,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "optimizer_config.weight_decay": ("Optimizer.weight_decay",),
 }
 
-# What a foreign group of keys says by being there; anything written wins over it.
+# Values that the presence of a foreign group implies; any value written in a config wins over them.
 IMPLIED: dict[str, dict[str, str]] = {
     "data_config": {
         "Data.Train.dataset.name": "CharDataset",
@@ -119,23 +121,26 @@ IMPLIED: dict[str, dict[str, str]] = {
 }
 
 PURE_FP16 = "Engine.mix_precision.use_pure_fp16"
-BY_PURE_FP16 = "as use_pure_fp16"  # the value of `enable` until all layers are merged
+BY_PURE_FP16 = "as use_pure_fp16"  # placeholder for `enable` until all layers are merged
 
-# Groups that are no sections here: a key in them that has no meaning is a mistake in that group.
+# Groups of other formats. An unknown key in them is reported with the known keys of that group.
 FOREIGN_GROUPS = ("data_config", "gpt_config", "trainer_config", "optimizer_config", "Fused")
 
-# Accepted with one notice: what only Paddle or hydra uses, or what is always computed. `*`: Train, Eval or Test.
+# Accepted with one notice: only Paddle or hydra uses these keys, or the trainer always computes
+# them. `*` stands for Train, Eval or Test.
 IGNORED = frozenset(
     """
     Global.flags Global.enable_partial_send_recv
-    Engine.mix_precision.custom_black_list Engine.mix_precision.custom_white_list Engine.mix_precision.use_main_grad
+    Engine.mix_precision.custom_black_list Engine.mix_precision.custom_white_list
+    Engine.mix_precision.use_main_grad
     Model.module Model.type_vocab_size Model.fused_linear Model.fused_softmax_with_triangular
     Data.*.dataset.num_samples Data.*.dataset.mode Data.*.sampler.name Data.*.sampler.batch_size
     Data.*.loader.return_list Data.*.loader.collate_fn
     Optimizer.multi_precision Optimizer.lr.use_increments Optimizer.lr.run_mode
     Distributed.fuse_sequence_parallel_allreduce Distributed.hcg
     Profiler.record_shapes Profiler.profile_memory Profiler.summary
-    Inference Compress enable_addto fuse_transformer fuse_mt profiler_options beam_size save_inference_model_then_exist
+    Inference Compress enable_addto fuse_transformer fuse_mt profiler_options beam_size
+    save_inference_model_then_exist
     hydra gpt_config.vocab_size gpt_config.block_size
     node_rank
     """.split()
@@ -155,13 +160,20 @@ def is_ignored(path: str) -> bool:
 
 
 def translate(tree: Map, found: list[Finding], implies: bool = True) -> Translated:
-    """One layer in the canonical vocabulary, and what its dialect implies; a single override implies nothing."""
+    """Translate one layer to our keys, and list what its format implies.
+
+    A single override implies nothing (`implies=False`): it does not make a config a minGPT config.
+    """
     walk = _Walk(tree.place, found, IMPLIED if implies else {})
     for name, node in tree.items.items():
         if name == "_inherited_":
             found.append(
                 UNKNOWN.found(
-                    name, plain(node), "it belongs in a section", "leave out _base_", node.place
+                    name,
+                    plain(node),
+                    "_inherited_ is allowed only inside a section",
+                    "to inherit nothing at all, delete _base_",
+                    node.place,
                 )
             )
         elif name == "PreTraining" and is_null(node):
@@ -189,7 +201,7 @@ class _Walk:
             special(self, node)
         elif path in RENAMED:
             for target in RENAMED[path]:
-                self.visit(target, node)
+                self.visit(target, node)  # not put(): a target can be special, such as grad_clip
         elif isinstance(node, Map) and any(
             name.startswith(path + ".") for name in (*RENAMED, *SPECIAL)
         ):
@@ -205,14 +217,13 @@ class _Walk:
         for name, child in node.items.items():
             self.visit(f"{path}.{name}", child)
         section = self.written.items.get(path)
-        if isinstance(
-            section, Map
-        ):  # it was made when its first key came; its place is its own line
+        # `put` created the section at the line of its first key; use the line of the section.
+        if isinstance(section, Map):
             self.written.items[path] = Map(section.items, node.place)
 
     def model_type(self, node: Scalar) -> None:
         if node.text.lower() not in ("gpt", "gpt-cn"):
-            message = f"model family {node.text} is not supported"
+            message = f"unsupported model family {node.text}"
             self.found.append(
                 MODEL_FAMILY.found(
                     "model_type", node.text, message, "use gpt or gpt-cn", node.place
@@ -220,7 +231,7 @@ class _Walk:
             )
 
     def model_name_or_path(self, node: Scalar) -> None:
-        """A preset, or the folder of an earlier checkpoint."""
+        """A preset, or the folder of a checkpoint to resume from."""
         is_folder = node.text not in PRESETS and os.path.isdir(node.text)
         put(
             self.written,
@@ -230,20 +241,22 @@ class _Walk:
         )
 
     def standalone(self, node: Scalar) -> None:
-        style = (
-            "standalone" if switch(node, "standalone", self.found) else ""
-        )  # empty: by the number of nodes
+        # If off, leave it empty: gptctl then derives the style from the number of nodes.
+        style = "standalone" if switch(node, "standalone", self.found) else ""
         put(self.written, "Launch.style", Scalar(style, node.place), self.found)
 
     def use_pure_fp16(self, node: Scalar) -> None:
-        """True also switches mixed precision on, here and now; `settle` does the rest when all layers are merged."""
+        """True also enables mixed precision; `apply_switches` sets level and dtype later.
+
+        `enable` has to be set in this layer, so that later layers can override it.
+        """
         wanted = switch(node, "use_pure_fp16", self.found)
         put(self.written, PURE_FP16, Scalar(str(wanted), node.place), self.found)
         if wanted:
             put(self.written, "Engine.mix_precision.enable", Scalar(BY_PURE_FP16, node.place), [])
 
     def grad_clip(self, node: Scalar) -> None:
-        """A bare number is the norm."""
+        """A bare number sets the norm."""
         name = "Optimizer.grad_clip" if node.is_empty else "Optimizer.grad_clip.clip_norm"
         put(self.written, name, node, self.found)
 
@@ -259,7 +272,7 @@ SPECIAL: dict[str, Callable[[_Walk, Scalar], None]] = {
 
 
 def switch(node: Node, key: str, found: list[Finding]) -> bool | None:
-    """A boolean; None when it is empty, or unreadable, which is a finding."""
+    """Read a boolean; None if it is empty, or invalid (which is reported)."""
     if is_null(node):
         return None
     try:
@@ -280,13 +293,13 @@ def _unknown_in_group(path: str, node: Node) -> Finding:
     )
 
 
-def settle(tree: Map, found: list[Finding]) -> Map:
-    """What switches of PaddleNLP mean, once all layers are merged."""
-    return _settle_pure_fp16(_settle_sharding(tree, found))
+def apply_switches(tree: Map, found: list[Finding]) -> Map:
+    """Apply PaddleNLP's use_sharding and use_pure_fp16, which depend on all merged layers."""
+    return _apply_pure_fp16(_apply_use_sharding(tree, found))
 
 
-def _settle_pure_fp16(tree: Map) -> Map:
-    """True: O2 and float16, unless something else is written; `enable` follows unless a later layer sets it."""
+def _apply_pure_fp16(tree: Map) -> Map:
+    """True selects O2 and float16 unless the config sets them, and enables mixed precision."""
     engine = tree.items.get("Engine")
     precision = engine.items.get("mix_precision") if isinstance(engine, Map) else None
     if (
@@ -298,6 +311,7 @@ def _settle_pure_fp16(tree: Map) -> Map:
     keys = {key: node for key, node in precision.items.items() if key != "use_pure_fp16"}
     switch_node = precision.items["use_pure_fp16"]
     wanted, enable = plain(switch_node) == "True", keys.get("enable")
+    # The placeholder is still there only if no later layer has set `enable`.
     if isinstance(enable, Scalar) and enable.text == BY_PURE_FP16:
         keys["enable"] = Scalar(str(wanted), switch_node.place)
     if wanted:
@@ -310,29 +324,25 @@ def _settle_pure_fp16(tree: Map) -> Map:
     return Map({**tree.items, "Engine": engine}, tree.place)
 
 
-def _settle_sharding(tree: Map, found: list[Finding]) -> Map:
+def _apply_use_sharding(tree: Map, found: list[Finding]) -> Map:
     """use_sharding false forces sharding_degree 1."""
     distributed = tree.items.get("Distributed")
     if not isinstance(distributed, Map) or "use_sharding" not in distributed.items:
         return tree
     rest = {key: node for key, node in distributed.items.items() if key != "use_sharding"}
-    node, sharding = (
-        distributed.items["use_sharding"],
-        rest.get("sharding", Map({}, distributed.place)),
-    )
+    node = distributed.items["use_sharding"]
+    sharding = rest.get("sharding", Map({}, distributed.place))
     wanted = switch(node, "use_sharding", found)
     degree = sharding.items.get("sharding_degree") if isinstance(sharding, Map) else None
     written = plain(degree) if degree else None
     one = written in (None, "1")
     if wanted and one:
-        message, hint = "no effect here: sharding_degree is 1", "write the sharding_degree you want"
+        message, hint = "no effect: sharding_degree is 1", "set sharding_degree to 2 or more"
         found.append(SWITCH.found("use_sharding", True, message, hint, node.place))
     if wanted is False and isinstance(sharding, Map) and (one or str(written).isdigit()):
         if not one:
-            message, hint = (
-                f"use_sharding is off: sharding_degree {written} is not used",
-                "delete one of the two",
-            )
+            message = f"use_sharding is off: sharding_degree {written} is ignored"
+            hint = "delete one of the two keys"
             found.append(SWITCH.found("use_sharding", False, message, hint, node.place))
         rest["sharding"] = Map(
             {**sharding.items, "sharding_degree": Scalar("1", node.place)}, sharding.place
@@ -341,15 +351,18 @@ def _settle_sharding(tree: Map, found: list[Finding]) -> Map:
 
 
 def put(tree: Map, path: str, node: Node, found: list[Finding]) -> None:
-    """Places a node at a path of a tree under construction; two different values for one key are a finding."""
+    """Put a node at a path of a tree under construction.
+
+    Two different values for the same key are reported.
+    """
     *parents, name = path.split(".")
-    if len(parents) >= MAX_DEPTH:  # a key with dots in it is a path
-        found.append(UNKNOWN.found(path[:60], None, "no key is that long", "delete it", node.place))
+    if len(parents) >= MAX_DEPTH:  # a key that contains dots is a path
+        found.append(UNKNOWN.found(path[:60], None, "the key is too long", "delete it", node.place))
         return
     for parent in parents:
         child = tree.items.get(parent)
         if child is not None and not isinstance(child, Map) and not is_null(child):
-            return  # the value that stands where a section belongs is refused when it is read
+            return  # a value instead of a section: reading reports it
         if not isinstance(child, Map):
             child = tree.items[parent] = Map({}, node.place)
         tree = child
@@ -360,12 +373,12 @@ def put(tree: Map, path: str, node: Node, found: list[Finding]) -> None:
     elif there is None or is_null(there) or (isinstance(there, Map) and not there.items):
         tree.items[name] = copied(node)
     elif not is_null(node) and not _same(there, node):
-        message = f"written twice, under two names; first in {there.place}"
+        message = f"set twice, under two names; first at {there.place}"
         found.append(TWICE.found(path, None, message, "delete one of the two", node.place))
 
 
 def _same(one: Node, other: Node) -> bool:
-    """Two spellings of one value."""
+    """Whether two texts are the same value, such as 1e-5 and 0.00001."""
     if not isinstance(one, Scalar) or not isinstance(other, Scalar):
         return False
     try:
@@ -375,7 +388,7 @@ def _same(one: Node, other: Node) -> bool:
 
 
 def copied(node: Node) -> Node:
-    """The node with mappings of its own: an alias in the text makes several keys share one."""
+    """A deep copy: with YAML aliases, several keys share one mapping, which `put` would change."""
     if isinstance(node, Map):
         return Map({key: copied(child) for key, child in node.items.items()}, node.place)
     return (

@@ -1,4 +1,4 @@
-"""The flag form of PaddleNLP's GPT: `--max_lr 0.00015 --use_amp true …`, each flag a flat key of the config."""
+"""PaddleNLP-style flags (`--max_lr 0.00015 --use_amp true …`): each sets one config key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from trainer.errors import WRONG_USAGE, UserError
 
 
 def parse_flags(arguments: Sequence[str]) -> list[Override]:
-    """`--name value`, `--name=value`, or a bare `--name` for a switch; reading the config finds unknown names."""
+    """Parse `--name value`, `--name=value`, or `--name` alone for a boolean.
+
+    Names are not checked here: reading the config reports unknown ones.
+    """
     overrides = []
     rest = list(arguments)
     while rest:
@@ -22,6 +25,7 @@ def parse_flags(arguments: Sequence[str]) -> list[Override]:
         source = word
         if not equals:
             value = "true"
+            # One leading dash is a value, such as a negative number; two start the next flag.
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
                 source = f"{word} {value}"

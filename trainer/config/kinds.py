@@ -1,7 +1,7 @@
-"""The kinds of values a key can have: each reads a node of the tree as meant, and describes itself as JSON Schema.
+"""Value types of config keys: each parses a node of the tree and provides its JSON Schema.
 
-A section is a frozen dataclass whose fields are made by the functions at the end (`integer`, `choice`, …). This module
-knows the keys of no section.
+A section is a frozen dataclass whose fields are created by the functions at the end of this file
+(`integer`, `choice`, …). This module does not know the keys of any section.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from typing import Any, NamedTuple, Protocol
 from trainer.config.tree import List, Map, Node, Scalar, is_null
 from trainer.errors import Rule, closest, one_of
 
-WRONG_TYPE = Rule("C011", "a value has the type its key asks for")
-OUT_OF_RANGE = Rule("C012", "a number is within the range of its key")
-NOT_A_CHOICE = Rule("C013", "a value is one of the words its key allows")
-NOT_A_NAME = Rule("C014", "a text has the form its key asks for")
+WRONG_TYPE = Rule("C011", "a value must have the type of its key")
+OUT_OF_RANGE = Rule("C012", "a number must be within the range of its key")
+NOT_A_CHOICE = Rule("C013", "a value must be one of the choices of its key")
+NOT_A_NAME = Rule("C014", "a text must have the format of its key")
 
-MAX_NAMES = 500
-INT_LIMIT = (
-    2**53
-)  # beyond it a float no longer holds every integer, and no count here is that large
+MAX_NAMES = 500  # entries of a mapping; a config with more is a mistake
+INT_LIMIT = 2**53  # a float represents every integer up to here; no count is larger
 
 _INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+# The words that PaddleNLP's flags accept, and YAML's on and off.
 _TRUE = frozenset(("true", "yes", "y", "t", "on", "1"))
 _FALSE = frozenset(("false", "no", "n", "f", "off", "0"))
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -36,12 +35,12 @@ _BLANKS = re.compile(r"[\n\r\t\v]")
 
 
 class BadValue(Exception):
-    """A node, or an item of it, that does not fit its key: the rule, what is wrong, and the fix."""
+    """A node, or an item in it, is invalid for its key: the rule, the problem and the fix."""
 
     def __init__(self, rule: Rule, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.rule, self.message, self.hint = rule, message, hint
-        self.item: Node | None = None  # the item of a list or mapping that it is about
+        self.item: Node | None = None  # the invalid item of a list or mapping
         self.key = ""
 
     def of(self, item: Node, key: str = "") -> BadValue:
@@ -50,7 +49,7 @@ class BadValue(Exception):
 
 
 class BadItems(Exception):
-    """Some items of a list or mapping do not fit: all of them, and what the others are."""
+    """Some items of a list or mapping are invalid: all their problems, and the valid rest."""
 
     def __init__(self, faults: list[BadValue], rest: Any) -> None:
         super().__init__(len(faults))
@@ -64,7 +63,7 @@ class Kind(Protocol):
 
 
 class Key(NamedTuple):
-    """What a section knows of one of its keys."""
+    """The definition of one key of a section."""
 
     kind: Kind
     default: Any
@@ -72,7 +71,7 @@ class Key(NamedTuple):
 
 
 def shown(value: Any) -> str:
-    """A value inside a message: quoted when that helps, never long."""
+    """Format a value for a message: quoted if that makes it clearer, and never long."""
     text = value if isinstance(value, str) and value.strip() == value and value else repr(value)
     return text if len(text) <= 60 else text[:57] + "…"
 
@@ -82,19 +81,20 @@ def scalar_text(node: Node, wanted: str) -> str:
         return node.text
     found = "a mapping" if isinstance(node, Map) else "a list"
     raise BadValue(
-        WRONG_TYPE, f"{wanted} is needed, not {found}", f"write {wanted} after the colon"
+        WRONG_TYPE, f"expected {wanted}, found {found}", f"write {wanted} after the colon"
     )
 
 
 def read_integer(text: str) -> int:
     if _INTEGER.fullmatch(text) and len(text) < 40:
         digits = text.lstrip("+-")
+        # YAML 1.1 reads 010 as 8, YAML 1.2 as 10: refuse instead of guessing.
         if len(digits) > 1 and digits[0] == "0":
             raise BadValue(
-                WRONG_TYPE, f"{text} could be meant as octal", f"write {digits.lstrip('0') or '0'}"
+                WRONG_TYPE, f"{text} may be read as octal", f"write {digits.lstrip('0') or '0'}"
             )
         return int(text)
-    if _FLOAT.fullmatch(text) and "e" in text.lower():  # max_steps: 5e5
+    if _FLOAT.fullmatch(text) and "e" in text.lower():  # such as max_steps: 5e5
         number = float(text)
         if abs(number) < INT_LIMIT and number == int(number):
             return int(number)
@@ -121,6 +121,7 @@ def check_range(
     above: float | None = None,
     below: float | None = None,
 ) -> None:
+    # `below` and `above` exclude the bound itself, `low` and `high` include it.
     if below is not None and number >= below:
         raise BadValue(
             OUT_OF_RANGE, f"{number:g} is not below {below:g}", f"use a value below {below:g}"
@@ -190,9 +191,10 @@ class Choice(NamedTuple):
         word = scalar_text(node, "a word")
         known = {option.lower(): option for option in self.options} | dict(self.synonyms)
         if word.lower() not in known:
+            # With few options it is shorter to list them all than to guess one.
             near = closest(word, self.options) if len(self.options) > 4 else []
             hint = f"did you mean {near[0]}?" if near else f"use {one_of(self.options)}"
-            raise BadValue(NOT_A_CHOICE, f"{shown(word)} is not known", hint)
+            raise BadValue(NOT_A_CHOICE, f"unknown value {shown(word)}", hint)
         return known[word.lower()]
 
     def schema(self) -> dict[str, Any]:
@@ -200,7 +202,7 @@ class Choice(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A line of text; `pattern` and `form` restrict it."""
+    """One line of text. `pattern` restricts it, and `form` describes the pattern in words."""
 
     pattern: str = ""
     form: str = ""
@@ -209,11 +211,11 @@ class Text(NamedTuple):
         text = scalar_text(node, "a text")
         if _BLANKS.search(text):
             raise BadValue(
-                NOT_A_NAME, "line ends and tabs are not allowed here", "write it on one line"
+                NOT_A_NAME, "line breaks and tabs are not allowed here", "write it on one line"
             )
         if len(text) > 4096:
             raise BadValue(
-                NOT_A_NAME, f"{len(text):,} characters are too many", "use at most 4,096"
+                NOT_A_NAME, f"too long: {len(text):,} characters", "use at most 4,096 characters"
             )
         if self.pattern and not re.fullmatch(self.pattern, text):
             raise BadValue(NOT_A_NAME, f"{shown(text)} is not {self.form}", f"write {self.form}")
@@ -225,13 +227,13 @@ class Text(NamedTuple):
 
 
 class FilePath:
-    """A path on a file system: what lies behind `s3://` or `https://` has to be fetched first."""
+    """A path on a file system. URLs such as `s3://` are refused: nothing here downloads them."""
 
     def read(self, node: Node) -> str:
         text = Text().read(node)
         if scheme := _SCHEME.match(text):
             raise BadValue(
-                NOT_A_NAME, f"{scheme[0]} is not supported", "write a path on a file system"
+                NOT_A_NAME, f"{scheme[0]} URLs are not supported", "write a path on a file system"
             )
         return text
 
@@ -250,7 +252,7 @@ class Integers(NamedTuple):
         if self.longest and len(numbers) > self.longest:
             raise BadValue(
                 OUT_OF_RANGE,
-                f"{len(numbers)} numbers are too many",
+                f"too many numbers: {len(numbers)}",
                 f"write at most {self.longest}",
             )
         return numbers
@@ -263,11 +265,12 @@ class Integers(NamedTuple):
 
 
 class Words(NamedTuple):
-    """A list of texts; one text alone is a list of one."""
+    """A list of texts. A single text is read as a list of one."""
 
     item: Kind = Text()
 
     def read(self, node: Node) -> tuple[Any, ...]:
+        # Collect all invalid items, so that the user can fix them in one go.
         items, faults = [], []
         for item in node.items if isinstance(node, List) else (node,):
             try:
@@ -279,6 +282,7 @@ class Words(NamedTuple):
         return tuple(items)
 
     def schema(self) -> dict[str, Any]:
+        # YAML reads unquoted items as numbers or booleans, which are valid texts here.
         items = (
             {"type": ["string", "number", "boolean"]}
             if isinstance(self.item, Text)
@@ -293,14 +297,14 @@ class Names(NamedTuple):
     item: Kind = Text()
     pattern: str = r"[A-Za-z_][A-Za-z0-9_]*"
     form: str = "a name of letters, digits and _"
-    is_secret: bool = False  # what was written must not be repeated
+    is_secret: bool = False  # messages must not show the value
 
     def read(self, node: Node) -> dict[str, Any]:
         if not isinstance(node, Map):
-            raise BadValue(WRONG_TYPE, "a mapping is needed", "write it as {NAME: value}")
+            raise BadValue(WRONG_TYPE, "expected a mapping", "write it as {NAME: value}")
         if len(node.items) > MAX_NAMES:
             raise BadValue(
-                OUT_OF_RANGE, f"{len(node.items):,} names are too many", f"use at most {MAX_NAMES}"
+                OUT_OF_RANGE, f"too many names: {len(node.items):,}", f"use at most {MAX_NAMES}"
             )
         values, faults = {}, []
         for name, item in node.items.items():
@@ -326,7 +330,7 @@ class Names(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A nested section; `shorthand` is the key that a bare value stands for (`grad_clip: 1.0`)."""
+    """A nested section. `shorthand` names the key that a bare value sets (`grad_clip: 1.0`)."""
 
     cls: type
     shorthand: str = ""
@@ -344,7 +348,7 @@ class Section(NamedTuple):
 def list_items(node: Node) -> Sequence[Node]:
     if isinstance(node, List):
         return node.items
-    text = scalar_text(node, "a list")
+    text = scalar_text(node, "a list")  # PaddleNLP writes `split: 949,50,1`
     return [Scalar(part.strip(), node.place, True) for part in text.split(",")]
 
 
@@ -363,12 +367,13 @@ def section_schema(cls: type) -> dict[str, Any]:
         properties[name] = {**described, **key.kind.schema(), **default}
     properties["_inherited_"] = {
         "type": "boolean",
-        "description": "False: replace the section of the _base_ file",
+        "description": "False: replace the section of the _base_ file instead of merging",
     }
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
 
 
 def key(kind: Kind, default: Any, doc: str) -> Any:
+    # Dataclasses refuse mutable defaults; sections and mappings need a factory instead.
     made: Callable[[], Any] | Any = MISSING
     if isinstance(kind, Section):
         made = kind.cls

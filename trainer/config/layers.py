@@ -1,6 +1,6 @@
-"""One tree from many layers: a file over its `_base_` chain, then every `-o key=value`, then flags.
+"""Merges the layers of a config: the `_base_` chain, the file, then overrides and flags.
 
-Later layers win. Every node keeps its own place, so that a finding or a question can name where a value came from.
+Later layers win. Every node keeps its place, so that messages can say where a value came from.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from trainer.config.tree import (
 )
 from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
 
-MAX_BASES = 50
+MAX_BASES = 50  # files in a chain; limits time if each includes the next
 
-BASE = Rule("C015", "_base_ names a readable file, and no file is its own base")
-INDEX = Rule("C018", "an index points at an item that the list has")
+BASE = Rule("C015", "_base_ must name a readable file, and must not lead back to the same file")
+INDEX = Rule("C018", "an index must be within the list")
 
 
 class Override(NamedTuple):
     """`key=value` from the command line; `source` is what the user typed.
 
-    A tuple is a list of words that are taken as they are, as is a `verbatim` value: neither YAML nor blanks count.
+    A tuple is a list of words. Tuples and `verbatim` values are used literally: they are not parsed
+    as YAML.
     """
 
     key: str
@@ -44,17 +45,17 @@ class Override(NamedTuple):
 
     @staticmethod
     def parse(text: str, flag: str = "-o") -> Override:
-        key, equals, value = text.partition("=")
+        key, equals, value = text.partition("=")  # the value itself may contain `=`
         key = key.strip()
         names = key.split(".")
         if not equals or not all(names) or len(names) > MAX_DEPTH:
             hint = "write it as Section.key=value, such as Distributed.mp_degree=2"
-            raise UserError(f"{flag} {text[:200]}: not an override".lstrip(), hint, WRONG_USAGE)
+            raise UserError(f"{flag} {text[:200]}: invalid override".lstrip(), hint, WRONG_USAGE)
         return Override(key, value.strip(), f"{flag} {text}".lstrip())
 
 
 def _reported(tree: Map) -> Map:
-    """The config inside of what `gptctl validate --resolved --json` prints; any other tree as it is."""
+    """The config in the output of `gptctl validate --resolved --json`; other trees unchanged."""
     inner = tree.items.get("resolved")
     return inner if isinstance(inner, Map) and {"valid", "findings"} <= set(tree.items) else tree
 
@@ -62,7 +63,7 @@ def _reported(tree: Map) -> Map:
 def load_tree(
     path: str | os.PathLike[str] | None, overrides: Iterable[Override], found: list[Finding]
 ) -> Map | None:
-    """The merged tree of a file (or of nothing) and its overrides; None when the file has no readable tree."""
+    """Merge a file (optional) and overrides into one tree; None if the file has no usable tree."""
     layers: list[Translated] = []
     if path is not None:
         tree = read_file(path, found)
@@ -74,6 +75,7 @@ def load_tree(
         translate(_override_tree(override, found), found, implies=False) for override in overrides
     ]
     merged: Node = Map({}, Place(os.fspath(path) if path is not None else "command line"))
+    # What a dialect implies comes first, so that anything written in any file wins over it.
     for layer in [layer.implied for layer in layers] + [layer.written for layer in layers]:
         merged = merge(merged, layer, found)
     for override in of_overrides:
@@ -85,7 +87,7 @@ def load_tree(
 def _with_bases(
     tree: Map, path: str, children: Sequence[str], found: list[Finding]
 ) -> list[Translated]:
-    """The file's layer, below it those of its bases."""
+    """The layers of the file's bases, then its own layer."""
     base = tree.items.get("_base_")
     own = Map({key: node for key, node in tree.items.items() if key != "_base_"}, tree.place)
     layer = translate(own, found)
@@ -93,18 +95,18 @@ def _with_bases(
         return [layer]
     if not isinstance(base, Scalar):
         found.append(
-            BASE.found("_base_", None, "one path is needed", "write _base_: base.yaml", base.place)
+            BASE.found("_base_", None, "expected one path", "write _base_: base.yaml", base.place)
         )
         return [layer]
     base_path = os.path.join(os.path.dirname(path), base.text)
-    chain = [*children, os.path.realpath(path)]
+    chain = [*children, os.path.realpath(path)]  # symbolic links must not hide a cycle
     if len(chain) > MAX_BASES:
         found.append(
             BASE.found(
                 "_base_",
                 base.text,
-                f"a chain of more than {MAX_BASES} files",
-                "merge some",
+                f"more than {MAX_BASES} files in the chain",
+                "merge some of the files",
                 base.place,
             )
         )
@@ -114,8 +116,8 @@ def _with_bases(
             BASE.found(
                 "_base_",
                 base.text,
-                f"{base.text} leads back to itself",
-                "break the cycle",
+                f"{base.text} includes itself, directly or through other files",
+                "remove one _base_ of the cycle",
                 base.place,
             )
         )
@@ -123,7 +125,7 @@ def _with_bases(
     try:
         base_tree = read_file(base_path, found)
     except UserError as error:
-        hint = "the path is relative to the file that names it"
+        hint = "the path is relative to the file that contains _base_"
         found.append(BASE.found("_base_", base.text, error.message, hint, base.place))
         return [layer]
     return [*(_with_bases(base_tree, base_path, chain, found) if base_tree else []), layer]
@@ -144,6 +146,7 @@ def _override_node(override: Override, place: Place, found: list[Finding]) -> No
         return List(
             tuple(Scalar(checked_text(word, place, found), place, True) for word in value), place
         )
+    # Parse only values that look like YAML lists, mappings or quoted text; others stay as typed.
     if not override.verbatim and value[:1] in ("[", "{", "'", '"'):
         parsed = parse_value(value, override.source, found, first_line=0)
         if parsed is not None:
@@ -154,9 +157,9 @@ def _override_node(override: Override, place: Place, found: list[Finding]) -> No
 def merge(
     under: Node, over: Node, found: list[Finding], empties: bool = False, path: str = ""
 ) -> Node:
-    """Mappings merge key by key; a list takes single items by index; anything else is replaced.
+    """Merge two nodes: mappings key by key, list items by index; anything else is replaced.
 
-    An empty section in a file says nothing; an empty override (`empties`) takes away what is there.
+    An empty section in a file changes nothing. An empty override (`empties`) clears the value.
     """
     if isinstance(over, Map) and is_items(over) and (base := _as_items(under)) is not None:
         return replace_items(base, over, found, path)
@@ -164,6 +167,7 @@ def merge(
         return under
     if not isinstance(over, Map):
         return over
+    # `_inherited_: False` replaces the section of the base file instead of merging.
     marker = over.items.get("_inherited_")
     inherits = marker is None or switch(marker, "_inherited_", found) is not False
     items = dict(under.items) if isinstance(under, Map) and inherits else {}
@@ -175,6 +179,7 @@ def merge(
 
 
 def is_items(node: Map) -> bool:
+    """Whether all keys are indexes, as in `-o Data.Train.dataset.split.0=900`."""
     return bool(node.items) and all(
         key.isascii() and key.isdigit() and len(key) < 10 for key in node.items
     )
@@ -183,9 +188,8 @@ def is_items(node: Map) -> bool:
 def _as_items(node: Node) -> Sequence[Node] | None:
     if isinstance(node, List):
         return node.items
-    if isinstance(node, Scalar) and re.fullmatch(
-        "[0-9, ]*,[0-9, ]*", node.text
-    ):  # split: '949,50,1'
+    # A list written as text, as in PaddleNLP: `split: 949,50,1`.
+    if isinstance(node, Scalar) and re.fullmatch("[0-9, ]*,[0-9, ]*", node.text):
         return [Scalar(part.strip(), node.place, node.quoted) for part in node.text.split(",")]
     return [node] if isinstance(node, Scalar) and not node.is_empty else None
 
@@ -199,7 +203,7 @@ def replace_items(base: Sequence[Node], over: Map, found: list[Finding], path: s
                 INDEX.found(
                     path,
                     plain(node),
-                    f"index {int(key)} of a list of {len(items)}",
+                    f"index {int(key)} is outside the list of {len(items)} items",
                     hint,
                     node.place,
                 )

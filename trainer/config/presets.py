@@ -1,10 +1,10 @@
-"""Model sizes by name: those of PaddleNLP, FleetX and minGPT. Pure data."""
+"""Model sizes by name, as in PaddleNLP, FleetX and minGPT. Data only."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-DEFAULT_VOCAB = 50304
+DEFAULT_VOCAB = 50304  # GPT-2's 50257 tokens, padded to a multiple of 128
 DEFAULT_POSITIONS = 1024
 
 
@@ -17,6 +17,7 @@ class Preset(NamedTuple):
 
 
 PRESETS: dict[str, Preset] = {
+    # PaddleNLP's and FleetX's names
     "gpt2-small-en": Preset(4, 1024, 4),
     "gpt2-en": Preset(12, 768, 12, 50257),
     "gpt2-medium-en": Preset(24, 1024, 16),
@@ -24,12 +25,12 @@ PRESETS: dict[str, Preset] = {
     "gpt2-large-en": Preset(36, 1280, 20, 50257),
     "gpt2-xl-en": Preset(48, 1600, 25, 50257),
     "1.3B": Preset(24, 2048, 16),
-    "6.7B": Preset(32, 4096, 32),
-    "13B": Preset(40, 5120, 40),
+    "6.7B": Preset(32, 4096, 32),  # FleetX's table of results says 4069, its configs 4096
+    "13B": Preset(40, 5120, 40),  # as in FleetX; PaddleNLP has 128 heads
     "175B": Preset(96, 12288, 96, 51200),
     "gpt-cpm-large-cn": Preset(32, 2560, 32, 30000),
     "gpt-cpm-small-cn-distill": Preset(12, 768, 12, 30000),
-    # minGPT's names; its vocabulary usually comes from the data
+    # minGPT's names; there the vocabulary usually comes from the data
     "openai-gpt": Preset(12, 768, 12, 50257),
     "gpt2": Preset(12, 768, 12, 50257),
     "gpt2-medium": Preset(24, 1024, 16, 50257),

@@ -1,6 +1,7 @@
-"""From a tree to typed values: every key read by its kind, every unknown key reported with the nearest known one.
+"""Reads typed values from a tree, and reports unknown keys with the most similar known one.
 
-Values are flat, by key path (`Model.hidden_size`); a section object is built when all of them are complete.
+Values are stored by key path (`Model.hidden_size`). `build` makes section objects of them once all
+values are complete.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from trainer.errors import Finding, Place, closest
 
 T = TypeVar("T")
 
-MANY = 100  # findings after which looking for what was meant costs more than it helps
+MANY = 100  # findings after which searching for similar keys costs more than it helps
 
-# What Megatron, DeepSpeed and torchtitan call these; accepted nowhere, since one thing has one word.
+# Names in Megatron, DeepSpeed and torchtitan. Not accepted, so that each key has only one name, but
+# suggested in the hint.
 OTHER_WORDS = {
     **dict.fromkeys(
         ("tp", "tp_degree", "tp_size", "tensor_parallel_degree", "tensor_model_parallel_size"),
@@ -47,27 +49,28 @@ OTHER_WORDS = {
 
 
 class Reading:
-    """What was read so far: values by key path, where they were written, and what was wrong."""
+    """What was read so far: values by key path, where they were written, and all findings."""
 
     def __init__(self, found: list[Finding], sections: Mapping[str, type]) -> None:
         self.found = found
         self.sections = sections
         self.values: dict[str, Any] = {}
         self.places: dict[str, Place] = {}
-        self.emptied: set[str] = set()  # written, but with nothing behind the colon
+        self.emptied: set[str] = set()  # written without a value
         self.bad = {path for finding in found for path in _doubtful(finding)}
-        self.ignored: dict[str, Place] = {}  # keys that mean something to others only
+        self.ignored: dict[str, Place] = {}  # keys that only other programs use
 
     def refuse(self, path: str, node: Node, kind: Kind, faults: Iterable[BadValue]) -> None:
         self.bad.add(path)
         for bad in faults:
             item = bad.item or node
+            # Findings are printed and logged, so they must not contain secrets.
             value = None if isinstance(kind, Names) and kind.is_secret else plain(item)
             full = join(path, bad.key) if bad.key else path
             self.found.append(bad.rule.found(full, value, bad.message, bad.hint, item.place))
 
     def judge(self, findings: Iterable[Finding], unknown: Collection[str] = ()) -> list[Finding]:
-        """Of what rules found, that which rests on readable keys, each at the place where it can be mended."""
+        """The findings that depend only on valid keys, each with the place where to fix it."""
         sound = [
             finding
             for finding in findings
@@ -81,13 +84,14 @@ class Reading:
     def _is_bad(self, path: str, unknown: Collection[str]) -> bool:
         if path in unknown:
             return True
+        # A bad key makes its section and its items bad as well.
         return any(
             bad == path or bad.startswith(path + ".") or path.startswith(bad + ".")
             for bad in self.bad
         )
 
     def _nearest_place(self, paths: Iterable[str]) -> Place | None:
-        """Of these keys the first that is written, else the first whose section is."""
+        """The place of the first of these keys that is written, else of its nearest section."""
         while paths := [path for path in paths if path]:
             for path in paths:
                 if path in self.places:
@@ -97,7 +101,7 @@ class Reading:
 
 
 def read_root(tree: Map, reading: Reading, unread: tuple[str, ...] = ()) -> None:
-    """Reads the sections of a whole config; `unread` sections belong to another program."""
+    """Read the sections of a whole config, except `unread` ones, which other programs read."""
     keys = {name: Key(Section(cls), None, "") for name, cls in reading.sections.items()}
     _read_keys(
         keys,
@@ -108,7 +112,7 @@ def read_root(tree: Map, reading: Reading, unread: tuple[str, ...] = ()) -> None
 
 
 def read_section(cls: type, node: Map, found: list[Finding]) -> Reading:
-    """Reads a document that is one section, such as a cluster profile."""
+    """Read a document that consists of one section, such as a cluster profile."""
     reading = Reading(found, {"": cls})
     _read_keys(keys_of(cls), node, "", reading)
     return reading
@@ -124,14 +128,15 @@ def _read_keys(keys: Mapping[str, Key], node: Map, path: str, reading: Reading) 
             reading.ignored.update(ignored)
         else:
             meant, hint = _suggestion(name, child, path, keys, reading)
-            # A rule must not judge the default of a key that was written, only misspelt.
+            # If a key is misspelt, rules must not complain about the default of the key that was
+            # meant.
             reading.bad |= {child_path, *([meant] if meant else [])}
-            where = f"{path} has no key {name}" if path else f"there is no section or key {name}"
-            reading.found.append(UNKNOWN.found(child_path, plain(child), where, hint, child.place))
+            what = f"{path} has no key {name}" if path else f"unknown section or key {name}"
+            reading.found.append(UNKNOWN.found(child_path, plain(child), what, hint, child.place))
 
 
 def _ignored(path: str, node: Node) -> dict[str, Place]:
-    """The key, or the keys of a foreign group, when all of it may be left aside."""
+    """The key, or all keys of a foreign group, if the trainer can ignore them; else nothing."""
     if is_ignored(path):
         return {path: node.place}
     inner = (
@@ -156,9 +161,8 @@ def _read_key(key: Key, node: Node, path: str, reading: Reading) -> None:
         try:
             reading.values[path] = kind.read(_with_default_items(key, node, path, reading))
         except BadItems as bad:
-            reading.values[path] = (
-                bad.rest
-            )  # the lint of an environment goes on with the variables that are right
+            # Keep the valid items: later checks, such as those of `env`, can still use them.
+            reading.values[path] = bad.rest
             reading.refuse(path, node, kind, bad.faults)
         except BadValue as bad:
             reading.refuse(path, node, kind, [bad])
@@ -172,19 +176,19 @@ def _read_nested(kind: Section, node: Node, path: str, reading: Reading) -> None
     else:
         reading.bad.add(path)
         known = ", ".join(list(keys_of(kind.cls))[:3])
-        message, hint = "a section is needed here", f"indent its keys below it: {known}, …"
+        message, hint = "expected a section", f"write its keys indented below it: {known}, …"
         reading.found.append(WRONG_TYPE.found(path, plain(node), message, hint, node.place))
 
 
 def _means_none(kind: Kind, node: Node) -> bool:
-    """`lr.name: None` is the word none, not an empty value."""
+    """`Optimizer.lr.name: None` is the choice `none`, not an empty value."""
     return (
         isinstance(kind, Choice) and isinstance(node, Scalar) and node.text.lower() in kind.options
     )
 
 
 def _with_default_items(key: Key, node: Node, path: str, reading: Reading) -> Node:
-    """`-o …split.0=900` on a config that does not write the list changes an item of the default, or of Train's list."""
+    """Apply `-o …split.0=900` to the default list, or to Train's, if the config writes none."""
     if isinstance(key.kind, (Integers, Words)) and isinstance(node, Map) and is_items(node):
         as_train = path.replace("Data.Eval.", "Data.Train.").replace("Data.Test.", "Data.Train.")
         items = reading.values.get(as_train, key.default)
@@ -197,19 +201,20 @@ def _with_default_items(key: Key, node: Node, path: str, reading: Reading) -> No
 def _suggestion(
     name: str, node: Node, path: str, keys: Mapping[str, Key], reading: Reading
 ) -> tuple[str, str]:
-    """The key that may have been meant, if any, and a hint that says so."""
+    """The key that was probably meant, if any, and a hint."""
     if len(reading.found) >= MANY:
-        return "", "is this a run config?"
+        return "", "check that this is a run config"
     paths = [known for section, cls in reading.sections.items() for known in paths_of(cls, section)]
+    # From the most to the least certain guess.
     if name in OTHER_WORDS and isinstance(node, Scalar):
         word = OTHER_WORDS[name]
-        return next(
-            (known for known in paths if known.endswith(word)), ""
-        ), f"it is called {word} here"
+        meant = next((known for known in paths if known.endswith(word)), "")
+        return meant, f"use {word}"
     if near := closest(name, keys):
         return join(path, near[0]), f"did you mean {near[0]}?"
     if elsewhere := [known for known in paths if known.rpartition(".")[2] == name]:
-        return elsewhere[0], f"it belongs in {elsewhere[0].rpartition('.')[0]}"
+        return elsewhere[0], f"move it to {elsewhere[0].rpartition('.')[0]}"
+    # Similar keys of other sections, which must be more similar to be convincing.
     by_name = {known.rpartition(".")[2]: known for known in [*RENAMED, *paths]}
     if near := closest(name, by_name, likeness=0.85):
         known = by_name[near[0]]
@@ -218,7 +223,7 @@ def _suggestion(
 
 
 def _doubtful(finding: Finding) -> Iterable[str]:
-    """The keys whose value is in doubt after a finding of the layers below."""
+    """The keys whose value is unreliable after a finding of an earlier step."""
     key = finding.key.removeprefix("PreTraining.")
     return (
         (key, *RENAMED.get(key, ()), *finding.uses)
@@ -241,7 +246,7 @@ def paths_of(cls: type, path: str = "") -> Iterator[str]:
 
 
 def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """The section object of complete values; what is missing has its default."""
+    """Build a section object; missing values get their default."""
     arguments: dict[str, Any] = {}
     for name, key in keys_of(cast("type", cls)).items():
         full = join(path, name)

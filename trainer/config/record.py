@@ -1,8 +1,8 @@
 """Frozen dataclasses that are cheap to define.
 
-`dataclass` compiles six methods for every class. A start of gptctl defines thirty sections, and compiling cost it more
-CPU time than reading and checking a config; so all of them share the methods below. `fields`, `asdict` and `replace`
-work as usual.
+`dataclass` compiles six methods for every class. gptctl defines thirty sections at start-up, and
+compiling took more CPU time than reading and checking a config. So all sections share the methods
+below. `fields`, `asdict` and `replace` work as usual.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 else:
 
     def record(*, frozen: bool):
-        """As `@dataclass(frozen=True)`, for classes that inherit from no other."""
+        """Like `@dataclass(frozen=True)`, for classes without a base class."""
         assert frozen
 
         def decorate(cls: type) -> type:
-            cls.__doc__ = cls.__doc__ or cls.__name__  # or dataclass would write one, which is slow
+            # Without a docstring, dataclass generates one from the signature, which is slow.
+            cls.__doc__ = cls.__doc__ or cls.__name__
             cls = dataclass(init=False, eq=False, repr=False)(cls)
+            # Not hashable, because sections may contain dictionaries.
             cls.__init__, cls.__eq__, cls.__hash__, cls.__repr__ = _init, _equal, None, _repr
             cls.__setattr__ = cls.__delattr__ = _refuse
             return cls
@@ -40,7 +42,7 @@ def _init(self: Any, **values: Any) -> None:
             value = item.default
         if value is MISSING:
             raise TypeError(f"{type(self).__name__} needs {item.name}")
-        object.__setattr__(self, item.name, value)
+        object.__setattr__(self, item.name, value)  # past `_refuse`
     if values:
         raise TypeError(f"{type(self).__name__} has no {', '.join(values)}")
 
@@ -58,4 +60,5 @@ def _equal(self: Any, other: object) -> bool:
 
 
 def _repr(self: Any) -> str:
-    return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in _values(self).items())})"
+    values = ", ".join(f"{name}={value!r}" for name, value in _values(self).items())
+    return f"{type(self).__name__}({values})"

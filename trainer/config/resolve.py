@@ -1,4 +1,4 @@
-"""From a merged tree to a run config that is complete and checked: read, derive, judge, all findings at once."""
+"""Turns a merged tree into a complete, checked run config, and collects all findings at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from trainer.config.derive import DROPOUTS, MISSING_SIZE, Derived, derive
-from trainer.config.dialects import settle
+from trainer.config.dialects import apply_switches
 from trainer.config.kinds import Section, keys_of
 from trainer.config.read import Reading, build, paths_of, read_root
 from trainer.config.rules import NO_EFFECT, OFF, check_run
@@ -29,14 +29,12 @@ from trainer.layout import (
     propose,
 )
 
-IGNORED = Rule("N001", "a key is used by what runs here", "notice")
-NOT_BUILT = Rule("N002", "what a section asks for is built", "notice")
-ACCURACY = Rule(
-    "N003", "check_accuracy compares layouts, so nothing random stays on", "notice", uses=DROPOUTS
-)
+IGNORED = Rule("N001", "a config should not contain keys that this trainer ignores", "notice")
+NOT_BUILT = Rule("N002", "a config should not use sections that are not implemented yet", "notice")
+ACCURACY = Rule("N003", "check_accuracy should run without dropout", "notice", uses=DROPOUTS)
 ACCUMULATE = Rule(
     "T024",
-    "accumulate_steps = local_batch_size / micro_batch_size",
+    "accumulate_steps should be local_batch_size / micro_batch_size",
     "warning",
     uses=(
         "Global.global_batch_size",
@@ -47,11 +45,11 @@ ACCUMULATE = Rule(
 )
 
 NOT_BUILT_YET = ("Profiler", "Offline_Eval")
-MAX_PROPOSED_WORLD = 1 << 20
+MAX_PROPOSED_WORLD = 1 << 20  # nobody has more GPUs, and searching for layouts would take long
 
 
 class Resolved(NamedTuple):
-    """A complete run config; worth running only when `findings` holds no error."""
+    """A complete run config. Do not run it if `findings` contains an error."""
 
     run: RunConfig
     findings: tuple[Finding, ...]
@@ -109,16 +107,17 @@ def read_run(
     others: Mapping[str, type] | None = None,
     unread: tuple[str, ...] = (),
 ) -> Reading:
-    """Reads the sections of a run config, and with them those of another program (`others`)."""
-    tree = settle(tree, found)
+    """Read the sections of a run config, and those of another program (`others`)."""
+    tree = apply_switches(tree, found)
     reading = Reading(found, {**sections(), **(others or {})})
     read_root(tree, reading, unread)
     if reading.ignored:
         keys = ", ".join(f"{key} ({place})" for key, place in reading.ignored.items())
         found.append(
-            IGNORED.found("", list(reading.ignored), f"ignored, nothing here uses them: {keys}")
+            IGNORED.found("", list(reading.ignored), f"keys that this trainer ignores: {keys}")
         )
-    defaults = RunConfig()  # a frozen config writes every key, and asks for nothing by that
+    # A frozen config contains every key, so only values that differ from the default count.
+    defaults = RunConfig()
     written = [name for name in NOT_BUILT_YET if name in reading.places]
     written = [
         name
@@ -126,7 +125,7 @@ def read_run(
         if build(reading.sections[name], reading.values, name) != getattr(defaults, name)
     ]
     if written:
-        message = f"read and checked, but nothing acts on it yet: {', '.join(written)}"
+        message = f"checked, but not implemented yet: {', '.join(written)}"
         found.append(NOT_BUILT.found("", written, message))
     return reading
 
@@ -136,7 +135,7 @@ def resolve(reading: Reading, machines: Machines | None) -> Resolved:
     run = build(RunConfig, derived.values)
     dp_written = DEGREE_KEYS["dp"] in reading.values
     world = reading.judge(_check_world(run, reading, machines, dp_written))
-    # A dp that could not be derived is nobody's mistake: what follows from it is not worth saying.
+    # If dp could not be derived, findings that depend on it would only confuse: drop them.
     unsolved = not dp_written and (world or any(reading.is_bad(key) for key in WORLD.uses))
     unknown = {DEGREE_KEYS["dp"]} if unsolved else set()
     unknown |= {finding.key for finding in derived.found if finding.code == MISSING_SIZE.code}
@@ -146,16 +145,17 @@ def resolve(reading: Reading, machines: Machines | None) -> Resolved:
         *check_run(run),
     ]
     found += _check_replaced(run, reading)
-    if not world:
+    if not world:  # a layout that does not fit at all needs no advice about nodes
         found += check_mp_in_node(layout_of(run), machines)
     judged = reading.judge(found, unknown)
+    # Switch settings without effect off, so that no later code has to check the layout again.
     switched_off = {
         finding.key: OFF.get(finding.key, False)
         for finding in judged
         if finding.code == NO_EFFECT.code
     }
     derived.values.update(switched_off)
-    derived.origins.update(dict.fromkeys(switched_off, "no effect here"))
+    derived.origins.update(dict.fromkeys(switched_off, "no effect in this layout"))
     origins = {path: _origin(path, reading, derived) for path in paths_of(RunConfig)}
     return Resolved(
         build(RunConfig, derived.values), in_order([*reading.found, *world, *judged]), origins
@@ -174,24 +174,27 @@ def _check_world(
 
 
 def _check_replaced(run: RunConfig, reading: Reading) -> list[Finding]:
-    """Values that the config writes and something else overrules."""
+    """Report values in the config that the trainer overrides."""
     found = []
     written, accumulate = reading.values.get("Engine.accumulate_steps"), run.Engine.accumulate_steps
     if written not in (None, accumulate):
-        message = f"{written} is replaced by local_batch_size / micro_batch_size = {accumulate}"
+        message = (
+            f"{written} is ignored: local_batch_size / micro_batch_size = {accumulate} is used"
+        )
         hint = "delete it, or change the batch sizes"
         found.append(ACCUMULATE.found("Engine.accumulate_steps", written, message, hint))
     if run.Engine.check_accuracy and any(reading.values.get(key) != 0 for key in DROPOUTS):
-        message = "both dropouts are 0, and nothing is evaluated or saved"
+        message = "dropout, evaluation and saving are off"
         found.append(ACCURACY.found("Engine.check_accuracy", True, message))
     return found
 
 
 def _proposal(wish: Layout, reading: Reading, machines: Machines, dp_written: bool) -> str:
-    """The nearest layouts that this config could have on that many GPUs."""
+    """A hint with the most similar layouts that fit this many GPUs."""
     if machines.world > MAX_PROPOSED_WORLD:
-        return f"{machines.world:,} GPUs are more than anybody has: check nodes and gpus_per_node"
+        return f"check nodes and gpus_per_node: together they make {machines.world:,} GPUs"
 
+    # Cached, because the two calls of `propose` below try the same layouts.
     @cache
     def errors_of(layout: Layout) -> frozenset[str]:
         degrees = {path: getattr(layout, axis) for axis, path in DEGREE_KEYS.items()}
@@ -206,10 +209,12 @@ def _proposal(wish: Layout, reading: Reading, machines: Machines, dp_written: bo
         return frozenset(finding.code[0] for finding in of_layout)
 
     if fitting := propose(wish, machines, dp_written, lambda layout: not errors_of(layout)):
-        return "these fit: " + "; ".join(str(layout) for layout in fitting)
+        return "layouts that fit: " + "; ".join(str(layout) for layout in fitting)
+    # The second choice: layouts that break only batch rules (B001, B002), which are easy to fix.
     if fitting := propose(wish, machines, dp_written, lambda layout: errors_of(layout) <= {"B"}):
-        return "these fit with other batch sizes: " + "; ".join(str(layout) for layout in fitting)
-    return "no layout of that many GPUs suits this model"
+        names = "; ".join(str(layout) for layout in fitting)
+        return f"layouts that fit with other batch sizes: {names}"
+    return "no layout with this many GPUs fits this model"
 
 
 def _origin(path: str, reading: Reading, derived: Derived) -> str:

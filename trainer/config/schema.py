@@ -1,4 +1,4 @@
-"""The JSON Schema of run configs: what an editor needs to complete and check them."""
+"""The JSON Schema of run configs, which lets an editor complete and check them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from trainer.config.sections import RunConfig
 
 
 def run_schema(others: Mapping[str, type]) -> dict[str, Any]:
+    """The schema, including sections of other programs (`others`), such as gptctl's `Launch`."""
     root = section_schema(RunConfig)
+    # `_inherited_` is allowed in sections, not at the root.
     properties = {
         name: schema for name, schema in root["properties"].items() if name != "_inherited_"
     }
     return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$schema": "http://json-schema.org/draft-07/schema#",  # what most editors support
         "title": "gptctl run config",
         "type": "object",
         "properties": {

@@ -1,7 +1,7 @@
-"""The sections of a run config: every key with its default, and what it means.
+"""The sections of a run config: every key with its default and its meaning.
 
-The names are those of FleetX and PaddleNLP's GPT. A default of None with `derived` in its text is filled in by
-`derive.py` before a section is built, so code that uses a section finds a value there.
+The names follow FleetX and PaddleNLP's GPT. If a default is None and the text says `derived`,
+`derive.py` fills the value in before the section is built, so code that reads it never sees None.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from trainer.config.kinds import Integers, boolean, choice, file_path, integer, 
 from trainer.config.presets import PRESETS
 from trainer.config.record import record
 
-MAX_DEGREE = 1 << 20  # a million GPUs; larger worlds are typing mistakes
+MAX_DEGREE = 1 << 20  # a million GPUs; anything larger is a typing error
 MAX_BATCH = 1 << 30
 
 
 @record(frozen=True)
 class Global:
-    device: str = choice("gpu", ["gpu", "cpu"], "gpu | cpu")
-    seed: int = integer(1024, "base seed of weights, data order and dropout", low=0)
+    device: str = choice("gpu", ["gpu", "cpu"], "where to train: gpu | cpu")
+    seed: int = integer(1024, "random seed for weights, data order and dropout", low=0)
     global_batch_size: int = integer(
         None,
-        "samples per update of the whole job; derived: local · dp · sharding",
+        "samples per update, all ranks together; derived: local · dp · sharding",
         low=1,
         high=MAX_BATCH,
     )
     local_batch_size: int = integer(
         None,
-        "samples per replica and update; derived: global / (dp · sharding), or micro",
+        "samples per update and model replica; derived: global / (dp · sharding), or micro",
         low=1,
         high=MAX_BATCH,
     )
@@ -35,44 +35,50 @@ class Global:
 
 @record(frozen=True)
 class MixPrecision:
-    enable: bool = boolean(False, "mixed precision (PaddleNLP: use_amp)")
+    enable: bool = boolean(False, "train in mixed precision (PaddleNLP: use_amp)")
+    # bfloat16 needs no loss scale, but not every GPU supports it: float16 is FleetX's default.
     dtype: str = choice(
         "float16",
         ["float16", "bfloat16"],
-        "float16 | bfloat16",
+        "half-precision type: float16 | bfloat16",
         fp16="float16",
         bf16="bfloat16",
         half="float16",
     )
     level: str = choice(
-        "O1", ["O1", "O2"], "O1 autocast | O2 half parameters + fp32 master weights"
+        "O1", ["O1", "O2"], "O1 (autocast) | O2 (half-precision parameters, fp32 master weights)"
     )
     scale_loss: float = number(
-        32768.0, "initial dynamic loss scale of float16", above=0, high=2.0**32
+        32768.0, "initial dynamic loss scale (float16 only)", above=0, high=2.0**32
     )
 
 
 @record(frozen=True)
 class SaveLoad:
-    save_steps: int = integer(1000, "checkpoint every n updates; <= 0 or empty: only at the end")
-    save_epoch: int = integer(1, "checkpoint every n epochs (run_mode epoch)", low=1)
+    save_steps: int = integer(
+        1000, "save a checkpoint every n updates; <= 0 or empty: only at the end"
+    )
+    save_epoch: int = integer(1, "save a checkpoint every n epochs (run_mode epoch)", low=1)
     output_dir: str | None = file_path(
-        None, "root of checkpoints; empty: <run_dir>/output, or ./output without gptctl"
+        None, "folder for checkpoints; empty: <run_dir>/output, or ./output without gptctl"
     )
     ckpt_dir: str | None = file_path(
-        None, "checkpoint to go on from: a path | auto (the latest in output_dir) | empty"
+        None,
+        "checkpoint to resume from: a path | auto (the latest in output_dir) | "
+        "empty (start from scratch)",
     )
-    keep_last: int | None = integer(None, "checkpoints to keep; empty: all", low=2)
+    # Not 1: the newest checkpoint may turn out to be damaged.
+    keep_last: int | None = integer(None, "checkpoints to keep, the newest; empty: all", low=2)
     snapshot_path: str | None = file_path(
-        None, "single-file snapshot of the character GPT, every save_epoch epochs"
+        None, "save the character GPT to this single file every save_epoch epochs, as minGPT does"
     )
 
 
 @record(frozen=True)
 class Engine:
-    run_mode: str = choice("step", ["step", "epoch"], "step | epoch")
+    run_mode: str = choice("step", ["step", "epoch"], "unit of the run length: step | epoch")
     max_steps: int = integer(500000, "stop after this many updates; <= 0: after num_train_epochs")
-    num_train_epochs: int = integer(1, "epochs (run_mode epoch)", low=1)
+    num_train_epochs: int = integer(1, "number of epochs (run_mode epoch)", low=1)
     accumulate_steps: int = integer(
         None, "micro-batches per update; derived: local_batch_size / micro_batch_size", low=1
     )
@@ -80,14 +86,16 @@ class Engine:
     eval_freq: int = integer(500, "evaluate every n updates; <= 0: never")
     eval_iters: int = integer(10, "batches per evaluation", low=0)
     test_iters: int = integer(
-        None, "batches of the final test run; derived: 10 · eval_iters", low=0
+        None, "batches of the test run at the end; derived: 10 · eval_iters", low=0
     )
-    check_accuracy: bool = boolean(False, "compare layouts: dropouts 0, no evaluation, no save")
+    check_accuracy: bool = boolean(
+        False, "make the losses of different layouts comparable: no dropout, evaluation or save"
+    )
     log_style: str = choice(
-        "fleetx", ["fleetx", "mingpt", "json"], "fleetx | mingpt | json: the form of the log lines"
+        "fleetx", ["fleetx", "mingpt", "json"], "format of the log lines: fleetx | mingpt | json"
     )
-    mix_precision: MixPrecision = section(MixPrecision)
-    save_load: SaveLoad = section(SaveLoad)
+    mix_precision: MixPrecision = section(MixPrecision, "half precision and loss scaling")
+    save_load: SaveLoad = section(SaveLoad, "where and when to save, and what to resume from")
 
 
 @record(frozen=True)
@@ -95,97 +103,119 @@ class Model:
     name: str = choice(
         "gpt2-en",
         [*PRESETS, "GPT", "GPT-cn"],
-        "a preset, or GPT with the sizes below; written sizes win",
+        "a preset, or GPT with the sizes below; sizes in the config override the preset",
     )
     vocab_size: int | None = integer(
         None,
-        "derived: the preset's, else 50304; CharDataset: counted in the data",
+        "tokens in the vocabulary; derived: from the preset, else 50304; "
+        "CharDataset: counted in the data",
         low=1,
         high=1 << 24,
     )
     vocab_size_divisible_unit: int = integer(
-        128, "the vocabulary is padded to a multiple of this", low=1, high=1 << 20
+        128, "pad the vocabulary to a multiple of this", low=1, high=1 << 20
     )
-    hidden_size: int = integer(None, "derived: the preset's", low=1, high=1 << 20)
-    num_layers: int = integer(None, "derived: the preset's", low=1, high=1 << 16)
-    num_attention_heads: int = integer(None, "derived: the preset's", low=1, high=1 << 16)
-    ffn_hidden_size: int = integer(None, "derived: 4 · hidden_size", low=1, high=1 << 22)
+    hidden_size: int = integer(
+        None, "width of the hidden states; derived: from the preset", low=1, high=1 << 20
+    )
+    num_layers: int = integer(
+        None, "transformer layers; derived: from the preset", low=1, high=1 << 16
+    )
+    num_attention_heads: int = integer(
+        None, "attention heads per layer; derived: from the preset", low=1, high=1 << 16
+    )
+    ffn_hidden_size: int = integer(
+        None, "width of the feed-forward layer; derived: 4 · hidden_size", low=1, high=1 << 22
+    )
     hidden_dropout_prob: float = number(
-        0.1, "dropout of embeddings and block outputs", low=0, below=1
+        0.1, "dropout probability of embeddings and block outputs", low=0, below=1
     )
     attention_probs_dropout_prob: float = number(
-        0.1, "dropout of attention weights", low=0, below=1
+        0.1, "dropout probability of attention weights", low=0, below=1
     )
     max_position_embeddings: int = integer(
-        None, "derived: 1024; CharDataset: max_seq_len", low=1, high=1 << 24
+        None,
+        "longest sequence that the model accepts; derived: 1024; CharDataset: max_seq_len",
+        low=1,
+        high=1 << 24,
     )
     initializer_range: float = number(
-        0.02, "standard deviation of initial weights", above=0, high=10
+        0.02, "standard deviation of the initial weights", above=0, high=10
     )
-    use_recompute: bool = boolean(False, "recompute activations in the backward pass")
+    use_recompute: bool = boolean(False, "save memory: recompute activations in the backward pass")
     recompute_granularity: str = choice(
         "full",
         ["full", "full_attn", "core_attn"],
-        "full (whole layer) | full_attn (attention) | core_attn (softmax(QK)V)",
+        "what to recompute: full (whole layer) | full_attn (attention) | core_attn (softmax(QK)V)",
     )
-    no_recompute_layers: tuple[int, ...] = key(Integers(), (), "layers that keep their activations")
-    fuse_attn_qkv: bool = boolean(True, "one projection for query, key and value")
+    no_recompute_layers: tuple[int, ...] = key(
+        Integers(), (), "layers that keep their activations, counted from 0"
+    )
+    # FleetX configs contain the next three keys. Here they do not change the computation.
+    fuse_attn_qkv: bool = boolean(True, "one projection for query, key and value: always on")
     use_flash_attn: bool = boolean(
-        False, "estimate memory without attention scores; torch always fuses where it can"
+        False, "estimate memory without attention scores; torch uses flash attention if it can"
     )
     scale_qk_by_layer_num: bool = boolean(
-        False, "scale QK by the layer number and undo it in the softmax"
+        False, "scale QK by the layer number and undo it in the softmax: not needed here"
     )
-    sequence_parallel: bool = boolean(False, "split the sequence over the mp group between layers")
+    sequence_parallel: bool = boolean(
+        False, "split the sequence over the mp group between tensor-parallel regions"
+    )
     virtual_pp_degree: int = integer(
-        1, "pipeline chunks per stage (interleaved schedule)", low=1, high=1 << 10
+        1, "pipeline chunks per stage; > 1: interleaved schedule", low=1, high=1 << 10
     )
 
 
 @record(frozen=True)
 class Dataset:
-    name: str = choice("GPTDataset", ["GPTDataset", "CharDataset"], "GPTDataset | CharDataset")
+    name: str = choice(
+        "GPTDataset",
+        ["GPTDataset", "CharDataset"],
+        "GPTDataset (token files) | CharDataset (the characters of a text file)",
+    )
     input_dir: str = file_path(
         "./data", "GPTDataset: a folder of *_ids.npy + *_idx.npz or *_ids.npz, or one such file"
     )
     split: tuple[int, ...] = key(
-        Integers(longest=3), (949, 50, 1), "shares of train, valid and test documents"
+        Integers(longest=3),
+        (949, 50, 1),
+        "GPTDataset: proportions of train, valid and test documents",
     )
-    max_seq_len: int = integer(
-        1024, "tokens per sample (CharDataset: block_size)", low=1, high=1 << 24
-    )
+    max_seq_len: int = integer(1024, "tokens per sample (minGPT: block_size)", low=1, high=1 << 24)
     path: str | None = file_path(None, "CharDataset: a text file, or builtin (the demo corpus)")
     train_split: float = number(
-        0.9, "CharDataset: share of the samples that is trained on", above=0, high=1
+        0.9, "CharDataset: fraction of the samples to train on", above=0, high=1
     )
-    truncate: float = number(1.0, "CharDataset: share of the text that is used", above=0, high=1)
+    truncate: float = number(1.0, "CharDataset: fraction of the text to use", above=0, high=1)
 
 
 @record(frozen=True)
 class Sampler:
-    shuffle: bool = boolean(False, "shuffle on top of the shuffled index")
-    drop_last: bool = boolean(True, "leave out an incomplete last batch")
+    shuffle: bool = boolean(False, "shuffle the samples once more; the index is already shuffled")
+    drop_last: bool = boolean(True, "drop the last batch of an epoch if it is incomplete")
 
 
 @record(frozen=True)
 class Loader:
+    # FleetX starts this many processes. Here one thread is enough: samples are read from memory.
     num_workers: int = integer(
-        1, "0: read when needed; else a thread reads ahead", low=0, high=1024
+        1, "0: read data when needed; otherwise one thread reads ahead", low=0, high=1024
     )
 
 
 @record(frozen=True)
 class DataPart:
-    dataset: Dataset = section(Dataset)
-    sampler: Sampler = section(Sampler)
-    loader: Loader = section(Loader)
+    dataset: Dataset = section(Dataset, "files, split and sequence length")
+    sampler: Sampler = section(Sampler, "order of the samples")
+    loader: Loader = section(Loader, "how data is read")
 
 
 @record(frozen=True)
 class Data:
-    Train: DataPart = section(DataPart, "what is trained on")
-    Eval: DataPart = section(DataPart, "empty keys: as Train")
-    Test: DataPart = section(DataPart, "empty keys: as Train")
+    Train: DataPart = section(DataPart, "training data")
+    Eval: DataPart = section(DataPart, "validation data; empty keys: same as Train")
+    Test: DataPart = section(DataPart, "test data; empty keys: same as Train")
 
 
 @record(frozen=True)
@@ -193,74 +223,89 @@ class LearningRate:
     name: str = choice(
         "CosineAnnealingWithWarmupDecay",
         ["CosineAnnealingWithWarmupDecay", "none"],
-        "CosineAnnealingWithWarmupDecay | none (always max_lr)",
+        "schedule: CosineAnnealingWithWarmupDecay | none (constant max_lr)",
         cosine="CosineAnnealingWithWarmupDecay",
         constant="none",
     )
-    decay_steps: int = integer(360000, "updates until min_lr is reached; empty: max_steps", low=1)
-    warmup_rate: float = number(0.01, "share of decay_steps with a rising rate", low=0, high=1)
-    max_lr: float = number(5.0e-5, "highest learning rate", above=0, high=100)
+    decay_steps: int = integer(
+        360000, "updates until the rate reaches min_lr; empty: max_steps", low=1
+    )
+    warmup_rate: float = number(
+        0.01, "fraction of decay_steps used for linear warm-up", low=0, high=1
+    )
+    max_lr: float = number(5.0e-5, "learning rate at the end of the warm-up", above=0, high=100)
     min_lr: float = number(1.0e-5, "learning rate after decay_steps", low=0)
 
 
 @record(frozen=True)
 class GradClip:
-    name: str = choice("ClipGradByGlobalNorm", ["ClipGradByGlobalNorm"], "the only way of clipping")
-    clip_norm: float = number(1.0, "largest global gradient norm; <= 0: off")
+    name: str = choice(
+        "ClipGradByGlobalNorm", ["ClipGradByGlobalNorm"], "clipping method; the only choice"
+    )
+    clip_norm: float = number(1.0, "clip gradients to this global norm; <= 0: no clipping")
 
 
 @record(frozen=True)
 class Optimizer:
-    name: str = choice("AdamW", ["AdamW"], "the only optimizer", fusedadamw="AdamW")
-    weight_decay: float = number(0.01, "not applied to biases and norms", low=0)
-    beta1: float = number(0.9, "", low=0, below=1)
-    beta2: float = number(0.999, "", low=0, below=1)
-    epsilon: float = number(1.0e-8, "", above=0)
-    lr: LearningRate = section(LearningRate)
-    grad_clip: GradClip = section(GradClip, "a bare number is clip_norm", shorthand="clip_norm")
-    tensor_fusion: bool = boolean(False, "flat buffers for parameters and gradients")
+    name: str = choice("AdamW", ["AdamW"], "optimizer; the only choice", fusedadamw="AdamW")
+    weight_decay: float = number(0.01, "weight decay, except for biases and norms", low=0)
+    beta1: float = number(0.9, "decay rate of Adam's first moment", low=0, below=1)
+    beta2: float = number(0.999, "decay rate of Adam's second moment", low=0, below=1)
+    epsilon: float = number(1.0e-8, "added to Adam's denominator", above=0)
+    lr: LearningRate = section(LearningRate, "learning-rate schedule")
+    grad_clip: GradClip = section(GradClip, "a bare number sets clip_norm", shorthand="clip_norm")
+    tensor_fusion: bool = boolean(
+        False, "flat buffers for parameters and gradients: not needed here"
+    )
 
 
 @record(frozen=True)
 class Sharding:
     sharding_degree: int = integer(
-        1, "ranks that share one copy of the states", low=1, high=MAX_DEGREE
+        1, "ranks that share one copy of the training state", low=1, high=MAX_DEGREE
     )
     sharding_stage: int = integer(
-        2, "0 off | 1 optimizer | 2 + gradients | 3 + parameters", low=0, high=3
+        2,
+        "what to shard: 0 nothing | 1 optimizer state | 2 + gradients | 3 + parameters",
+        low=0,
+        high=3,
     )
     sharding_offload: bool = boolean(
-        False, "keep a rank's own part of parameters, gradients and optimizer state on the CPU"
+        False, "keep each rank's shard of parameters, gradients and optimizer state on the CPU"
     )
     reduce_overlap: bool = boolean(
-        False, "overlap gradient reduction with the backward pass: always done"
+        False, "overlap gradient reduction with the backward pass: always on"
     )
     broadcast_overlap: bool = boolean(
-        False, "gather the parameters of a layer while the one before runs"
+        False, "gather the parameters of the next layer while the current one runs"
     )
 
 
 @record(frozen=True)
 class Distributed:
     dp_degree: int = integer(
-        None, "data parallel; derived: GPUs / (mp · pp · sharding)", low=1, high=MAX_DEGREE
+        None, "data-parallel degree; derived: GPUs / (mp · pp · sharding)", low=1, high=MAX_DEGREE
     )
-    mp_degree: int = integer(1, "tensor (model) parallel", low=1, high=MAX_DEGREE)
-    pp_degree: int = integer(1, "pipeline parallel", low=1, high=MAX_DEGREE)
-    sharding: Sharding = section(Sharding)
+    mp_degree: int = integer(1, "tensor (model) parallel degree", low=1, high=MAX_DEGREE)
+    pp_degree: int = integer(1, "pipeline-parallel degree", low=1, high=MAX_DEGREE)
+    sharding: Sharding = section(Sharding, "group sharding (ZeRO, FSDP)")
     pp_schedule: str = choice(
         "1F1B",
         ["1F1B", "GPipe"],
-        "1F1B | GPipe (all forward passes first); virtual_pp_degree > 1: interleaved 1F1B",
+        "pipeline schedule: 1F1B | GPipe (all forward passes first); "
+        "virtual_pp_degree > 1: always interleaved 1F1B",
     )
     pp_recompute_interval: int = integer(
-        1, "layers recomputed together (full recompute with pp)", low=1
+        1, "layers to recompute together (full recompute with pp)", low=1
     )
-    bucket_cap_mb: float = number(25.0, "size of a DDP bucket", above=0)
-    backend: str = choice(None, ["nccl", "gloo"], "derived: nccl on gpu, gloo on cpu")
+    bucket_cap_mb: float = number(25.0, "size of a DDP gradient bucket in MB", above=0)
+    # Only needed to run GPUs without nccl, for example to debug communication.
+    backend: str = choice(
+        None, ["nccl", "gloo"], "communication backend; derived: nccl on gpu, gloo on cpu"
+    )
     timeout_minutes: float = number(
         30.0,
-        "ranks that wait for one longer than this end the job, and name it",
+        "stop the job if ranks wait longer than this for another rank, and name that rank",
         low=0.01,
         high=1_000_000,
     )
@@ -270,24 +315,28 @@ class Distributed:
 class Profiler:
     enable: bool = boolean(False, "record a profile")
     scheduler: tuple[int, ...] = key(
-        Integers(longest=2), (1, 5), "[first step, step after the last]"
+        Integers(longest=2), (1, 5), "steps to profile: [first, last + 1]"
     )
-    profiler_log: str = file_path("profiler_log", "folder of the traces")
+    profiler_log: str = file_path("profiler_log", "folder for the traces")
     detailed: bool = boolean(False, "print every summary table")
 
 
 @record(frozen=True)
 class Generation:
-    top_k: int = integer(50, "0: off", low=0)
-    top_p: float = number(0.75, "", above=0, high=1)
-    temperature: float = number(1.0, "", above=0)
-    min_dec_len: int = integer(1, "characters have no end token: always max_dec_len", low=0)
-    max_dec_len: int = integer(200, "", low=1)
-    num_return_sequences: int = integer(1, "samples to write; 0: none", low=0)
+    top_k: int = integer(50, "sample from the k most likely tokens; 0: from all", low=0)
+    top_p: float = number(
+        0.75, "sample from the most likely tokens with this total probability", above=0, high=1
+    )
+    temperature: float = number(1.0, "below 1: more likely text, above 1: more varied", above=0)
+    min_dec_len: int = integer(
+        1, "shortest sample; a character GPT has no end token and writes max_dec_len", low=0
+    )
+    max_dec_len: int = integer(200, "tokens per sample", low=1)
+    num_return_sequences: int = integer(1, "number of samples; 0: none", low=0)
     decode_strategy: str = choice(
         "sampling",
         ["sampling", "greedy_search"],
-        "sampling | greedy_search",
+        "how to choose the next token: sampling | greedy_search (always the most likely)",
         topk_sampling="sampling",
         topp_sampling="sampling",
     )
@@ -295,24 +344,27 @@ class Generation:
 
 @record(frozen=True)
 class OfflineEval:
-    eval_path: str | None = file_path(None, "text file (perplexity) or jsonl (cloze)")
-    cloze_eval: bool = boolean(False, "accuracy of the last word instead of perplexity")
-    overlapping_eval: int = integer(32, "tokens by which windows move on", low=1)
-    batch_size: int = integer(8, "", low=1)
-    max_seq_len: int = integer(1024, "", low=1)
-    logging_freq: int = integer(10, "", low=1)
+    eval_path: str | None = file_path(None, "text file (perplexity) or JSON lines (cloze)")
+    cloze_eval: bool = boolean(False, "measure last-word accuracy instead of perplexity")
+    overlapping_eval: int = integer(32, "tokens from one window to the next", low=1)
+    batch_size: int = integer(8, "samples per forward pass", low=1)
+    max_seq_len: int = integer(1024, "tokens per sample", low=1)
+    logging_freq: int = integer(10, "log every n batches", low=1)
 
 
+# The order of sections and keys is the order of `gptctl keys` and of the config in the log.
 @record(frozen=True)
 class RunConfig:
     Global: Global = section(Global, "device, seed, batch sizes")
-    Engine: Engine = section(Engine, "how long, how often, where to")
-    Model: Model = section(Model, "the GPT")
-    Data: Data = section(Data, "what it reads")
-    Optimizer: Optimizer = section(Optimizer, "AdamW and its schedule")
+    Engine: Engine = section(Engine, "length of the run, logging, evaluation, checkpoints")
+    Model: Model = section(Model, "size and options of the GPT")
+    Data: Data = section(Data, "training, validation and test data")
+    Optimizer: Optimizer = section(Optimizer, "AdamW and its learning-rate schedule")
     Distributed: Distributed = section(Distributed, "the layout: mp · sharding · pp · dp = GPUs")
-    Profiler: Profiler = section(Profiler)
+    Profiler: Profiler = section(Profiler, "profiling (not implemented yet)")
     Generation: Generation = section(
-        Generation, "the sample that a character GPT writes at its end"
+        Generation, "the sample text that a character GPT writes when training ends"
     )
-    Offline_Eval: OfflineEval = section(OfflineEval)
+    Offline_Eval: OfflineEval = section(
+        OfflineEval, "evaluation of a finished model (not implemented yet)"
+    )

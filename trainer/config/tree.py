@@ -1,7 +1,7 @@
-"""YAML (or JSON) text as a tree that remembers where everything stands.
+"""Parses YAML (or JSON) into a tree that records the file and line of every value.
 
-Scalars stay text: what `1e-5`, `no` or `12:00:00` means is decided by the key they are written for, never by YAML 1.1.
-This module knows no key; it is the only one that imports yaml.
+Scalars stay text: the key decides what `1e-5`, `no` or `12:00:00` means, not YAML 1.1. This module
+knows no keys, and it is the only one that imports yaml.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
 
+# Far above any real config. They keep a wrong or hostile file from using up time and memory.
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 MAX_NODES = 20_000
 
-SYNTAX = Rule("C001", "a config is YAML or JSON with a mapping at its root")
-TWICE = Rule("C002", "a key is written once")
-TAG = Rule("C003", "a config has no YAML tags, merge keys or keys that are not plain words")
-TOO_DEEP = Rule("C004", f"a config is nested at most {MAX_DEPTH} levels deep")
+SYNTAX = Rule("C001", "a config must be YAML or JSON with a mapping at its root")
+TWICE = Rule("C002", "a key must be written only once")
+TAG = Rule("C003", "a config must not contain YAML tags, merge keys or keys that are not words")
+TOO_DEEP = Rule("C004", f"a config must not be nested more than {MAX_DEPTH} levels deep")
 TOO_MUCH = Rule(
-    "C005", f"a config has at most {MAX_BYTES >> 20} MiB and {MAX_NODES:,} values, aliases expanded"
+    "C005",
+    f"a config must not exceed {MAX_BYTES >> 20} MiB and {MAX_NODES:,} values, aliases expanded",
 )
-ENCODING = Rule("C006", "a config is UTF-8 text without control characters")
-EMPTY = Rule("C007", "a config sets at least one key")
+ENCODING = Rule("C006", "a config must be UTF-8 text without control characters")
+EMPTY = Rule("C007", "a config must set at least one key")
 
-# C0 (but tab and line ends), DEL, C1, line and paragraph separators, direction overrides, BOM, surrogates: none has a
-# use in a config, and each can deceive a reader or a shell.
+# C0 (except tab and line ends), DEL, C1, line and paragraph separators, direction overrides, BOM,
+# surrogates: a config needs none of them, and each can mislead a reader or a shell.
 _CONTROL = re.compile(
-    "[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f"
+    "\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]"
 )
 
 
@@ -42,7 +45,7 @@ class Scalar(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Nothing written: the value is derived or the default."""
+        """No value given: it is derived, or the default applies."""
         return not self.text or (
             not self.quoted and self.text in ("~", "null", "Null", "NULL", "None")
         )
@@ -66,7 +69,7 @@ def is_null(node: Node) -> bool:
 
 
 def plain(node: Node) -> Any:
-    """The tree as Python's own types, for messages."""
+    """The tree as plain Python values, for messages."""
     if isinstance(node, Map):
         return {key: plain(item) for key, item in node.items.items()}
     if isinstance(node, List):
@@ -75,23 +78,24 @@ def plain(node: Node) -> Any:
 
 
 def read_file(path: str | os.PathLike[str], found: list[Finding]) -> Map | None:
-    """The tree of a file. A file that cannot be read at all is a UserError, a file with faults leaves findings."""
+    """Parse a file. Raises UserError if it cannot be read; mistakes in it are added to `found`."""
     text = _decode(_read_bytes(path), str(path), found)
     return None if text is None else parse(text, str(path), found)
 
 
 def _read_bytes(path: str | os.PathLike[str]) -> bytes:
     try:
+        # Opening a named pipe without a writer blocks forever; /dev/fd/N comes from <(command).
         if stat.S_ISFIFO(os.stat(path).st_mode) and not os.fspath(path).startswith("/dev/"):
             raise UserError(
-                f"{path} is a pipe",
-                "nobody may be writing to it: name a file, or use <(command)",
+                f"{path} is a named pipe, which may block forever",
+                "use a file, or <(command)",
                 WRONG_USAGE,
             )
         with open(path, "rb") as file:
-            return file.read(MAX_BYTES + 1)
+            return file.read(MAX_BYTES + 1)  # one byte more shows that the file is too large
     except IsADirectoryError:
-        raise UserError(f"{path} is a folder", "name a YAML file inside it", WRONG_USAGE) from None
+        raise UserError(f"{path} is a folder", "use a YAML file inside it", WRONG_USAGE) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
@@ -106,7 +110,7 @@ def _decode(data: bytes, file: str, found: list[Finding]) -> str | None:
                 "",
                 None,
                 f"the file is larger than {MAX_BYTES >> 20} MiB",
-                "is it a run config?",
+                "check that this is a run config",
                 Place(file),
             )
         )
@@ -125,7 +129,7 @@ def _decode(data: bytes, file: str, found: list[Finding]) -> str | None:
             )
         )
         return None
-    if bad := _CONTROL.search(text):
+    if bad := _CONTROL.search(text):  # before the parser, which would accept some of them
         place = Place(file, text.count("\n", 0, bad.start()) + 1)
         found.append(
             ENCODING.found("", None, f"control character {_code_point(bad[0])}", "delete it", place)
@@ -135,7 +139,7 @@ def _decode(data: bytes, file: str, found: list[Finding]) -> str | None:
 
 
 def checked_text(text: str, place: Place, found: list[Finding]) -> str:
-    """The text, if need be without its control characters, which are a finding."""
+    """The text. Control characters are reported and replaced."""
     bad = _CONTROL.search(text)
     if not bad:
         return text
@@ -152,14 +156,16 @@ def _code_point(character: str) -> str:
 
 
 def parse(text: str, file: str, found: list[Finding]) -> Map | None:
-    """The root mapping of a document, or None when there is none; every fault is added to `found`."""
+    """The root mapping of a document, or None. Every mistake is added to `found`."""
     faults = len(found)
     node = parse_value(text, file, found)
     if len(found) > faults and (node is None or not isinstance(node, Map) or not node.items):
-        return None  # there is no more to say
+        return None  # already reported
     if node is None or is_null(node) or (isinstance(node, Map) and not node.items):
         found.append(
-            EMPTY.found("", None, "the file sets nothing", "write at least one key", Place(file))
+            EMPTY.found(
+                "", None, "the file contains no keys", "write at least one key", Place(file)
+            )
         )
         return None
     if not isinstance(node, Map):
@@ -171,12 +177,11 @@ def parse(text: str, file: str, found: list[Finding]) -> Map | None:
 
 
 def parse_value(text: str, file: str, found: list[Finding], first_line: int = 1) -> Node | None:
-    """Any value; `first_line` 0 means that the text came from a flag, and no line is reported."""
+    """Parse any value. `first_line` 0: the text came from a flag, so report no line numbers."""
     import yaml
 
-    loader = getattr(
-        yaml, "CLoader", yaml.Loader
-    )  # only its parser runs: no constructor, no resolver
+    # Only the loader's event parser runs, without constructor and resolver: no object is created.
+    loader = getattr(yaml, "CLoader", yaml.Loader)
     builder = _Builder(file, found, first_line)
     try:
         return builder.document(yaml.parse(text, Loader=loader))
@@ -184,9 +189,8 @@ def parse_value(text: str, file: str, found: list[Finding], first_line: int = 1)
         return None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = min(
-            mark.line if mark else 0, max(0, len(text.splitlines()) - 1)
-        )  # the end of a file has no line
+        # An error at the end of the file is reported one line after the last.
+        line = min(mark.line if mark else 0, max(0, len(text.splitlines()) - 1))
         problem = " ".join(str(part) for part in (error.context, error.problem) if part)
         hint = _syntax_hint(text, line) if first_line else "check brackets and quotes"
         found.append(
@@ -194,14 +198,11 @@ def parse_value(text: str, file: str, found: list[Finding], first_line: int = 1)
                 "", None, problem, hint, Place(file, line + first_line if first_line else 0)
             )
         )
-    except (
-        yaml.YAMLError,
-        ValueError,
-        OverflowError,
-    ) as error:  # yaml's pure-Python scanner leaks ValueError
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        # yaml's pure-Python scanner raises ValueError for some inputs.
         found.append(
             SYNTAX.found(
-                "", None, " ".join(str(error).split()), "check the text near there", Place(file)
+                "", None, " ".join(str(error).split()), "check the syntax of the file", Place(file)
             )
         )
     return None
@@ -211,16 +212,19 @@ def _syntax_hint(text: str, line: int) -> str:
     lines = text.splitlines()
     near = lines[max(0, line - 1) : line + 1]
     if any("\t" in row[: len(row) - len(row.lstrip())] for row in near):
-        return "indent with spaces, not with tabs"
-    return "check indentation, colons and quotes near there"
+        return "indent with spaces, not tabs"
+    return "check indentation, colons and quotes near this line"
 
 
 class _Stop(Exception):
-    """The rest of the document is not worth reading."""
+    """Stop parsing: the rest of the document cannot be used."""
 
 
 class _Builder:
-    """Builds the tree from parser events with a stack of its own, so that no nesting can exhaust Python's."""
+    """Builds the tree from parser events.
+
+    It keeps its own stack, so that deep nesting cannot exhaust Python's.
+    """
 
     def __init__(self, file: str, found: list[Finding], first_line: int) -> None:
         self.file, self.found, self.first_line = file, found, first_line
@@ -239,7 +243,7 @@ class _Builder:
                     self.stop(
                         SYNTAX,
                         event,
-                        "a second YAML document begins here",
+                        "a second YAML document starts here",
                         "keep one document per file",
                     )
             elif kind in ("MappingStartEvent", "SequenceStartEvent"):
@@ -268,7 +272,7 @@ class _Builder:
                 TOO_MUCH,
                 event,
                 f"more than {MAX_NODES:,} values, aliases expanded",
-                "split it with _base_",
+                "split the config with _base_",
             )
         if event.anchor:
             self.anchors[event.anchor] = size
@@ -293,13 +297,13 @@ class _Builder:
             self.found.append(
                 TAG.found("", None, message, "share values through _base_", self.place(event))
             )
-            parent.key, parent.ignored = "", True
+            parent.key, parent.ignored = "", True  # skip its value, and report other mistakes too
             return
         parent.key, parent.key_place, parent.ignored = node.text, node.place, False
         if node.text in parent.items:
             first = parent.items[node.text].place
             message = (
-                f"written twice, first in line {first.line}" if first.line else "written twice"
+                f"written twice, first on line {first.line}" if first.line else "written twice"
             )
             path = ".".join([*parents, node.text])
             self.found.append(TWICE.found(path, None, message, "delete one of the two", node.place))
@@ -316,9 +320,10 @@ class _Builder:
             self.stop(
                 SYNTAX,
                 event,
-                f"alias *{event.anchor} has no anchor before it",
-                f"write &{event.anchor} first",
+                f"alias *{event.anchor} is not defined before this line",
+                f"define it first with &{event.anchor}",
             )
+        # An alias adds the depth of its anchor at this point.
         if len(stack) + size.height > MAX_DEPTH:
             self.stop(
                 TOO_DEEP,
@@ -326,13 +331,14 @@ class _Builder:
                 f"nested more than {MAX_DEPTH} levels deep, aliases expanded",
                 "flatten it",
             )
-        self.count += size.values
+        self.count += size.values  # or ten lines of nested aliases would make a billion values
         return self.add(stack, size, event)
 
     def check_tag(self, event: Any) -> None:
+        # A tag such as !!python/object asks a YAML loader to create objects.
         if event.tag is not None:
             self.found.append(
-                TAG.found("", None, f"tag {event.tag}", "delete the tag", self.place(event))
+                TAG.found("", None, f"YAML tag {event.tag}", "delete the tag", self.place(event))
             )
 
     def place(self, event: Any) -> Place:
@@ -344,7 +350,7 @@ class _Builder:
 
 
 class _Size(NamedTuple):
-    """A finished node with how much it holds, so that aliases cannot make a small file large or deep."""
+    """A finished node and its size. Each alias counts in full, so a small file cannot grow huge."""
 
     node: Node
     values: int
@@ -352,7 +358,7 @@ class _Size(NamedTuple):
 
 
 class _Open:
-    """A mapping or list whose end has not been reached."""
+    """A mapping or list that is still being read."""
 
     def __init__(self, event: Any, place: Place, count: int, is_map: bool) -> None:
         self.event, self.place, self.count, self.is_map = event, place, count, is_map
@@ -379,7 +385,7 @@ class _Open:
 
 
 def moved(node: Node, place: Place) -> Node:
-    """The node at another place: a value is reported where its key stands."""
+    """A copy with another place: values are reported at the line of their key."""
     if isinstance(node, Scalar):
         return Scalar(node.text, place, node.quoted)
     return Map(node.items, place) if isinstance(node, Map) else List(node.items, place)

@@ -1,4 +1,4 @@
-"""What a run reads: three splits of samples, and the batches of this rank, step by step."""
+"""The data of a run: three splits of samples, and the batches of this rank for every step."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ CPU = torch.device("cpu")
 
 
 class Split(Protocol):
-    size: int  # samples before they repeat
-    digest: int  # of what they are cut from
-    eos: int | None
+    size: int  # number of different samples
+    digest: int  # checksum of the data that samples are cut from
+    eos: int | None  # nothing is predicted after this token
 
     def read(self, epochs: Numbers, numbers: Numbers) -> npt.NDArray[np.int64]: ...
 
@@ -42,17 +42,21 @@ class Splits(NamedTuple):
     train: Split
     valid: Split | None
     test: Split | None
-    characters: Characters | None  # of a CharDataset
+    characters: Characters | None  # for a CharDataset
 
 
 class LocalBatch(NamedTuple):
-    """The samples of one rank for one update. Both (samples, T); labels are IGNORED where nothing is predicted."""
+    """The samples of one rank for one update, both (samples, T).
+
+    Labels are IGNORED where nothing is predicted.
+    """
 
     inputs: Tensor
     labels: Tensor
 
     @property
     def num_predicted(self) -> int:
+        # On the CPU, where the batch still is: counting does not wait for a GPU.
         return int((self.labels != IGNORED).sum())
 
     def micro(self, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -61,33 +65,34 @@ class LocalBatch(NamedTuple):
 
 
 class Length(NamedTuple):
-    """How long a run is, and where its epochs end."""
+    """The length of a run, and of its epochs."""
 
     max_steps: int
     steps_per_epoch: int
 
     def epoch_and_batch(self, step: int) -> tuple[int, int]:
-        """Of the step with this number, all counted from 0."""
+        """Epoch and batch of a step, all counted from 0."""
         return divmod(step, self.steps_per_epoch)
 
 
 def open_data(
-    run: RunConfig, mesh: Mesh, say: Callable[[str], None]
+    run: RunConfig, mesh: Mesh, warn: Callable[[str], None]
 ) -> tuple[RunConfig, Splits, Length]:
-    """The splits, the config with the vocabulary counted in the data, and the length of the run."""
+    """Open the splits. Also returns the config with the counted vocabulary, and the run length."""
     names = {part.dataset.name for part in (run.Data.Train, run.Data.Eval, run.Data.Test)}
     if len(names) > 1:
         raise UserError(
-            "Data.Train, Eval and Test name datasets of different kinds",
-            "use one of them for all three",
+            "Data.Train, Data.Eval and Data.Test use different dataset types",
+            "use GPTDataset or CharDataset for all three",
         )
     if names == {"CharDataset"}:
         if not run.Data.Train.dataset == run.Data.Eval.dataset == run.Data.Test.dataset:
-            say(
-                "a CharDataset evaluates on a part of its text: Data.Eval.dataset and Data.Test.dataset are not used"
+            warn(
+                "Data.Eval.dataset and Data.Test.dataset are ignored: "
+                "a CharDataset evaluates on a part of its training text"
             )
         return _open_characters(run)
-    return _open_tokens(run, mesh, say)
+    return _open_tokens(run, mesh, warn)
 
 
 def _open_characters(run: RunConfig) -> tuple[RunConfig, Splits, Length]:
@@ -95,26 +100,31 @@ def _open_characters(run: RunConfig) -> tuple[RunConfig, Splits, Length]:
     train, valid = CharSplit(characters, "train", seed), CharSplit(characters, "valid", seed)
     counted = len(characters.vocabulary)
     if run.Model.vocab_size is not None and run.Model.vocab_size < counted:
-        message = f"the text has {counted} different characters, Model.vocab_size is {run.Model.vocab_size}"
-        raise UserError(message, "leave Model.vocab_size empty: it is counted in the data")
+        message = (
+            f"the text has {counted} different characters, "
+            f"but Model.vocab_size is {run.Model.vocab_size}"
+        )
+        raise UserError(message, "leave Model.vocab_size empty: the trainer counts the characters")
     run = replace(run, Model=replace(run.Model, vocab_size=run.Model.vocab_size or counted))
-    evaluated = valid if valid.size else None
+    evaluated = valid if valid.size else None  # minGPT has no test split: use valid for both
     return run, Splits(train, evaluated, evaluated, characters), _length(run, train.size)
 
 
 def _open_tokens(
-    run: RunConfig, mesh: Mesh, say: Callable[[str], None]
+    run: RunConfig, mesh: Mesh, warn: Callable[[str], None]
 ) -> tuple[RunConfig, Splits, Length]:
     engine, batch, seed = run.Engine, batch_of(run).global_size, run.Global.seed
     folders = dict.fromkeys(
         part.dataset.input_dir for part in (run.Data.Train, run.Data.Eval, run.Data.Test)
     )
     opened = {input_dir: open_corpus(input_dir) for input_dir in folders}
+    # At start, not at the first bad sample, which may come after days.
     for corpus in opened.values():
         check_vocabulary(corpus, run.Model.vocab_size or 0, mesh)
     train = run.Data.Train.dataset
     trained = opened[train.input_dir].lengths[documents_of(opened[train.input_dir], train, "train")]
     length = _length(run, (int(trained.sum()) - 1) // train.max_seq_len)
+    # As in FleetX: enough samples for every evaluation of the run.
     evaluations = length.max_steps // engine.eval_freq + 1 if engine.eval_freq > 0 else 1
     wanted = {
         "train": (run.Data.Train, batch * length.max_steps),
@@ -123,7 +133,7 @@ def _open_tokens(
     }
     splits = [
         open_split(
-            opened[part.dataset.input_dir], part.dataset, name, number, seed, run.Model, mesh, say
+            opened[part.dataset.input_dir], part.dataset, name, number, seed, run.Model, mesh, warn
         )
         for name, (part, number) in wanted.items()
     ]
@@ -132,7 +142,11 @@ def _open_tokens(
 
 
 def _length(run: RunConfig, samples_per_epoch: int) -> Length:
-    """In step mode an epoch is one pass over the characters; token samples are mapped as one long pass."""
+    """The length of the run.
+
+    In step mode, an epoch of a CharDataset is one pass over the text. The index maps of a
+    GPTDataset cover all passes that the run needs, which count as one epoch.
+    """
     batch, engine = run.Global.global_batch_size, run.Engine
     whole = (
         samples_per_epoch // batch
@@ -148,9 +162,10 @@ def _length(run: RunConfig, samples_per_epoch: int) -> Length:
 
 
 class Reader:
-    """Batches of one split for one rank, from any position, in an order that does not depend on the layout.
+    """Reads batches of one split for one rank, from any position.
 
-    The samples of a batch have global numbers first, first + 1, …; each data rank takes a contiguous part of them.
+    The samples of a batch have the global numbers first, first + 1, …; each data rank reads a
+    contiguous part of them. So the order does not depend on the layout.
     """
 
     def __init__(
@@ -163,7 +178,7 @@ class Reader:
         device: torch.device = CPU,
     ) -> None:
         self.split, self.batch, self.data_rank, self.device = split, batch, data_rank, device
-        # Numbers per epoch; those beyond the split's size take its first samples again.
+        # Numbers per epoch; if there are more than samples, the first samples are used again.
         self.epoch_length = epoch_length
         self.shuffle_key = shuffle_key
 
@@ -176,12 +191,13 @@ class Reader:
             numbers = permuted(numbers % self.split.size, self.split.size, self.shuffle_key)
         tokens = self.split.read(epochs, numbers)
         inputs, labels = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:].copy())
+        # The token after the end of a document belongs to another document.
         if self.split.eos is not None:
             labels[inputs == self.split.eos] = IGNORED
         return LocalBatch(pinned(inputs, self.device), pinned(labels, self.device))
 
     def batches(self, first: int, count: int, num_workers: int) -> Iterator[LocalBatch]:
-        """The next `count` batches, read when they are asked for, or by a thread meanwhile."""
+        """The next `count` batches, read on demand, or ahead by a thread (num_workers > 0)."""
         if num_workers:
             yield from self._ahead(first, count)
         else:
@@ -189,10 +205,12 @@ class Reader:
                 yield self.read(first + number * self.batch.global_size)
 
     def _ahead(self, first: int, count: int) -> Iterator[LocalBatch]:
+        # Two batches ahead are enough to hide reading, and limit memory.
         waiting: queue.Queue[LocalBatch | BaseException] = queue.Queue(maxsize=2)
         ended = threading.Event()
 
         def put(item: LocalBatch | BaseException) -> None:
+            # With a timeout: the thread must not block forever if the training loop has stopped.
             while not ended.is_set():
                 with contextlib.suppress(queue.Full):
                     waiting.put(item, timeout=0.1)
@@ -204,7 +222,7 @@ class Reader:
                     if ended.is_set():
                         return
                     put(self.read(first + number * self.batch.global_size))
-            except BaseException as error:  # the training loop is the one to report it
+            except BaseException as error:  # the training loop raises it again
                 put(error)
 
         threading.Thread(target=fill, name="reader", daemon=True).start()

@@ -1,7 +1,7 @@
-"""Characters of one text as tokens: windows of block_size + 1, cut into a part to train on and a part to evaluate.
+"""The characters of one text as tokens, in windows of block_size + 1, split into train and valid.
 
-The parts are stretches of the text, so that evaluation does not meet windows that training has nearly seen; where the
-stretch begins depends on the seed alone.
+Each split is one continuous stretch of the text. With random windows, evaluation would see text
+that overlaps with training windows. The start of the stretch depends only on the seed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer.data.order import Numbers, permuted
 from trainer.errors import UserError
 
 BUILTIN = "builtin"
-BUILTIN_CHARACTERS = 2_000_000
+BUILTIN_CHARACTERS = 2_000_000  # enough for the demo, and quick to read
 
 
 class Characters:
@@ -27,21 +27,23 @@ class Characters:
     def __init__(self, dataset: Dataset) -> None:
         text = _builtin_text() if dataset.path == BUILTIN else _read_text(str(dataset.path))
         text = text[: int(len(text) * dataset.truncate)]
-        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)  # one number per character
         self.length = len(codes)
         self.block = dataset.max_seq_len
         self.windows = self.length - self.block
         if self.windows < 1:
             raise UserError(
-                f"{dataset.path} has {self.length} characters, one sample needs {self.block + 1}",
-                "shorten Data.Train.dataset.max_seq_len, raise truncate, or use a longer text",
+                f"{dataset.path} has {self.length} characters, "
+                f"but one sample needs {self.block + 1}",
+                "reduce Data.Train.dataset.max_seq_len, raise truncate, or use a longer text",
             )
+        # Sorted by code point, as in minGPT.
         unique = np.flatnonzero(np.bincount(codes))
         self.vocabulary = "".join(map(chr, unique))
         token_of = np.zeros(unique[-1] + 1, dtype=np.uint16 if len(unique) < 1 << 16 else np.int32)
         token_of[unique] = np.arange(len(unique))
         self.tokens = token_of[codes]
-        self.num_train = max(1, int(self.windows * dataset.train_split))
+        self.num_train = max(1, int(self.windows * dataset.train_split))  # train is never empty
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(
@@ -50,7 +52,7 @@ class Characters:
 
 
 class CharSplit:
-    """The windows of one part, in an order of their own in every epoch."""
+    """The windows of one split, in a new random order in every epoch."""
 
     eos: int | None = None
 
@@ -64,13 +66,14 @@ class CharSplit:
         self.start = start if name == "train" else start + characters.num_train
 
     def read(self, epochs: Numbers, numbers: Numbers) -> npt.NDArray[np.int64]:
-        """The samples with these numbers of these epochs: (samples, block + 1) tokens."""
+        """The samples with these numbers in these epochs: (samples, block + 1) tokens."""
         places = np.empty_like(numbers)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             places[here] = permuted(
                 numbers[here] % self.size, self.size, self.seed, self.name, int(epoch)
             )
+        # The stretch may start anywhere, so it continues at the beginning of the text.
         offsets = (self.start + places) % self.characters.windows
         return self.characters.tokens[
             offsets[:, None] + np.arange(self.characters.block + 1)
@@ -82,19 +85,23 @@ def _read_text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read: {error.strerror}", "check Data.Train.dataset.path"
+            f"cannot read {path}: {error.strerror}", "check Data.Train.dataset.path"
         ) from None
     except UnicodeDecodeError as error:
-        message = f"{path} is no UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
-        raise UserError(message, "convert it, such as with iconv -t utf-8") from None
+        byte = error.object[error.start]
+        message = f"{path} is not UTF-8 text: byte {error.start} is {byte:#04x}"
+        raise UserError(message, "convert it, for example with iconv -t utf-8") from None
 
 
 def _builtin_text() -> str:
-    """Python's own sources: a text that every machine has, the same for every user of one Python version."""
+    """The source code of Python's standard library.
+
+    Every machine has it, and it is the same for all users of one Python version.
+    """
     texts, length = [], 0
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text = file.read_text(encoding="utf-8", errors="ignore")
-        if not text.isascii():  # a few test strings would double the vocabulary
+        if not text.isascii():  # a few strings would double the vocabulary
             continue
         texts.append(text)
         length += len(text)
@@ -102,6 +109,7 @@ def _builtin_text() -> str:
             break
     if not texts:
         raise UserError(
-            "this Python comes without its sources", "name a text file as Data.Train.dataset.path"
+            "the demo corpus is not available: this Python has no source files",
+            "set Data.Train.dataset.path to a text file",
         )
     return "".join(texts)[:BUILTIN_CHARACTERS]

@@ -1,8 +1,11 @@
-"""The index maps of a corpus: which documents, which samples, in which order. Built once, kept in files, checked.
+"""The index maps of a corpus: which documents and samples are read in which order.
 
 documents  every document once per epoch, shuffled
-samples    row i: (position in documents, offset in that document) where sample i begins; samples share their end token
-shuffle    the order in which samples are taken
+samples    row i: (position in documents, offset in that document) where sample i starts; the last
+           token of a sample is the first token of the next one
+shuffle    the order in which samples are read
+
+They are built once, stored in files next to the data, and verified.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ import numpy.typing as npt
 from trainer.durable import replacing
 from trainer.errors import UserError
 
-_SEPARATE_BELOW = (
-    0.8  # a last epoch that supplies less than this share of its samples is shuffled by itself
-)
+# If less than this fraction of the last epoch is needed, it is shuffled separately. Mixed with the
+# other epochs, it would take the place of samples that those should contain.
+_SEPARATE_BELOW = 0.8
 _ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 
 
@@ -31,23 +34,24 @@ class IndexMaps(NamedTuple):
 
 
 def split_bounds(split: tuple[int, ...], num_documents: int) -> list[int]:
-    """The first documents of train, valid and test, and the end."""
+    """The first document of train, valid and test, and the number of documents."""
     shares = [*split, 0, 0, 0][:3]
     bounds = [0]
     for share in shares:
         bounds.append(bounds[-1] + round(share / sum(shares) * num_documents))
-    surplus = bounds[-1] - num_documents
+    surplus = bounds[-1] - num_documents  # from rounding; subtracted everywhere, as in PaddleNLP
     return [0, *(max(0, bound - surplus) for bound in bounds[1:])]
 
 
 def num_epochs(tokens: int, seq_len: int, num_samples: int) -> int:
-    """The smallest number of epochs that supplies enough samples."""
+    """The smallest number of epochs with enough samples."""
     return max(1, -(-(num_samples * seq_len + 1) // tokens))
 
 
 def build(
     documents: range, lengths: npt.NDArray[np.int64], seq_len: int, num_samples: int, seed: int
 ) -> IndexMaps:
+    # The order of random calls below decides the order of samples: changing it changes every run.
     random = np.random.RandomState(seed)
     tokens = int(lengths[documents.start : documents.stop].sum())
     epochs = num_epochs(tokens, seq_len, num_samples)
@@ -70,12 +74,13 @@ def _shuffled_documents(
 
 
 def _sample_starts(lengths: npt.NDArray[np.int64], seq_len: int, total: int) -> npt.NDArray[Any]:
-    """Sample i begins at token i * seq_len of the shuffled documents."""
+    """Where samples start: sample i starts at token i * seq_len of the shuffled documents."""
     ends = np.cumsum(lengths)
     starts = np.arange(total + 1, dtype=np.int64) * seq_len
     position = np.searchsorted(ends, starts, side="right")
     offset = starts - (ends - lengths)[position]
     rows = np.stack([position, offset], axis=1)
+    # Half the memory if possible: a long run has hundreds of millions of rows.
     return rows.astype(np.int32) if rows.max(initial=0) < 1 << 31 else rows
 
 
@@ -87,11 +92,11 @@ def _shuffled_samples(first: int, total: int, random: np.random.RandomState) -> 
 
 
 class Cache:
-    """The maps as files beside the data. What is torn, damaged or made from other data is built again."""
+    """The maps as files next to the data. Incomplete, damaged or outdated files are built again."""
 
     def __init__(self, prefix: Path, facts: dict[str, Any]) -> None:
-        name = f"{prefix.name}_gpt_{facts['split']}_indexmap_{facts['num_samples']}ns_{facts['seq_len']}sl"
-        self.stem = prefix.with_name(name)
+        sizes = f"{facts['num_samples']}ns_{facts['seq_len']}sl"
+        self.stem = prefix.with_name(f"{prefix.name}_gpt_{facts['split']}_indexmap_{sizes}")
         self.facts = facts
 
     def file(self, array: str) -> Path:
@@ -102,7 +107,7 @@ class Cache:
         return self.stem.with_name(f"{self.stem.name}_key.json")
 
     def load(self, check: bool) -> IndexMaps | None:
-        """None when the files are not there or not as they were written; `check` reads all of them to know."""
+        """Load the maps; None if they are missing or outdated. `check` also verifies checksums."""
         try:
             key = json.loads(self.key_file.read_text(encoding="utf-8"))
             if key["facts"] != self.facts:
@@ -118,8 +123,8 @@ class Cache:
             return None
 
     def store(self, maps: IndexMaps) -> None:
-        """Each file by rename, the key last: whoever sees the key sees whole files."""
-        self.key_file.unlink(missing_ok=True)
+        """Write each file atomically. The key file comes last: it means that all are complete."""
+        self.key_file.unlink(missing_ok=True)  # first: it must not describe half-replaced files
         checksums = {}
         for array, values in zip(_ARRAYS, maps):
             with replacing(self.file(array)) as stream:
@@ -139,7 +144,7 @@ def _checksum(file: Path) -> int:
 
 def require_tokens(tokens: int, seq_len: int, what: str) -> None:
     if tokens < seq_len + 1:
-        message = f"{what} has {tokens} tokens, one sample needs {seq_len + 1}"
+        message = f"{what} has {tokens} tokens, but one sample needs {seq_len + 1}"
         raise UserError(
-            message, "shorten Data.Train.dataset.max_seq_len, change split, or add documents"
+            message, "reduce Data.Train.dataset.max_seq_len, change split, or add documents"
         )

@@ -1,4 +1,4 @@
-"""The order of samples as a function of numbers only: nothing is stored, and any position can be asked for."""
+"""Random order of samples without stored permutations: any position can be computed directly."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
 
-_ROUNDS = 4
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS = 4  # of the Feistel network; fewer would not mix enough
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # an odd constant with well mixed bits
 
 
 def permuted(numbers: Numbers, size: int, *key: object) -> Numbers:
-    """Where a keyed permutation of range(size) puts the numbers: a Feistel network that walks until it is inside."""
+    """The images of the numbers under a random permutation of range(size), chosen by `key`.
+
+    A Feistel network permutes a power of four >= size. Results outside the range are permuted
+    again until they are inside (cycle walking), which keeps it a permutation.
+    """
     half = np.uint64(max(1, (int(size - 1).bit_length() + 1) // 2))
     digest = hashlib.sha256(repr(key).encode()).digest()
     round_keys = np.frombuffer(digest[: 8 * _ROUNDS], dtype=np.uint64)
@@ -29,7 +33,7 @@ def _feistel(
 ) -> npt.NDArray[np.uint64]:
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = numbers >> half, numbers & mask
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # products are meant to wrap around
         for key in round_keys:
             mixed = (right ^ key) * _MULTIPLIER
             mixed ^= mixed >> np.uint64(29)

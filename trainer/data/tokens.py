@@ -1,7 +1,8 @@
-"""Token files: `*_ids.npz` (ids, lens), or `*_ids.npy` with `*_idx.npz` (lens, docs). All files are one corpus.
+"""Token files: `*_ids.npz` (ids, lens), or `*_ids.npy` with `*_idx.npz` (lens, docs).
 
-ids holds the tokens of all documents one after another; lens the tokens of each document, or of each sentence when
-docs says how many sentences the documents before have. Files are mapped into memory, not read.
+All files of a folder form one corpus. `ids` contains the tokens of all documents in a row. `lens`
+has the number of tokens per document, or per sentence if `docs` exists, which has the number of
+sentences before each document. Files are mapped into memory, not read.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ import numpy.typing as npt
 
 from trainer.errors import UserError
 
-_HINT = "set input_dir of the dataset to a folder or file of token files"
+_HINT = "set input_dir of the dataset to a token file, or to a folder of them"
 _FORMATS = "*_ids.npz (arrays ids, lens), or *_ids.npy with *_idx.npz (arrays lens, docs)"
-_CHUNK = 1 << 24  # tokens looked at together when a file is checked
+_CHUNK = 1 << 24  # tokens per read when a file is checked, to limit memory
 
 
 class TokenFile(NamedTuple):
     prefix: Path  # without _ids.npz or _ids.npy
-    ids: npt.NDArray[Any]  # one dimension, in the file
+    ids: npt.NDArray[Any]  # one dimension, memory-mapped
     lengths: npt.NDArray[np.int64]  # tokens per document
-    changed: float = 0.0  # when the file was written
+    changed: float = 0.0  # modification time of the file
 
     def largest_id(self) -> int:
-        """Reads the whole file once; a negative id is as bad as a large one and is returned first."""
+        """Read the whole file. Returns the first negative id, if any, since it is invalid too."""
         largest = 0
         for first in range(0, len(self.ids), _CHUNK):
             part = self.ids[first : first + _CHUNK]
@@ -40,15 +41,13 @@ class TokenFile(NamedTuple):
 
 
 class Corpus:
-    """The documents of several files under one numbering."""
+    """The documents of several files, numbered consecutively."""
 
     def __init__(self, files: list[TokenFile]) -> None:
         self.files = files
         self.lengths = np.concatenate([file.lengths for file in files])
         self.file_of = np.repeat(np.arange(len(files)), [len(file.lengths) for file in files])
-        self.digest = zlib.crc32(
-            self.lengths.tobytes()
-        )  # of how the tokens are cut, which the index maps depend on
+        self.digest = zlib.crc32(self.lengths.tobytes())  # index maps depend on the lengths
         self.start_of = np.concatenate([np.cumsum(file.lengths) - file.lengths for file in files])
 
     def read(self, document: int, offset: int, count: int) -> npt.NDArray[Any]:
@@ -64,18 +63,18 @@ def open_corpus(input_dir: str) -> Corpus:
 
 
 def _prefixes(path: Path) -> list[Path]:
-    """The files of a folder, or of the one file or prefix that is named."""
+    """The prefixes of all token files in a folder, or of the one file or prefix given."""
     folder, wanted = (path, None) if os.path.isdir(path) else (path.parent, _stem(path.name))
     try:
         stems = {
             _stem(name) for name in os.listdir(folder) if name.endswith(("_ids.npz", "_idx.npz"))
         }
     except OSError as error:
-        raise UserError(f"there is no data at {path}: {error.strerror}", _HINT) from None
+        raise UserError(f"no data at {path}: {error.strerror}", _HINT) from None
     if wanted is None and not stems:
-        raise UserError(f"{path} holds no token files", f"wanted: {_FORMATS}")
+        raise UserError(f"{path} contains no token files", f"expected: {_FORMATS}")
     if wanted is not None and wanted not in stems:
-        raise UserError(f"there is no data at {path}", _HINT)
+        raise UserError(f"no data at {path}", _HINT)
     return [folder / stem for stem in sorted(stems if wanted is None else {wanted})]
 
 
@@ -86,12 +85,10 @@ def _stem(name: str) -> str:
 
 
 def _open(prefix: Path) -> TokenFile:
-    pair, single = (
-        prefix.with_name(prefix.name + "_idx.npz"),
-        prefix.with_name(prefix.name + "_ids.npz"),
-    )
+    pair = prefix.with_name(prefix.name + "_idx.npz")
+    single = prefix.with_name(prefix.name + "_ids.npz")
     try:
-        if pair.exists():
+        if pair.exists():  # preferred to a single npz, as in FleetX
             file = prefix.with_name(prefix.name + "_ids.npy")
             ids = np.load(file, mmap_mode="r", allow_pickle=False)
             lengths = _document_lengths(pair, ids.size)
@@ -103,7 +100,7 @@ def _open(prefix: Path) -> TokenFile:
         raise
     except Exception as error:  # a damaged file makes numpy and zipfile raise anything
         raise UserError(
-            f"{prefix}: not readable as token files: {error}", f"wanted: {_FORMATS}"
+            f"{prefix}: cannot read token files: {error}", f"expected: {_FORMATS}"
         ) from None
     return _checked(TokenFile(prefix, ids, lengths, changed))
 
@@ -111,27 +108,27 @@ def _open(prefix: Path) -> TokenFile:
 def _checked(file: TokenFile) -> TokenFile:
     ids, lengths = file.ids, file.lengths
     if ids.ndim != 1 or ids.dtype.kind not in "ui":
-        message = f"{file.prefix}: ids are {ids.dtype} in {ids.ndim} dimensions"
-        raise UserError(message, "ids are whole numbers in one dimension")
+        message = f"{file.prefix}: ids is a {ids.ndim}-dimensional array of {ids.dtype}"
+        raise UserError(message, "ids must be a one-dimensional array of integers")
     if lengths.sum() != len(ids):
-        message = (
-            f"{file.prefix}: lens add up to {int(lengths.sum())}, but there are {len(ids)} ids"
-        )
-        raise UserError(
-            message, "ids and lens belong to different data, or a file is cut off: make them anew"
-        )
+        message = f"{file.prefix}: the sum of lens is {int(lengths.sum())}, but ids has {len(ids)}"
+        hint = "ids and lens do not belong together, or a file is truncated: create them again"
+        raise UserError(message, hint)
     return file
 
 
 def _lengths(file: Path, name: str, most: int) -> npt.NDArray[np.int64]:
-    """Whole numbers in one dimension, none of them negative or above `most`."""
+    """Read a one-dimensional array of integers from 0 to `most`."""
     values = _member(file, name)
     if values.ndim != 1 or values.dtype.kind not in "ui":
-        message = f"{file}: {name} is {values.dtype} in {values.ndim} dimensions"
-        raise UserError(message, f"{name} holds whole numbers in one dimension")
+        message = f"{file}: {name} is a {values.ndim}-dimensional array of {values.dtype}"
+        raise UserError(message, f"{name} must be a one-dimensional array of integers")
     if len(values) and not 0 <= int(values.min()) <= int(values.max()) <= most:
-        message = f"{file}: {name} goes from {int(values.min())} to {int(values.max())}, expected 0 to {most}"
-        raise UserError(message, f"write {name} anew")
+        message = (
+            f"{file}: {name} has values from {int(values.min())} to {int(values.max())}, "
+            f"expected 0 to {most}"
+        )
+        raise UserError(message, f"create {name} again")
     return values.astype(np.int64)
 
 
@@ -139,8 +136,9 @@ def _document_lengths(index: Path, num_ids: int) -> npt.NDArray[np.int64]:
     lens = _lengths(index, "lens", num_ids)
     docs = _lengths(index, "docs", len(lens))
     if not len(docs) or docs[0] != 0 or docs[-1] != len(lens) or (np.diff(docs) < 0).any():
-        hint = f"docs counts sentences from 0 to {len(lens)}, never falling"
-        raise UserError(f"{index}: docs do not fit the {len(lens)} sentences of lens", hint)
+        hint = f"docs must count sentences from 0 to {len(lens)}, in ascending order"
+        raise UserError(f"{index}: docs does not match the {len(lens)} sentences of lens", hint)
+    # From tokens per sentence to tokens per document.
     total = np.concatenate([[0], np.cumsum(lens)])
     return np.diff(total[docs])
 
@@ -150,21 +148,20 @@ def _member(file: Path, name: str) -> npt.NDArray[Any]:
         if name not in arrays:
             raise UserError(
                 f"{file} has no array {name}",
-                f"it has {', '.join(arrays) or 'none'}; wanted: {_FORMATS}",
+                f"it has {', '.join(arrays) or 'no arrays'}; expected: {_FORMATS}",
             )
         return np.asarray(arrays[name])
 
 
 def _mapped_member(file: Path, name: str) -> npt.NDArray[Any]:
-    """An array inside an npz, mapped where np.savez put it; only a compressed one has to be read."""
+    """Map an array inside an npz file into memory; a compressed one has to be read instead."""
     with zipfile.ZipFile(file) as archive:
         info = next((info for info in archive.infolist() if info.filename == f"{name}.npy"), None)
         if info is None or info.compress_type != zipfile.ZIP_STORED:
             return _member(file, name)
     with open(file, "rb") as stream:
-        stream.seek(
-            info.header_offset + 26
-        )  # the local header ends with the lengths of two fields that follow it
+        # The local zip header ends with the lengths of two fields that come before the data.
+        stream.seek(info.header_offset + 26)
         sizes = np.frombuffer(stream.read(4), dtype="<u2")
         stream.seek(info.header_offset + 30 + int(sizes.sum()))
         version = np.lib.format.read_magic(stream)
@@ -174,7 +171,9 @@ def _mapped_member(file: Path, name: str) -> npt.NDArray[Any]:
         }
         shape, _, dtype = read_header[version](stream)
         if dtype.hasobject:
-            raise UserError(f"{file}: {name} holds Python objects", "ids are whole numbers")
+            raise UserError(
+                f"{file}: {name} contains Python objects", f"{name} must contain integers"
+            )
         if shape == (0,):
-            return np.empty(0, dtype)  # nothing cannot be mapped
+            return np.empty(0, dtype)  # an empty array cannot be mapped
         return np.memmap(file, dtype=dtype, mode="r", offset=stream.tell(), shape=shape)

@@ -1,6 +1,6 @@
-"""Applies the axes of a layout to a model, in one named order. The model itself knows nothing of them.
+"""Applies the axes of a layout to a model, which knows nothing of parallelism itself.
 
-`parallelize` names the order; what an axis does is told in the module of its name.
+`parallelize` defines the order; each axis is implemented in the module of its name.
 """
 
 from __future__ import annotations
@@ -25,43 +25,46 @@ from trainer.slices import Holders, Slice
 
 
 class Runner(Protocol):
-    """What takes a batch through the model."""
+    """Runs batches through the model."""
 
     def gradients(self, batch: LocalBatch, factor: float) -> Tensor:
-        """Forward and backward of one update; factor · the summed loss, 0 on ranks that do not see it."""
+        """Forward and backward pass of one update.
+
+        Returns factor · the summed loss, or 0 on ranks that do not compute it.
+        """
 
     def loss(self, batch: LocalBatch) -> Tensor:
-        """The summed loss, 0 on ranks that do not see it."""
+        """The summed loss, or 0 on ranks that do not compute it."""
 
 
 @dataclass
 class Parallel:
-    """The model as the layout runs it."""
+    """The model with the layout applied to it."""
 
     mesh: Mesh
-    parts: list[
-        GPT
-    ]  # the layers of this rank: one range of them, or several in an interleaved pipeline
+    parts: list[GPT]  # the layers of this rank; several parts in an interleaved pipeline
     runner: Runner
     weights: list[Weight]
     dropout: Dropout
     sequence_parallel: bool
 
     def train(self, mode: bool = True) -> None:
-        for part in self.parts:
+        for part in self.parts:  # DDP and pipeline stages wrap these modules
             part.train(mode)
 
     def gradients(self, batch: LocalBatch, factor: float, step: int) -> Tensor:
-        """The runner's, and then what ranks have to add up that hold the same parameter but saw other parts of it."""
+        """Run a batch, then sum the gradients that DDP and FSDP do not reduce."""
         self.dropout.begin(step)
         loss = self.runner.gradients(batch, factor)
+        # Each rank of an mp group saw only its part of the sequence.
         if self.sequence_parallel:
             self._add_up([weight for weight in self.weights if not weight.is_split], "mp")
+        # The first stage used the embedding for tokens, the last one for logits.
         self._add_up([weight for weight in self.weights if weight.is_tied], "tied")
         return loss
 
     def _add_up(self, weights: list[Weight], axis: str) -> None:
-        """All of them in one message."""
+        """Sum gradients along an axis, all of them in one message."""
         if not weights or axis not in self.mesh.groups:
             return
         gradients = [weight.gradient for weight in weights]
@@ -73,10 +76,11 @@ class Parallel:
 
 
 def parallelize(run: RunConfig, mesh: Mesh, precision: Precision) -> Parallel:
-    """First the pipeline's cut, then tensor parallel, sharding or copies, then memory and values, last the schedule."""
+    """Apply the layout: pipeline split, tensor parallel, sharding or replication, schedule."""
     layout, dropout = mesh.layout, Dropout(run, mesh)
     chunks = own_chunks(layout, run.Model.num_layers, run.Model.virtual_pp_degree, mesh.rank)
     interval = run.Distributed.pp_recompute_interval if layout.pp > 1 else 1
+    # Without memory at first: a model that is split further may be too large for one rank.
     with torch.device("meta"):
         parts = [GPT(run.Model, layers, interval) for _, layers in chunks]
     for part in parts:
@@ -85,14 +89,13 @@ def parallelize(run: RunConfig, mesh: Mesh, precision: Precision) -> Parallel:
         precision.apply(part)
         dropout.attach(part)
         if layout.sharding > 1:
-            from trainer.parallel.sharding import (
-                shard,
-            )  # as the pipeline below: torch's part takes a second to import
+            # Imported here, like the pipeline below: torch's part takes a second to import.
+            from trainer.parallel.sharding import shard
 
             shard(part, run.Distributed.sharding, mesh)
-        materialize(part, rests_on(run.Distributed.sharding, mesh))
+        materialize(part, parameter_device(run.Distributed.sharding, mesh))
     weights = [weight for part in parts for weight in _initial_weights(part, run, mesh, precision)]
-    copied = layout.dp > 1 and layout.sharding == 1
+    copied = layout.dp > 1 and layout.sharding == 1  # with sharding, FSDP reduces along dp too
     modules = [
         replicate(part, run.Distributed.bucket_cap_mb, mesh) if copied else part for part in parts
     ]
@@ -106,15 +109,17 @@ def parallelize(run: RunConfig, mesh: Mesh, precision: Precision) -> Parallel:
     return Parallel(mesh, parts, runner, weights, dropout, run.Model.sequence_parallel)
 
 
-def rests_on(sharding: Sharding, mesh: Mesh) -> torch.device:
-    """Where parameters are between updates."""
+def parameter_device(sharding: Sharding, mesh: Mesh) -> torch.device:
+    """The device that holds the parameters between updates."""
     is_offloaded = mesh.layout.sharding > 1 and sharding.sharding_offload
     return torch.device("cpu") if is_offloaded else mesh.device
 
 
 def _initial_weights(part: GPT, run: RunConfig, mesh: Mesh, precision: Precision) -> list[Weight]:
+    """Initial values and optimizer state of all parameters of a part, in global coordinates."""
     at, layout, weights = mesh.at, mesh.layout, []
     for name, parameter in part.named_parameters():
+        # FSDP reports the shape before sharding, tensor parallelism only this rank's part.
         dim, shape = split_dim(name) if layout.mp > 1 else None, list(parameter.shape)
         if dim is not None:
             shape[dim] *= layout.mp
@@ -126,25 +131,21 @@ def _initial_weights(part: GPT, run: RunConfig, mesh: Mesh, precision: Precision
         weight.is_split = dim is not None
         weight.is_tied = name == "word_embeddings.weight" and layout.pp > 1
         weight.is_copy = weight.is_tied and not part.is_first
-        holders = Holders(layout.dp, at.dp)
-        weight.holders = (
-            holders
-            if weight.is_split
-            else Holders(layout.dp * layout.mp, at.dp * layout.mp + at.mp)
-        )
+        # Replicas along dp hold the same piece; so does the mp group if the weight is not split.
+        weight.holders = Holders(layout.dp, at.dp)
+        if not weight.is_split:
+            weight.holders = Holders(layout.dp * layout.mp, at.dp * layout.mp + at.mp)
         weights.append(weight)
     return weights
 
 
 class OneStage:
-    """All layers are here: micro-batches go through them one after the other."""
+    """Runs micro-batches one after the other, without a pipeline: this rank has all layers."""
 
     def __init__(self, run: RunConfig, mesh: Mesh, part: GPT, module: nn.Module) -> None:
         self.part, self.module, self.device = part, module, mesh.device
-        self.micro_batch_size, self.accumulate = (
-            run.Global.micro_batch_size,
-            run.Engine.accumulate_steps,
-        )
+        self.micro_batch_size = run.Global.micro_batch_size
+        self.accumulate = run.Engine.accumulate_steps
         self.layout, self.stage = mesh.layout, run.Distributed.sharding.sharding_stage
 
     def gradients(self, batch: LocalBatch, factor: float) -> Tensor:
@@ -159,14 +160,14 @@ class OneStage:
         return total
 
     def loss(self, batch: LocalBatch) -> Tensor:
-        """Without gradients, so no need of DDP."""
+        """The summed loss. Uses the model without DDP, which is only needed for gradients."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for inputs, labels in batch.micro(self.micro_batch_size, self.device):
             total += self.part(inputs, labels)
         return total
 
     def _synchronized(self, is_last: bool) -> AbstractContextManager[None]:
-        """When gradients travel: with the last micro-batch, or where sharding asks for it with each."""
+        """Reduce gradients only with the last micro-batch, unless the sharding stage needs more."""
         if self.layout.sharding > 1:
             from trainer.parallel.sharding import before_backward
 

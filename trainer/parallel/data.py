@@ -1,4 +1,7 @@
-"""Data parallel: the same model on every rank, gradients averaged in buckets while the backward pass still runs."""
+"""Data parallelism: the same model on every rank.
+
+DDP averages gradients in buckets, overlapped with the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ def replicate(model: nn.Module, bucket_cap_mb: float, mesh: Mesh) -> nn.Module:
     return DistributedDataParallel(
         model,
         process_group=mesh.groups["dp"],
-        device_ids=[mesh.local_rank] if mesh.device.type == "cuda" else None,
+        device_ids=[mesh.local_rank] if mesh.device.type == "cuda" else None,  # DDP's rule for CPUs
         bucket_cap_mb=bucket_cap_mb,
-        gradient_as_bucket_view=True,  # the gradient is the bucket: no copy
+        gradient_as_bucket_view=True,  # gradients are views of the buckets: saves memory and a copy
     )

@@ -1,9 +1,9 @@
-"""Pipeline parallel: every stage holds some layers, and micro-batches flow through the stages, by torch's schedules.
+"""Pipeline parallelism with torch's schedules: every stage holds some of the layers.
 
-1F1B runs a backward pass as soon as one is possible, so a stage holds the activations of at most pp_degree
-micro-batches. Interleaved: every stage holds several chunks of layers, and waits for a shorter time at both ends.
-GPipe: all forward passes, then all backward passes. Shapes are given beforehand, so that no step is spent on finding
-them out.
+1F1B runs a backward pass as soon as possible, so a stage holds the activations of at most pp_degree
+micro-batches. Interleaved 1F1B: every stage holds several chunks of layers, which shortens the idle
+time at the start and end of an update. GPipe: all forward passes, then all backward passes.
+Shapes are given in advance, so that torch does not have to exchange them in the first step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Pipeline:
             self._stage(run, mesh, precision, index, total, module) for index, module in chunks
         ]
         count = run.Engine.accumulate_steps
-        settings: Any = {"loss_fn": _made_by_the_model, "scale_grads": False}
+        # `factor` scales the loss already, so torch must not scale the gradients again.
+        settings: Any = {"loss_fn": _output_is_loss, "scale_grads": False}
         kind: Any = ScheduleGPipe if run.Distributed.pp_schedule == "GPipe" else Schedule1F1B
         if run.Model.virtual_pp_degree > 1:
             self.schedule = ScheduleInterleaved1F1B(stages, count, **settings)
@@ -56,6 +57,7 @@ class Pipeline:
         module: nn.Module,
     ) -> PipelineStage:
         batch, tokens = run.Global.micro_batch_size, run.Data.Train.dataset.max_seq_len
+        # With sequence parallelism, stages exchange only this rank's part of the sequence.
         length = tokens // mesh.layout.mp if run.Model.sequence_parallel else tokens
         dtype = precision.half if precision.is_pure else torch.float32
         with torch.device("meta"):
@@ -64,6 +66,7 @@ class Pipeline:
                 batch, length, run.Model.hidden_size, dtype=dtype, requires_grad=True
             )
             loss = torch.empty((), requires_grad=True)
+        # The first stage reads tokens, and the last one returns the loss.
         into, out = text if index == 0 else hidden, loss if index == total - 1 else hidden
         return PipelineStage(
             module,
@@ -76,7 +79,7 @@ class Pipeline:
         )
 
     def gradients(self, batch: LocalBatch, factor: float) -> Tensor:
-        """Forward and backward of one update; the loss on the last stage, 0 on the others."""
+        """Forward and backward pass of one update; the loss on the last stage, 0 on the others."""
         return self._run(self.schedule.step, batch, factor)
 
     def loss(self, batch: LocalBatch) -> Tensor:
@@ -88,14 +91,14 @@ class Pipeline:
         losses: list[Tensor] = []
         if self.is_last:
             labels = batch.labels.to(self.device, non_blocking=True)
+            # torch passes `target` to the loss function, `labels` and `factor` to the last stage.
             settings |= {"target": labels, "losses": losses, "labels": labels, "factor": factor}
         act(*inputs, **settings)
-        return (
-            torch.stack([loss.detach() for loss in losses]).sum()
-            if losses
-            else torch.zeros((), device=self.device)
-        )
+        if not losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
 
 
-def _made_by_the_model(loss: Tensor, _: Tensor) -> Tensor:
+def _output_is_loss(loss: Tensor, _: Tensor) -> Tensor:
+    """The loss function that torch's schedules require; the last stage computes the loss itself."""
     return loss

@@ -1,14 +1,14 @@
-"""Sharding: every rank keeps a part of the states of its layers, by FSDP2 on the (dp, sharding) ranks.
+"""Sharding: every rank keeps a shard of the training state, with FSDP2 on the (dp, sharding) ranks.
 
     stage   optimizer state   gradients                     parameters
-    1       own part          whole until the last          gathered for the whole update
+    1       shard             full until the last           gathered for the whole update
                               micro-batch of an update
-    2       own part          own part after each           gathered for the whole update
-    3       own part          own part after each           gathered layer by layer, in both passes
+    2       shard             shard after each micro-batch  gathered for the whole update
+    3       shard             shard after each micro-batch  gathered layer by layer, in both passes
 
-With a pipeline, gradients stay whole through the accumulation in every stage: torch reduces them once per update.
-`sharding_offload` keeps the own parts of parameters, gradients and optimizer state on the host, in every stage; the
-optimizer runs there too.
+With a pipeline, gradients stay full during accumulation in every stage: torch reduces them once per
+update. `sharding_offload` keeps the shards of parameters, gradients and optimizer state on the
+host, in every stage; the optimizer runs there too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from trainer.model import GPT
 
 
 def shard(part: GPT, config: Sharding, mesh: Mesh) -> None:
-    """Layer by layer, then what is left: the embeddings and the last norm."""
+    """Shard every layer, then the rest of the model: the embeddings and the final norm."""
     offload = CPUOffloadPolicy(pin_memory=can_pin()) if config.sharding_offload else OffloadPolicy()
     states, blocks = mesh.states, list(part.layers.values())
-    for module in (*blocks, part):
+    for module in (*blocks, part):  # inner modules first: FSDP leaves out what is already sharded
         fully_shard(
             module,
             mesh=states,
-            reshard_after_forward=config.sharding_stage == 3,
+            reshard_after_forward=config.sharding_stage == 3,  # frees the gathered parameters
             offload_policy=offload,
         )
     if config.broadcast_overlap:
@@ -40,7 +40,7 @@ def shard(part: GPT, config: Sharding, mesh: Mesh) -> None:
 
 
 def before_backward(part: FSDPModule, stage: int, is_last_micro_batch: bool) -> None:
-    """What happens to gradients and parameters at the end of this backward pass."""
+    """Configure what FSDP does with gradients and parameters after the next backward pass."""
     part.set_requires_gradient_sync(is_last_micro_batch or stage > 1)
     part.set_reshard_after_backward(is_last_micro_batch or stage == 3)
     part.set_is_last_backward(is_last_micro_batch)

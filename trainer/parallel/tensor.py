@@ -1,10 +1,11 @@
-"""Tensor parallel: the ranks of an mp group hold different heads, ffn columns and vocabulary rows of the same layers.
+"""Tensor parallelism: the ranks of an mp group split the heads, ffn columns and vocabulary rows.
 
 Shapes: B samples, T tokens, C hidden.
-Parameters are plain tensors of a rank's own part, and the collectives are written out, as in Megatron-LM: an all-reduce
-after every product that sums over a split dimension, and one in the backward pass of every product that reads what all
-ranks share. With `sequence_parallel`, hidden states between them are split along T: each of these all-reduces becomes a
-reduce-scatter and an all-gather.
+Parameters are plain tensors with a rank's own part, and the collectives are explicit, as in
+Megatron-LM: an all-reduce after every product that sums over a split dimension, and one in the
+backward pass of every product whose input is shared by all ranks. With `sequence_parallel`, the
+hidden states in between are split along T: each all-reduce becomes a reduce-scatter and an
+all-gather.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from trainer.model import GPT, Block, Embedding, Head, Linear, SelfAttention
 
 Action = Callable[[Tensor], Tensor]
 
-# torch 2.13 renames them, and warns of the old names.
+# torch 2.13 renames these functions, and warns about the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# The dimension along which a parameter is split; what is not named is the same on all ranks of a group.
+# The dimension along which a parameter is split. All other parameters are replicated in the group.
 SPLIT = {
     "qkv_proj.weight": 0,
     "qkv_proj.bias": 0,
@@ -45,38 +46,40 @@ def split_dim(name: str) -> int | None:
 
 
 class Group:
-    """The ranks of an mp group, and what they do together with hidden states (B, T or T / mp, C)."""
+    """The ranks of an mp group, and their collectives on hidden states (B, T or T / mp, C)."""
 
     def __init__(self, mesh: Mesh, sequence_parallel: bool) -> None:
         self.group, self.size, self.rank = mesh.groups["mp"], mesh.layout.mp, mesh.at.mp
         self.device, self.sequence_parallel = mesh.device, sequence_parallel
 
     def whole(self, x: Tensor) -> Tensor:
-        """What all ranks are to read: the whole sequence."""
+        """The input of a column-parallel product: the whole sequence on every rank."""
         actions = (
             (self.all_gather, self.reduce_scatter)
             if self.sequence_parallel
-            else (_as_it_is, self.all_reduce)
+            else (_identity, self.all_reduce)
         )
-        result: Tensor = _Exchange.apply(x, *actions)
+        result: Tensor = _Collective.apply(x, *actions)
         return result
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of what the ranks made: on all of them, or each with its part of the sequence."""
+        """The sum of all ranks' results: all of it, or each rank's part of the sequence."""
         actions = (
             (self.reduce_scatter, self.all_gather)
             if self.sequence_parallel
-            else (self.all_reduce, _as_it_is)
+            else (self.all_reduce, _identity)
         )
-        result: Tensor = _Exchange.apply(x, *actions)
+        result: Tensor = _Collective.apply(x, *actions)
         return result
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        # all_reduce works in place, but autograd may still need x.
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total
 
     def all_gather(self, x: Tensor) -> Tensor:
+        # The collective concatenates along the first dimension; move the parts to dimension T.
         parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         _ALL_GATHER(parts, x.contiguous(), group=self.group)
         return parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
@@ -88,25 +91,25 @@ class Group:
         return own
 
 
-class _Exchange(torch.autograd.Function):
-    """What happens to hidden states on the way forth, and to their gradient on the way back."""
+class _Collective(torch.autograd.Function):
+    """One action on hidden states in the forward pass, another on their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forth: Action, back: Action) -> Tensor:
-        ctx.back = back
-        return forth(x)
+    def forward(ctx: Any, x: Tensor, forward_action: Action, backward_action: Action) -> Tensor:
+        ctx.backward_action = backward_action
+        return forward_action(x)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(outer[0]), None, None
+        return ctx.backward_action(outer[0]), None, None
 
 
-def _as_it_is(x: Tensor) -> Tensor:
-    return x.view_as(x)
+def _identity(x: Tensor) -> Tensor:
+    return x.view_as(x)  # a view, because autograd treats a returned input specially
 
 
 class ColumnLinear(Linear):
-    """Own columns of the result, from the whole input."""
+    """Computes this rank's columns of the output, from the whole input."""
 
     mp: Group
 
@@ -115,20 +118,22 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """The whole result, from own columns of the input."""
+    """Computes the whole output, from this rank's columns of the input."""
 
     mp: Group
 
     def forward(self, x: Tensor) -> Tensor:
+        # The bias after the sum: otherwise every rank would add it once.
         return self.mp.sum(F.linear(x, self.weight)) + self.bias
 
 
 class SplitAttention(SelfAttention):
-    """Own heads; each rank drops other attention weights."""
+    """Attention of this rank's heads. Each rank draws its own attention dropout."""
 
     mp: Group
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # With sequence parallelism, the ranks have different random streams already.
         if not (self.dropout and self.training) or self.mp.sequence_parallel:
             return super()._core(q, k, v)
         with own_stream(self.mp.device, self.mp.rank):
@@ -136,7 +141,7 @@ class SplitAttention(SelfAttention):
 
 
 class VocabEmbedding(Embedding):
-    """Own rows of the vocabulary: other tokens are zero here, and come from the rank that has them."""
+    """Holds this rank's rows of the vocabulary. Other tokens are zero until the sum over ranks."""
 
     mp: Group
 
@@ -152,18 +157,18 @@ class PositionEmbedding(Embedding):
     mp: Group
 
     def forward(self, positions: Tensor) -> Tensor:
-        if self.mp.sequence_parallel:
+        if self.mp.sequence_parallel:  # only the positions of this rank's part of the sequence
             positions = positions.chunk(self.mp.size)[self.mp.rank]
         return F.embedding(positions, self.weight)
 
 
 class VocabHead(Head):
-    """The loss from own rows of the vocabulary: no rank ever sees all logits of a token."""
+    """Computes the loss from this rank's rows of the vocabulary: no rank sees all logits."""
 
     mp: Group
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: float) -> Tensor:
-        assert labels is not None, "logits of the whole vocabulary are made by one process only"
+        assert labels is not None, "with tensor parallelism, no rank has all logits"
         first_row = self.mp.rank * weight.shape[0]
         return chunked_loss(
             self.mp.whole(x), weight, labels, self.vocab_size, factor, first_row, self.mp.group
@@ -171,21 +176,22 @@ class VocabHead(Head):
 
 
 def split(part: GPT, mesh: Mesh, sequence_parallel: bool) -> None:
-    """Makes a model without memory one of this rank's share."""
+    """Reduce a model on the meta device to this rank's share."""
     group = Group(mesh, sequence_parallel)
     for module in part.modules():
         if isinstance(module, Block):
-            _become(module.self_attn, SplitAttention, group)
+            _convert(module.self_attn, SplitAttention, group)
             for child in (module.self_attn.qkv_proj, module.linear1):
-                _become(child, ColumnLinear, group)
+                _convert(child, ColumnLinear, group)
             for child in (module.self_attn.out_proj, module.linear2):
-                _become(child, RowLinear, group)
+                _convert(child, RowLinear, group)
     if part.is_first or part.is_last:
-        _become(part.word_embeddings, VocabEmbedding, group)
+        _convert(part.word_embeddings, VocabEmbedding, group)
     if part.is_first:
-        _become(part.position_embeddings, PositionEmbedding, group)
+        _convert(part.position_embeddings, PositionEmbedding, group)
     if part.is_last:
-        _become(part.head, VocabHead, group)
+        _convert(part.head, VocabHead, group)
+    # A list, because registering parameters changes the dictionary that is iterated.
     for name, parameter in list(part.named_parameters()):
         if (dim := split_dim(name)) is not None:
             own = parameter.chunk(group.size, dim)[group.rank]
@@ -193,7 +199,7 @@ def split(part: GPT, mesh: Mesh, sequence_parallel: bool) -> None:
             part.get_submodule(owner).register_parameter(last, nn.Parameter(torch.empty_like(own)))
 
 
-def _become(module: nn.Module, cls: type[nn.Module], group: Group) -> None:
-    """The same module in the same place under the same name, with another forward pass."""
+def _convert(module: nn.Module, cls: type[nn.Module], group: Group) -> None:
+    """Change the class of a module, and so its forward pass, but not its place and names."""
     module.__class__ = cls
     module.mp = group  # type: ignore[assignment]

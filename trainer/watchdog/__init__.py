@@ -1,9 +1,10 @@
-"""Finds the rank for which all others wait, says which one it is and where, and ends the job.
+"""Finds the rank that all others wait for, reports it, and stops the job.
 
-Two threads beside the training. One looks whether this rank still ticks (`mesh.pulse`); when it has not for as long as
-Distributed.timeout_minutes allows, it asks all ranks how far they are, and judges. The other hears what ranks say: it
-answers, and ends this process when one of them has failed. What this file does not know: what the ranks do between two
-ticks, and how words travel (`line`).
+Two threads run next to the training. One checks whether this rank still makes progress
+(`mesh.heartbeat`). If there is none for Distributed.timeout_minutes, it asks all ranks how far they
+are, and decides which one is stuck. The other thread receives messages: it answers questions, and
+exits this process if another rank has failed. This file does not know what ranks do between two
+ticks, nor how messages are sent (`channel`).
 """
 
 from __future__ import annotations
@@ -27,18 +28,22 @@ from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, UserError
 from trainer.mesh import Mesh, answer_time
 from trainer.rank_log import CANNOT_BE_HELPED
 from trainer.resume import output_dir
-from trainer.status import tell_failure
-from trainer.watchdog.line import Line, address, is_in_first_rank, within
+from trainer.status import report_failure
+from trainer.watchdog.channel import Channel, address, is_in_first_rank, with_timeout
 from trainer.watchdog.peer import Peer
 
+# Errors of gloo and the store: the connection to another rank is lost, or another rank is late.
 LOST = re.compile(r"(closed|reset) by peer|Broken pipe|pair closure")
 TIMED_OUT = re.compile(r"Timed out waiting")
-LINGER = 1.1  # seconds for which ranks outlive the one that failed: torchrun knows the first by whole seconds
-LAST_WORDS = 5.0  # seconds after which a process that is about to end is ended
-# Where a thread is that waits for other ranks; copies of a model exchange their gradients inside of `backward`.
+# Seconds by which other ranks outlive the one that failed. torchrun finds the first failure by time
+# stamps in whole seconds, so it must be clearly the first to exit.
+EXIT_DELAY = 1.1
+EXIT_GRACE = 5.0  # seconds that a thread leaves to another one that is already exiting
+# Files in which a thread waits for other ranks: DDP exchanges gradients during `backward`.
 WAITING = re.compile(
     rf"/torch/distributed/|/torch/autograd/graph\.py$|^{re.escape(trainer.mesh.__file__)}$"
 )
+NO_RESPONSE, NO_PROGRESS = "not respond", "not make progress"
 
 
 class Answer(NamedTuple):
@@ -48,17 +53,17 @@ class Answer(NamedTuple):
     ticks: int
     where: str
     idle: float  # seconds since the last tick
-    waits: bool  # for other ranks, as far as its stack can tell
+    waits: bool  # whether it waits for other ranks, judging by its stack
 
 
-class Word(NamedTuple):
-    """Why the job ends. The first one that is said counts, on all ranks."""
+class Verdict(NamedTuple):
+    """Why the job stops. The first verdict of any rank counts for all ranks."""
 
     reason: str
     hint: str
     culprits: Sequence[int] = ()
-    is_silent: bool = False  # the culprits do not answer, somebody else has to look after them
-    code: int = OUT_OF_REACH  # with which ranks end that hear it
+    is_silent: bool = False  # the culprits do not respond, so others have to kill them
+    code: int = OUT_OF_REACH  # exit code of the other ranks
 
     @property
     def error(self) -> UserError:
@@ -70,21 +75,22 @@ class Word(NamedTuple):
 def judge(
     answers: Sequence[Answer], absent: Sequence[int], limit: float, is_late: bool
 ) -> tuple[Sequence[int], str]:
-    """Who holds the others up, and how that shows; nobody where there may be no harm.
+    """Which ranks hold up the others, and how; no ranks if nothing may be wrong.
 
-    `is_late`: some rank has waited for others for longer than it may, so that the job ends in any case. Without that,
-    ranks that are all at the same place may just have much to do there.
+    `is_late`: some rank has waited longer than allowed, so the job stops in any case. Otherwise,
+    ranks that are all at the same point may just have a long step.
     """
     if absent:
-        return absent, "not answer"
+        return absent, NO_RESPONSE
     behind = [
         answer for answer in answers if answer.ticks == min(answer.ticks for answer in answers)
     ]
     if len(behind) < len(answers):
         is_stuck = is_late or all(answer.idle >= limit for answer in behind)
-        return [answer.rank for answer in behind if is_stuck], "not go on"
+        return [answer.rank for answer in behind if is_stuck], NO_PROGRESS
+    # All ranks are at the same point: a rank that does not wait is the one the others wait for.
     busy = [answer.rank for answer in answers if not answer.waits]
-    return (busy if is_late and len(busy) < len(answers) else []), "not go on"
+    return (busy if is_late and len(busy) < len(answers) else []), NO_PROGRESS
 
 
 class Watchdog:
@@ -94,90 +100,96 @@ class Watchdog:
         self.mesh, self.limit, self.window = mesh, limit, answer_time(limit)
         self.output, self.report = output, report
         self.logs = Path(os.environ.get("GPTCTL_LOG_DIR") or output / "logs")
-        self._forget_stacks()  # of an earlier run
+        self._delete_stacks()  # those of an earlier run
         self.peers = [Peer(*peer) for peer in mesh.gather(tuple(Peer.of_this_rank()))]
-        self.line = Line("/".join(map(str, self.peers[0])), mesh.rank, mesh.world, self.window)
+        # The process of rank 0 is different in every attempt, so its name separates attempts.
+        name = "/".join(map(str, self.peers[0]))
+        self.channel = Channel(name, mesh.rank, mesh.world, self.window)
         self.rounds, self.looked = 0, time.monotonic()
-        self.is_looking, self.trace = (
-            False,
-            "",
-        )  # the trace of the training thread, once it has waited in vain
-        self.has_to_end = False  # whatever a rank finds that still sees no harm
-        self.word: Word | None = None
-        self.heard, self.is_over, self.ending = (
-            threading.Event(),
-            threading.Event(),
-            threading.RLock(),
-        )
+        self.is_looking = False
+        self.trace = ""  # of the training thread, after a network error
+        self.must_stop = False  # a rank has waited too long: the job stops, whatever others find
+        self.verdict: Verdict | None = None
+        self.is_decided, self.is_over = threading.Event(), threading.Event()
+        self.exiting = threading.RLock()  # held by the thread that exits this process
         self.threads = [
-            threading.Thread(target=act, daemon=True) for act in (self._listen, self._watch)
+            threading.Thread(target=act, daemon=True) for act in (self._receive, self._watch)
         ]
         for thread in self.threads:
             thread.start()
 
-    # The end of the training thread, good or bad.
+    # The end of the training thread, after success or failure.
 
     def leave(self) -> None:
-        """After a good end. The others must miss neither this rank, nor the store that may live in the first."""
+        """Leave after success, without looking like a lost rank to the others."""
         self.is_over.set()
-        within(self.window, self._say_goodbye)
-        self._forget_stacks()
+        with_timeout(self.window, self._sign_off)
+        self._delete_stacks()
 
-    def _say_goodbye(self) -> None:
-        self.line.leave()
-        self.line.send({}, to=self.mesh.rank)  # wakes the thread that listens
+    def _sign_off(self) -> None:
+        self.channel.leave()
+        self.channel.send({}, to=self.mesh.rank)  # wakes the receiving thread, so that it exits
         for thread in self.threads:
             thread.join()
+        # The store may run in this process: keep it until the others no longer need it.
         if self.mesh.is_first and is_in_first_rank():
-            self.line.wait_for_leave()
+            self.channel.wait_until_all_left()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Tells the others that this rank fails. What the user is to see: not what only follows from another's end."""
-        if not self.ending.acquire(blocking=False):  # a thread is about to end this process
-            time.sleep(LAST_WORDS)
+        """Tell the other ranks that this one fails. Returns the error to show to the user.
+
+        A network error is only a consequence: it is replaced by the failure of the other rank.
+        """
+        if not self.exiting.acquire(blocking=False):  # another thread is exiting this process
+            time.sleep(EXIT_GRACE)
         text = _network_error(error)
         if text:
             self.trace = traceback.format_exc()
-            word = self._word_of_loss() if LOST.search(text) else self._word_of_delay()
-            self._settle(word)
-            self._linger(word)
-            return word.error
+            verdict = self._verdict_on_loss() if LOST.search(text) else self._verdict_on_timeout()
+            self._conclude(verdict)
+            self._delay_exit(verdict)
+            return verdict.error
         said = (
             error.message
             if isinstance(error, UserError)
             else f"{type(error).__name__}: {error}".rstrip(": ")
         )
-        reason = f"rank {self.mesh.rank} failed {self.mesh.pulse.where}: {said}"
+        reason = f"rank {self.mesh.rank} failed {self.mesh.heartbeat.where}: {said}"
         if isinstance(error, KeyboardInterrupt):
-            reason = f"rank {self.mesh.rank} was interrupted {self.mesh.pulse.where}"
-        hint = f"the log of rank {self.mesh.rank} says more"
-        word = self._spread(Word(reason, hint, [self.mesh.rank], code=_code(error)))
-        self._settle(word, said if isinstance(error, UserError) else "")
+            reason = f"rank {self.mesh.rank} was interrupted {self.mesh.heartbeat.where}"
+        hint = f"see the log of rank {self.mesh.rank}"
+        verdict = self._publish(Verdict(reason, hint, [self.mesh.rank], code=_code(error)))
+        self._conclude(verdict, said if isinstance(error, UserError) else "")
         if not isinstance(error, (UserError, KeyboardInterrupt, BrokenPipeError)):
             print(reason, file=sys.stderr)
         return error
 
-    def _word_of_loss(self) -> Word:
-        """A rank is gone. It may have left word, or the other thread knows more; else it is looked for."""
-        self.heard.wait(LINGER)
+    def _verdict_on_loss(self) -> Verdict:
+        """The connection to a rank is lost.
+
+        Wait first: that rank may have reported its failure, or the other thread may know more.
+        Otherwise, look for ranks whose process has exited.
+        """
+        self.is_decided.wait(EXIT_DELAY)
         if self.is_looking:
-            self.heard.wait(2 * self.window)
-        gone = [rank for rank, peer in enumerate(self.peers) if peer.is_gone]
-        names = f": {self._names(gone)}" if gone else ""
-        return self.word or self._spread(
-            Word(f"another rank is gone{names}", "its own log says why", gone)
+            self.is_decided.wait(2 * self.window)
+        exited = [rank for rank, peer in enumerate(self.peers) if peer.has_exited]
+        names = f": {self._names(exited)}" if exited else ""
+        return self.verdict or self._publish(
+            Verdict(f"another rank exited unexpectedly{names}", "see the log of that rank", exited)
         )
 
-    def _word_of_delay(self) -> Word:
-        """Ranks have waited for others for too long. Even if nobody can be named, that much is certain."""
-        for _ in range(2):  # another rank may be asking already, and find no harm
-            if not self.heard.is_set():
+    def _verdict_on_timeout(self) -> Verdict:
+        """Ranks have waited too long. The job stops even if no rank can be blamed."""
+        for _ in range(2):  # another rank may be asking already, and find nothing wrong
+            if not self.is_decided.is_set():
                 self._look(is_late=True)
-            self.heard.wait(self.window)
-        reason = f"ranks waited {self.mesh.pulse.where} for longer than Distributed.timeout_minutes allows"
-        return self.word or self._spread(Word(reason, self._hint()))
+            self.is_decided.wait(self.window)
+        where = self.mesh.heartbeat.where
+        reason = f"ranks waited longer than Distributed.timeout_minutes {where}"
+        return self.verdict or self._publish(Verdict(reason, self._hint()))
 
-    # The thread that looks whether this rank goes on.
+    # The thread that checks whether this rank makes progress.
 
     def _watch(self) -> None:
         while not self.is_over.wait(max(0.01, self._due() - time.monotonic())):
@@ -185,136 +197,140 @@ class Watchdog:
                 self._look()
 
     def _due(self) -> float:
-        return max(self.mesh.pulse.since, self.looked) + self.limit
+        return max(self.mesh.heartbeat.since, self.looked) + self.limit
 
     def _look(self, is_late: bool = False) -> None:
-        """Asks all ranks how far they are, and judges. A store that does not answer is silent with its rank."""
+        """Ask all ranks how far they are, and decide whether one is stuck.
+
+        If the store does not respond, the rank that runs it is stuck.
+        """
         self.looked, self.is_looking = time.monotonic(), True
         self._dump_stacks()
-        found = within(1.25 * self.window, lambda: self._ask(is_late))
+        found = with_timeout(1.25 * self.window, lambda: self._ask(is_late))
         if found is None:
-            self._end_without_store()
+            self._exit_without_store()
         elif found[0]:
             culprits, how = judge(*found, self.limit, is_late)
             if culprits or is_late:
-                self._spread(self._verdict(found[0], culprits, how))
+                self._publish(self._verdict(found[0], culprits, how))
             else:
-                within(self.window, lambda: self.line.send({"go_on": True}))
+                with_timeout(self.window, lambda: self.channel.send({"go_on": True}))
         self.is_looking = False
 
     def _ask(self, is_late: bool) -> tuple[list[Answer], list[int]]:
-        """What the ranks answer, and who does not though it should; nothing where another rank asks them already."""
-        answers = self.line.ask(self.rounds, self.window, is_late=is_late)
+        """The answers of the ranks, and the ranks that should have answered.
+
+        Both are empty if another rank is already asking.
+        """
+        answers = self.channel.ask(self.rounds, self.window, is_late=is_late)
         if answers is None:
             return [], []
+        # This rank surely runs, even if its own answer came too late.
         answers.setdefault(self.mesh.rank, self._here()._asdict())
         missing = [rank for rank in range(self.mesh.world) if rank not in answers]
         told = [Answer(**answer) for answer in answers.values()]
-        return told, [rank for rank in missing if not self.line.has_left(rank)]
+        return told, [rank for rank in missing if not self.channel.has_left(rank)]
 
-    def _verdict(self, answers: Sequence[Answer], culprits: Sequence[int], how: str) -> Word:
+    def _verdict(self, answers: Sequence[Answer], culprits: Sequence[int], how: str) -> Verdict:
         front = max(answers, key=lambda answer: answer.ticks).where
         if not culprits:
-            return Word(f"all ranks wait for each other {front}", self._hint())
+            return Verdict(f"all ranks wait for each other {front}", self._hint())
         where = next((f" {answer.where}" for answer in answers if answer.rank == culprits[0]), "")
         verb = "does" if len(culprits) == 1 else "do"
-        reason = f"{self._names(culprits)} {verb} {how}{where}; the others wait {front}"
-        return Word(reason, self._hint(), culprits, is_silent=how == "not answer")
+        reason = f"{self._names(culprits)} {verb} {how}{where}; the other ranks wait {front}"
+        return Verdict(reason, self._hint(), culprits, is_silent=how == NO_RESPONSE)
 
-    def _end_without_store(self) -> None:
-        """Every rank comes to this end by itself, some a little later: none leaves before they have had the time."""
-        word = Word(f"the store of the ranks at {address()} does not answer", self._hint())
+    def _exit_without_store(self) -> None:
+        """Exit without asking the others, who find out by themselves, some a little later."""
+        verdict = Verdict(f"the store of the ranks at {address()} does not respond", self._hint())
         if is_in_first_rank() and not self.mesh.is_first:
-            reason = f"{self._names([0])} does not answer; the others wait {self.mesh.pulse.where}"
-            word = Word(reason, self._hint(), [0], is_silent=True)
-        time.sleep(self.window / 2)
-        self._hear(word)
+            where = self.mesh.heartbeat.where
+            reason = f"{self._names([0])} does {NO_RESPONSE}; the other ranks wait {where}"
+            verdict = Verdict(reason, self._hint(), [0], is_silent=True)
+        time.sleep(self.window / 2)  # no rank may exit before the others had time to find out
+        self._stop(verdict)
 
-    # The thread that hears the others.
+    # The thread that receives messages.
 
-    def _listen(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: whoever needs it will notice
+    def _receive(self) -> None:
+        with suppress(RuntimeError):  # the store has exited: code that needs it will notice
             while not self.is_over.is_set():
-                message = self.line.next_message()
+                message = self.channel.next_message()
                 if "question" in message:
                     self.rounds, self.looked = message["question"] + 1, time.monotonic()
-                    self.has_to_end |= message["is_late"]
-                    self.line.answer(message["question"], self._here()._asdict())
+                    self.must_stop |= message["is_late"]
+                    self.channel.answer(message["question"], self._here()._asdict())
                     self._dump_stacks()
-                elif "go_on" in message and not self.has_to_end:
-                    self._forget_stacks()
+                elif "go_on" in message and not self.must_stop:  # nothing is wrong after all
+                    self._delete_stacks()
                 elif "reason" in message:
-                    self._hear(Word(**message))
+                    self._stop(Verdict(**message))
 
     def _here(self) -> Answer:
-        pulse, frame = (
-            self.mesh.pulse,
-            sys._current_frames().get(threading.main_thread().ident or 0),
-        )
+        heartbeat = self.mesh.heartbeat
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
         waits = bool(self.trace) or (
             frame is not None and bool(WAITING.search(frame.f_code.co_filename))
         )
-        return Answer(
-            self.mesh.rank, pulse.ticks, pulse.where, time.monotonic() - pulse.since, waits
-        )
+        idle = time.monotonic() - heartbeat.since
+        return Answer(self.mesh.rank, heartbeat.ticks, heartbeat.where, idle, waits)
 
-    def _hear(self, word: Word) -> NoReturn:
-        """The end of this process, unless the training thread notices before and ends it."""
-        self.word = word = self.word or word
-        self.heard.set()
-        self._look_after_silent(word)
-        self._linger(word)
+    def _stop(self, verdict: Verdict) -> NoReturn:
+        """Exit this process, unless the training thread fails by itself and exits first."""
+        self.verdict = verdict = self.verdict or verdict
+        self.is_decided.set()
+        self._kill_silent(verdict)
+        self._delay_exit(verdict)
         try:
-            if self.ending.acquire(blocking=False):
-                self._settle(word)
-                self.report(word.error)
+            if self.exiting.acquire(blocking=False):
+                self._conclude(verdict)
+                self.report(verdict.error)
             else:
-                time.sleep(LAST_WORDS)
+                time.sleep(EXIT_GRACE)
         finally:
-            end_process(1 if self.mesh.rank in word.culprits else word.code)
+            end_process(1 if self.mesh.rank in verdict.culprits else verdict.code)
 
-    # What they have in common.
+    # Used by both threads.
 
-    def _spread(self, word: Word) -> Word:
-        """Says it to all ranks, unless something has been said before: then that is the reason."""
+    def _publish(self, verdict: Verdict) -> Verdict:
+        """Send a verdict to all ranks. Returns the one that counts, which may be an earlier one."""
 
-        def say() -> Word:
-            first, said = self.line.settle("word", [self.mesh.rank, word._asdict()])
+        def publish() -> Verdict:
+            first, settled = self.channel.set_once("verdict", [self.mesh.rank, verdict._asdict()])
             if first == self.mesh.rank:
-                self.line.send(said)
-            return Word(**said)
+                self.channel.send(settled)
+            return Verdict(**settled)
 
-        said = within(self.window, say)
-        if said is None:
-            threading.Thread(target=self._hear, args=[word], daemon=True).start()
-        return said or word
+        settled = with_timeout(self.window, publish)
+        if settled is None:  # the store does not respond: stop at least this process
+            threading.Thread(target=self._stop, args=[verdict], daemon=True).start()
+        return settled or verdict
 
-    def _settle(self, word: Word, reason: str = "") -> None:
-        self._look_after_silent(word)
-        if self.mesh.is_first or 0 in word.culprits:
-            tell_failure(self.output, reason or word.reason)
+    def _conclude(self, verdict: Verdict, reason: str = "") -> None:
+        self._kill_silent(verdict)
+        if self.mesh.is_first or 0 in verdict.culprits:
+            report_failure(self.output, reason or verdict.reason)
 
-    def _linger(self, word: Word) -> None:
-        if self.mesh.rank not in word.culprits:
-            time.sleep(LINGER)
+    def _delay_exit(self, verdict: Verdict) -> None:
+        if self.mesh.rank not in verdict.culprits:
+            time.sleep(EXIT_DELAY)
 
-    def _look_after_silent(self, word: Word) -> None:
-        """One rank of its host keeps what the kernel knows of a silent one, and ends it."""
-        for rank in word.culprits if word.is_silent else ():
+    def _kill_silent(self, verdict: Verdict) -> None:
+        """Kill ranks that do not respond, after saving what the kernel knows about them.
+
+        One rank on the same host does it: the one that creates the file first.
+        """
+        for rank in verdict.culprits if verdict.is_silent else ():
             peer, log = self.peers[rank], self.logs / f"workerlog.{rank}"
-            with suppress(OSError):  # another rank has begun with it, or cannot write either
-                if peer.is_here and not peer.is_gone:
+            with suppress(OSError):  # another rank has created the file, or nobody can write it
+                if peer.is_here and not peer.has_exited:
                     self.logs.mkdir(parents=True, exist_ok=True)
                     with open(self.logs / f"stacks.{rank}", "x", encoding="utf-8") as stream:
-                        stream.writelines(
-                            [
-                                f"rank {rank} ({peer}) does not answer. Its threads:\n",
-                                *peer.threads(),
-                            ]
-                        )
+                        stream.write(f"rank {rank} ({peer}) does not respond. Its threads:\n")
+                        stream.writelines(peer.threads())
                     if log.exists():
                         with open(log, "a", encoding="utf-8") as stream:
-                            stream.write(f"error: {word.reason}\nhint: {word.hint}\n")
+                            stream.write(f"error: {verdict.reason}\nhint: {verdict.hint}\n")
                     os.kill(peer.pid, signal.SIGKILL)
 
     def _dump_stacks(self) -> None:
@@ -322,10 +338,10 @@ class Watchdog:
             self.logs.mkdir(parents=True, exist_ok=True)
             with open(self.logs / f"stacks.{self.mesh.rank}", "w", encoding="utf-8") as stream:
                 stream.write(self.trace)
-                stream.flush()
+                stream.flush()  # faulthandler writes to the descriptor directly
                 faulthandler.dump_traceback(stream)
 
-    def _forget_stacks(self) -> None:
+    def _delete_stacks(self) -> None:
         with suppress(OSError):
             (self.logs / f"stacks.{self.mesh.rank}").unlink()
 
@@ -333,12 +349,12 @@ class Watchdog:
         return " and ".join(f"rank {rank} ({self.peers[rank]})" for rank in ranks)
 
     def _hint(self) -> str:
-        return f"{self.logs}/stacks.* show what the ranks were doing"
+        return f"see {self.logs}/stacks.* for what the ranks were doing"
 
 
 @contextmanager
 def watched(run: RunConfig, mesh: Mesh, report: Callable[[UserError], None]) -> Iterator[None]:
-    """The work of a rank among others: it ends when one of them cannot go on, and they end when it cannot."""
+    """Run the work of one rank so that all ranks stop if one of them fails or gets stuck."""
     if mesh.world == 1:
         yield
         return
@@ -354,7 +370,7 @@ def watched(run: RunConfig, mesh: Mesh, report: Callable[[UserError], None]) -> 
 
 
 def end_process(code: int) -> NoReturn:
-    """At once: to tidy up could mean to wait for a rank that is gone."""
+    """Exit immediately, because normal cleanup could wait for a rank that has exited."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -362,7 +378,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def _network_error(error: BaseException | None) -> str:
-    """What gloo said, if that is behind it: the pipeline wraps it into an error of its own."""
+    """The text of a network error, also if another exception wraps it, as the pipeline does."""
     while error is not None:
         if isinstance(error, RuntimeError) and (
             LOST.search(str(error)) or TIMED_OUT.search(str(error))
@@ -373,6 +389,6 @@ def _network_error(error: BaseException | None) -> str:
 
 
 def _code(error: BaseException) -> int:
-    """With which the other ranks end: whether starting again can help is for the one to say that fails."""
+    """The exit code of the other ranks: only the failing rank knows if a restart can help."""
     is_final = isinstance(error, UserError) and error.exit_code != OUT_OF_REACH
     return CANNOT_BE_HELPED if is_final else OUT_OF_REACH

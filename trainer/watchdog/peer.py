@@ -1,4 +1,4 @@
-"""The processes of the other ranks, as the kernel of this host sees them. Linux tells all of it, others nothing."""
+"""The processes of other ranks, as the kernel of this host sees them. Works on Linux only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Peer(NamedTuple):
-    """The process of a rank, told from a later one with the same number by the moment it began."""
+    """The process of a rank. `began` distinguishes it from a later process with the same pid."""
 
     host: str
     pid: int
@@ -22,21 +22,23 @@ class Peer(NamedTuple):
 
     @property
     def is_here(self) -> bool:
+        """Whether the process belongs to this host, so that /proc has information about it."""
         return bool(self.began) and self.host == socket.gethostname()
 
     @property
     def state(self) -> str:
-        """`S (sleeping)`; nothing where the process is gone, or on another host."""
+        """Such as `S (sleeping)`; empty if the process has exited, or is on another host."""
         if not self.is_here or _began(self.pid) != self.began:
             return ""
         return _state(Path(f"/proc/{self.pid}"))
 
     @property
-    def is_gone(self) -> bool:
-        return self.is_here and self.state[:1] in ("", "Z", "X")
+    def has_exited(self) -> bool:
+        """Whether it surely has exited; False if it is on another host."""
+        return self.is_here and self.state[:1] in ("", "Z", "X")  # Z: zombie, X: dead
 
     def threads(self) -> Iterator[str]:
-        """A line about every thread, and where in the kernel it waits as far as that may be read."""
+        """One entry per thread: its state, and where it waits in the kernel if that is readable."""
         for task in sorted(
             Path(f"/proc/{self.pid}/task").glob("*"), key=lambda task: int(task.name)
         ):
@@ -54,7 +56,8 @@ def _state(folder: Path) -> str:
 
 
 def _began(pid: int) -> str:
-    """In the kernel's own unit; the name before it may hold anything."""
+    """The start time in clock ticks since boot."""
+    # The second field is the program name in parentheses, which may contain spaces and parentheses.
     fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 else ""
 

@@ -33,7 +33,9 @@ def test_a_stopped_rank_is_named_and_ended(jobs) -> None:
     pid = jobs.pid(job, 3)
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
-    named = f"error: rank 3 (host {os.uname().nodename}, pid {pid}, T (stopped)) does not answer; the others wait "
+    named = (
+        f"error: rank 3 (host {os.uname().nodename}, pid {pid}, T (stopped)) does not respond; the other ranks wait "
+    )
     jobs.await_text(job, 1, named, seconds=3 * LIMIT)
     assert jobs.wait(job) == "FAILED"
     assert time.monotonic() - began < 25

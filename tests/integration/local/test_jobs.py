@@ -82,7 +82,7 @@ def test_a_pipeline_of_tensor_parallel_stages_on_two_nodes(jobs) -> None:
     assert (
         "rank 3: mp 2 × sharding 1 × pp 2 × dp 1 on cpu, groups: mp [2, 3], sharding [3], pp [1, 3], dp [3]" in topology
     )
-    assert "rank 3: layers 2 to 3; its own part: parameters" in topology
+    assert "rank 3: layers 2 to 3; memory held: parameters" in topology
     assert "pipeline segments: 0, 2, 4" in jobs.log(job, 0)
 
 
