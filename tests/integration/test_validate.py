@@ -187,9 +187,10 @@ def test_resolved_tells_where_values_came_from(gptctl, tmp_path) -> None:
     assert "# base.yaml:2" in text
 
 
-def test_the_readme_shows_what_the_command_prints(gptctl, tmp_path) -> None:
-    """The session in the README is run again: same config, same words."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/zh-CN/quickstart.md"])
+def test_the_quickstart_shows_what_the_command_prints(gptctl, tmp_path, page: str) -> None:
+    """The session in the quickstart is run again: same config, same words."""
+    readme = (ROOT / page).read_text(encoding="utf-8")
     config = readme.split("```yaml\n# run.yaml\n")[1].split("```")[0]
     shown = readme.split("$ gptctl validate run.yaml --nodes 2\n")[1].split("```")[0]
     (tmp_path / "run.yaml").write_text("# run.yaml\n" + config, encoding="utf-8")
