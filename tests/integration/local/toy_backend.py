@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import time
+from signal import SIGTERM
 from typing import Any
 
 from gptctl.backends import Backend, JobState
 from gptctl.engine.contract import BOOTSTRAP
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.processes import clean_environment, is_alive, kill_all
-from gptctl.engine.run_folder import CANCELLED, LOST, RUNNING, RunFolder
+from gptctl.engine.processes import clean_environment, is_alive, send
+from gptctl.engine.run_folder import LOST, RUNNING, RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.reporting import Say
@@ -42,5 +43,7 @@ class ToyBackend(Backend):
         return JobState(RUNNING) if is_alive(record.handle) else JobState(LOST, "the toy was killed")
 
     def cancel(self, record: JobRecord, now: bool) -> None:
-        kill_all(record.local_dir)
-        RunFolder(record.local_dir).finish(CANCELLED, "cancelled")
+        RunFolder(record.local_dir).cancel(now)
+        send(record.handle["pid"], SIGTERM)
+        while is_alive(record.handle):
+            time.sleep(0.05)
