@@ -36,7 +36,7 @@ class TrainLine(NamedTuple):
         )
 
 
-_NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan))"
+_NUMBER = r"([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))"
 _TRAIN = re.compile(
     rf"global step (\d+), epoch: (\d+), batch: (\d+), loss: {_NUMBER}, "
     rf"avg_reader_cost: {_NUMBER} sec, avg_batch_cost: {_NUMBER} sec, speed: {_NUMBER} step/s, "

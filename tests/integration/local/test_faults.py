@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.slurm.login import TINY
+
 # Ends gptctl by a signal just before its K-th change of the world. An audit hook sees every one of them.
 KILLER = """
 import os, signal, sys
@@ -79,7 +81,7 @@ def test_gptctl_ended_at_any_point_of_submit_leaves_a_whole_job_or_nothing(jobs,
         if number == signal.SIGINT:
             assert ended.returncode == 130 or new
             assert "Traceback" not in ended.stderr
-            assert not new or ended.returncode == 0 or "goes on; gptctl logs" in ended.stderr
+            assert not new or ended.returncode == 0 or "is still running. Follow it: gptctl logs" in ended.stderr
     assert seen == {0, 1}
 
 
@@ -126,7 +128,7 @@ def test_many_gptctl_at_once(jobs) -> None:
         (["-o", "Launch.files=[a/x.py]", "--", "x.py"], ["S001", "has the name of"]),
         (["-o", "Launch.files=[fifo]", "--", "x.py"], ["fifo cannot be shipped", "named pipe"]),
         (["-o", "Launch.rdzv.endpoint=no-such-host.invalid:29500", "--", "x.py"], ["S004"]),
-        (["--dry-run", "--follow", "--", "x.py"], ["nothing runs in a dry run"]),
+        (["--dry-run", "--follow", "--", "x.py"], ["a dry run starts nothing"]),
         (["--template", "x.py", "--", "x.py"], ["x.py replaces no template"]),
         (["--template", "a", "--", "x.py"], ["a holds no templates"]),
         (["--time", "3:70", "--", "x.py"], ["3:70 is no time"]),
@@ -164,7 +166,7 @@ def test_a_machine_without_slurm_is_named_and_leaves_nothing(jobs) -> None:
     alone = {"PATH": str(Path(sys.executable).parent)}
     answer = jobs.gptctl("submit", "--cluster", "./far.yaml", "--", "x.py", **alone)
     assert answer.returncode == 3
-    assert "there is no Slurm here" in answer.stderr
+    assert "Slurm is not installed here" in answer.stderr
     assert jobs.left_over() == []
     assert jobs.gptctl("list", **alone).stderr == ""
 
@@ -330,3 +332,16 @@ def test_ids_by_prefix(jobs) -> None:
     assert unknown.returncode == 2
     assert f"did you mean {first}?" in unknown.stderr
     assert "job other" in jobs.gptctl("status").stderr  # without a name the latest, and it says which
+
+
+def test_without_progress_three_attempts_are_enough(jobs) -> None:
+    """The stand-in is taken for the bundled trainer, fails at once and saves nothing; a script may fail as often as asked."""
+    overrides = [word for key in TINY for word in ("-o", key)]
+    (jobs.folder / "config.yaml").write_text("Global: {seed: 1}\n")
+    trainer = jobs.submit("--cluster", "./quick.yaml", "--max-restarts", "9", *overrides, QUICK_CODE="7")
+    script = jobs.quick("--max-restarts", "4", QUICK_CODE="7")
+    assert jobs.wait(trainer) == jobs.wait(script) == "FAILED"
+    assert jobs.status(trainer)["attempts"] == 3
+    assert "exited with code 7" in jobs.status(trainer)["reason"]
+    assert jobs.status(trainer)["reason"].endswith("; three attempts without progress")
+    assert jobs.status(script)["attempts"] == 5

@@ -141,10 +141,10 @@ def test_what_a_job_reads_is_missing_on_one_host(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("echo bad things >&2; exit 5", "ssh2: the setup ended with exit code 5"),
-        ("if then (", "ssh1: the setup ended with exit code 2"),
+        ("echo bad things >&2; exit 5", "ssh2: the setup exited with code 5"),
+        ("if then (", "ssh1: the setup exited with code 2"),
         ("false", "ssh2: in the setup: "),
-        pytest.param("sleep 1000", "ssh2: the setup did not end in", marks=pytest.mark.long),
+        pytest.param("sleep 1000", "ssh2: the setup did not finish in", marks=pytest.mark.long),
     ],
 )
 def test_a_setup_that_fails_or_hangs_leaves_nothing(desk: Desk, line: str, words: str) -> None:

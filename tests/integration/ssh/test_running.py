@@ -57,7 +57,7 @@ def test_a_host_is_out_of_reach_when_the_job_ends(desk: Desk) -> None:
     desk.lab.run("ssh2", "pkill", "-KILL", "-x", "sshd")
     assert follower.wait(60) == 0
     assert "ssh2 is out of reach" in (desk.folder / "said").read_text()
-    assert "its logs here are not complete" in (desk.folder / "said").read_text()
+    assert "its logs here are incomplete" in (desk.folder / "said").read_text()
     desk.lab.restart_sshd("ssh2")
     shown = desk.run("logs", "--rank", "1").stdout.splitlines()
     assert [line for line in shown if "line" in line] == [f"[rank 1] line {number}" for number in range(60)]
@@ -144,3 +144,13 @@ def test_connections_break_while_a_job_is_followed(desk: Desk, seconds: int) -> 
         for rank in range(3):
             mine = [line for line in lines if line.startswith(f"[rank {rank}] line ")]
             assert mine == [f"[rank {rank}] line {number}" for number in range(count)], (name, rank)
+
+
+def test_without_progress_three_attempts_are_enough(desk: Desk) -> None:
+    """The stand-in is taken for the bundled trainer, fails at once and saves nothing."""
+    asked = desk.train("--nodes", "1", "--max-restarts", "9", "--env", "JOB_EXIT=7", "--json")
+    asked[asked.index("hosts")] = "quick"
+    job = json.loads(desk.run(*asked).stdout)
+    facts = desk.wait(job["job"], "FAILED")
+    assert facts["attempts"] == 3
+    assert facts["reason"].endswith("exited with code 7; three attempts without progress")
