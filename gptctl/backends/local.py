@@ -13,7 +13,7 @@ from typing import Any
 
 from gptctl.backends import Backend, JobState
 from gptctl.engine.atomic_files import private_files
-from gptctl.engine.contract import BOOTSTRAP, READY_VARIABLE
+from gptctl.engine.contract import ENGINE_FILE, READY_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.ports import fault_of_port
 from gptctl.engine.processes import (
@@ -137,7 +137,7 @@ def _start_supervisor(run_dir: str, ready: int) -> subprocess.Popen[bytes]:
     """The engine that was frozen with the job: an upgrade of gptctl must not change it."""
     with private_files(), open(os.path.join(run_dir, "supervisor.log"), "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-S", os.path.join(run_dir, BOOTSTRAP), "supervisor", run_dir],
+            [sys.executable, "-S", os.path.join(run_dir, ENGINE_FILE), "supervisor", run_dir],
             cwd=run_dir,
             env={**clean_environment(), READY_VARIABLE: str(ready)},
             stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""One host of an ssh job, detached from everything: bootstrap.py agent RUN_DIR NODE
+"""One host of an ssh job, detached from everything: engine.pyz agent RUN_DIR NODE
 
 Armed first: the agents of the other hosts join that of the first one, and nothing runs. gptctl commits the job with one
 word to the first host; from then on the agent there keeps all hosts in step (`supervisor.py`), and nobody needs gptctl.

@@ -1,4 +1,4 @@
-"""What gptctl asks of a host of an ssh job: bootstrap.py host_commands RUN_DIR VERB. Answers with one JSON object.
+"""What gptctl asks of a host of an ssh job: engine.pyz host_commands RUN_DIR VERB. Answers with one JSON object.
 
 look     how the job stands on this host
 end      ends everything of the job on this host: `end gently` gives the ranks time to save, `end now` does not

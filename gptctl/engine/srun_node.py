@@ -1,6 +1,6 @@
 """The nodes of a Slurm allocation: one step of `srun` runs launch.sh on all of them.
 
-job.sbatch starts this on the first node of the allocation: bootstrap.py srun_node RUN_DIR
+job.sbatch starts this on the first node of the allocation: engine.pyz srun_node RUN_DIR
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 There is one supervisor for every backend. It knows nodes by `NodeHandle` and the scheduler, where
 there is one, by `Scheduler`; which machines they stand for does not matter here.
-With all nodes on this machine: bootstrap.py supervisor RUN_DIR
+With all nodes on this machine: engine.pyz supervisor RUN_DIR
 """
 
 from __future__ import annotations

@@ -10,12 +10,14 @@ import json
 import os
 import shutil
 import subprocess
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
 from gptctl import engine
+from gptctl.engine.contract import ENGINE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.planning.build import Site, cluster_as_json
 from gptctl.spec.check import NO_PATH, Checked
@@ -59,7 +61,7 @@ def freeze(
         _write(folder / name, text)
         (folder / name).chmod(0o700)
     _copy_code(folder / "code", checked, site)
-    _copy_engine(folder / "lib")
+    _pack_engine(folder / ENGINE_FILE)
     _copy_templates(folder / "templates", templates)
     _make_private(folder)
     _write(folder / "git.json", json.dumps(git, indent=1) + "\n")
@@ -86,19 +88,19 @@ def _make_absolute(cls: type, values: dict[str, Any], site: Site) -> None:
             values[name] = site.absolute(value)
 
 
-def _copy_engine(lib: Path) -> None:
-    """What runs on hosts, where gptctl need not be installed; few files, since each host gets them for each job.
+def _pack_engine(archive: Path) -> None:
+    """The engine in one file: hosts get it for each job, and gptctl need not be installed there.
 
-    Compiled, too, where they are here: a host with the same Python starts its agent in half the time.
+    With compiled modules where there are any: a host with the same Python starts in half the time.
     """
     root = Path(__file__).parents[2]
-    compiled = (os.path.relpath(cache_from_source(str(root / file)), root) for file in ENGINE)
-    for file in (*ENGINE, *compiled):
-        if (root / file).exists():
-            (lib / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(
-                root / file, lib / file
-            )  # with its times, by which Python knows what is up to date
+    with zipfile.ZipFile(archive, "w") as packed:
+        packed.write(root / "gptctl/engine/__main__.py", "__main__.py")
+        for name in ENGINE:
+            packed.write(root / name, name)
+            compiled = cache_from_source(str(root / name))
+            if os.path.exists(compiled):
+                packed.write(compiled, f"{name}c")
 
 
 def _write(file: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptctl.engine.atomic_files import private_files
-from gptctl.engine.contract import BATCH_SCRIPT, BOOTSTRAP
+from gptctl.engine.contract import BATCH_SCRIPT, ENGINE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.spec.resources import folder, home
 from trainer.errors import WRONG_USAGE, UserError, closest
@@ -61,7 +61,7 @@ def check_syntax(name: str, text: str) -> None:
         said = read.stderr.decode(errors="replace").strip().splitlines()
         message = f"bash cannot read {name}: {said[0] if said else ''}"
         raise UserError(message, "fix the template", WRONG_USAGE)
-    if name == BATCH_SCRIPT and BOOTSTRAP not in text:
+    if name == BATCH_SCRIPT and ENGINE_FILE not in text:
         hint = (
             "since 0.1.0 the script only starts gptctl's engine, which runs srun, restarts and "
             "requeues: begin with templates/jobs/job.sbatch.j2, and keep its last lines"

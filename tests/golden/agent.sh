@@ -25,15 +25,17 @@ end_guard() { # its session may be too young to be known
   [ -z "$gptctl_guard" ] || kill -- -"$gptctl_guard" 2> /dev/null || kill "$gptctl_guard"
 }
 roll_back() {
+  [ "$BASHPID" = "$$" ] || return 0 # a child that was killed before it became the guard has this trap, too
   end_guard
   rm -rf "$gptctl_dir"
   [ "$1" = 78 ] || echo "error: the setup exited with code $1" >&2
 }
+gptctl_functions=$(declare -f job_processes kill_job)
 if [ -n "${GPTCTL_ROLL_BACK:-}" ]; then # as long as there is no agent to do it
   trap 'roll_back $?' EXIT
   # A second shell kills a setup that hangs.
   # shellcheck disable=SC2016
-  setsid bash -c "$(declare -f job_processes kill_job)"'
+  setsid bash -c "$gptctl_functions"'
     sleep "$1"
     for began in "$2"/agent.*.json; do [ ! -e "$began" ] || exit; done
     echo "error: the setup did not finish in $1 s" >&2
@@ -51,7 +53,7 @@ gptctl_python=/srv/venv/bin/python
 [ "$1" != old ] || fail "$gptctl_python is not Python 3.10 or newer: set engine_python in the profile"
 command -v "$gptctl_python" > /dev/null || fail "there is no $gptctl_python"
 "$gptctl_python" -S -c '' || fail "$gptctl_python does not start"
-cd "$gptctl_dir/lib" || fail "the job's folder is not here"
+cd "$gptctl_dir" || fail "the job's folder is not here"
 end_guard
 # -S: it needs nothing but the standard library, and starts in half the time. An old Python comes back here.
-exec "$gptctl_python" -S gptctl/engine/bootstrap.py "$1" "$gptctl_dir" "${@:2}" >&3 3>&- <&4 4<&-
+exec "$gptctl_python" -S engine.pyz "$1" "$gptctl_dir" "${@:2}" >&3 3>&- <&4 4<&-

@@ -48,4 +48,4 @@ runs_engine "$gptctl_python" || gptctl_python=$(
 runs_engine "$gptctl_python" || fail "no Python 3.10 or newer for gptctl's engine on $(uname -n):" \
   'gptctl looks for engine_python of profile lab (not set), then for the interpreter it was submitted with (/venv/bin/python), then for python3 after the setup; set engine_python'
 # Attempts, restarts, requeueing, stopping and the result are the engine's: it starts launch.sh on every node by srun.
-exec "$gptctl_python" -S lib/gptctl/engine/bootstrap.py srun_node /home/me/work/runs/gpt-3f9a2c
+exec "$gptctl_python" -S engine.pyz srun_node /home/me/work/runs/gpt-3f9a2c

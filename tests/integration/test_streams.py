@@ -80,7 +80,7 @@ BROKEN_STREAMS = [  # the command, its exit code, a word that stderr has
     ("gptctl validate config >&-", 0, b"estimate"),
     ("gptctl validate config 2>&-", 0, b""),
     ("gptctl validate nothing 2>&-", 2, b""),
-    ("gptctl validate config > /dev/full", 2, b"cannot write the answer"),
+    ("gptctl validate config > /dev/full", 2, b"cannot write the output"),
     ("gptctl validate config 2> /dev/full", 0, b""),
     ("gptctl rules | head -1; exit ${PIPESTATUS[0]}", 0, b""),
     ("gptctl schema | head -1; exit ${PIPESTATUS[0]}", 141, b""),

@@ -75,9 +75,7 @@ class Jobs:
 @pytest.fixture
 def jobs(tmp_path: Path, gptctl) -> Iterator[Jobs]:
     yield Jobs(tmp_path, gptctl)
-    supervisors = subprocess.run(
-        ["pgrep", "-f", f"engine/bootstrap.py supervisor {tmp_path}/"], capture_output=True, text=True
-    )
+    supervisors = subprocess.run(["pgrep", "-f", f"engine.pyz supervisor {tmp_path}/"], capture_output=True, text=True)
     for pid in supervisors.stdout.split():
         subprocess.run(["kill", "-9", pid], check=False)
     for run in (tmp_path / "runs").glob("*"):

@@ -130,7 +130,7 @@ def test_many_gptctl_at_once(jobs) -> None:
         (["-o", "Launch.rdzv.endpoint=no-such-host.invalid:29500", "--", "x.py"], ["S004"]),
         (["--dry-run", "--follow", "--", "x.py"], ["a dry run starts nothing"]),
         (["--template", "x.py", "--", "x.py"], ["x.py replaces no template"]),
-        (["--template", "a", "--", "x.py"], ["a holds no templates"]),
+        (["--template", "a", "--", "x.py"], ["a contains no templates"]),
         (["--time", "3:70", "--", "x.py"], ["3:70 is no time"]),
         (["--time", "1-25:00:00", "--", "x.py"], ["1-25:00:00 is no time"]),
         (["--style", "sbatch", "--", "x.py"], ["A006"]),

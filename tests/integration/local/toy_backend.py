@@ -10,7 +10,7 @@ from signal import SIGTERM
 from typing import Any
 
 from gptctl.backends import Backend, JobState
-from gptctl.engine.contract import BOOTSTRAP
+from gptctl.engine.contract import ENGINE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import clean_environment, is_alive, send
 from gptctl.engine.run_folder import LOST, RUNNING, RunFolder
@@ -29,7 +29,7 @@ class ToyBackend(Backend):
 
     def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
         self._say("a toy starts it …")
-        engine = [sys.executable, "-S", os.path.join(plan.remote_dir, BOOTSTRAP), "supervisor", plan.remote_dir]
+        engine = [sys.executable, "-S", os.path.join(plan.remote_dir, ENGINE_FILE), "supervisor", plan.remote_dir]
         null = subprocess.DEVNULL
         subprocess.Popen(engine, env=clean_environment(), stdin=null, stdout=null, stderr=null, start_new_session=True)
         while not (claim := RunFolder(plan.remote_dir).claimed_by()):

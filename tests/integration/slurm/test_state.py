@@ -119,9 +119,7 @@ def test_a_job_that_slurm_forgot(login: Login) -> None:
 def test_ends_that_only_slurm_knows(login: Login) -> None:
     job = login.submit_quick(JOB_SECONDS="100")
     await_true(lambda: bool(ran(job)), 30)
-    login.lab.run(
-        login.json("status", job["job"])["hosts"][0], "pkill", "-9", "-f", "bootstrap.py srun_node", check=True
-    )
+    login.lab.run(login.json("status", job["job"])["hosts"][0], "pkill", "-9", "-f", "engine.pyz srun_node", check=True)
     facts = login.wait(job["job"], "FAILED", "NODE_FAIL")
     assert "signal 9" in facts["reason"] or "exit code" in facts["reason"], facts
 
