@@ -22,7 +22,7 @@ from gptctl.engine.contract import BATCH_SCRIPT as BATCH
 from gptctl.engine.contract import LAUNCH_SCRIPT as LAUNCH
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.planning.build import IN_PLACE, JobIdentity, Site
-from gptctl.planning.render import render, script_of
+from gptctl.planning.render import check_syntax, render, script_of
 from gptctl.spec.check import Checked, check_config
 from tests.conftest import ROOT
 from trainer.config import Override
@@ -170,6 +170,17 @@ def test_gloo_uses_the_interface_that_nccl_uses(tmp_path, environment: str, expe
 
 
 # A user's own templates.
+
+
+def test_an_old_batch_script_of_the_users_is_explained(tmp_path) -> None:
+    """One that runs srun itself would have no engine: the error names what changed."""
+    (tmp_path / "job.sbatch.j2").write_text("#!/usr/bin/env bash\nsrun bash launch.sh\n")
+    plan = plan_of(tmp_path, SLURM, ["nodes=2"], JOB)
+    text = render(plan, BATCH, [tmp_path])
+    with pytest.raises(UserError, match="does not start gptctl's engine") as raised:
+        check_syntax(BATCH, text)
+    assert "templates/jobs/job.sbatch.j2" in raised.value.hint
+    check_syntax(BATCH, render(plan, BATCH))
 
 
 def test_a_template_of_the_users_replaces_ours(tmp_path) -> None:
