@@ -9,7 +9,7 @@ from pathlib import Path
 from gptctl.engine.processes import processes_of
 
 
-def rows_of(answer) -> dict[str, dict[str, str]]:
+def collect_rows(answer) -> dict[str, dict[str, str]]:
     return {row["check"]: row for row in json.loads(answer.stdout) if row["node"] or row["check"] != "run_root"}
 
 
@@ -27,14 +27,14 @@ def test_no_python_no_torch_no_folder(gptctl, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("kind: local\npython: /nowhere/python\n")
     answer = gptctl("doctor", "--cluster", "./c.yaml", "--json")
     assert answer.returncode == 1
-    assert rows_of(answer)["python"]["found"] == "there is no /nowhere/python"
+    assert collect_rows(answer)["python"]["found"] == "there is no /nowhere/python"
     (tmp_path / "c.yaml").write_text("kind: local\nenv: {PYTHONPATH: " + str(tmp_path / "broken") + "}\n")
     (tmp_path / "broken" / "torch").mkdir(parents=True)
     (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise OSError('libcudart.so: cannot open')\n")
     answer = gptctl("doctor", "--cluster", "./c.yaml", "--json")
     assert answer.returncode == 1
-    assert rows_of(answer)["torch"]["found"] == "OSError: libcudart.so: cannot open"
-    assert rows_of(answer)["all-reduce"]["state"] == "notice"
+    assert collect_rows(answer)["torch"]["found"] == "OSError: libcudart.so: cannot open"
+    assert collect_rows(answer)["all-reduce"]["state"] == "notice"
     (tmp_path / "c.yaml").write_text("kind: local\nrun_root: c.yaml/runs\n")
     answer = gptctl("doctor", "--cluster", "./c.yaml", "--json")
     assert answer.returncode == 1

@@ -16,7 +16,7 @@ import pytest
 from tests.lab import Lab
 
 GPTCTL = str(Path(sys.executable).with_name("gptctl"))
-NO_PYTHON = {"python": "/nowhere/python"}  # so that a visit to the nodes takes a second, not ten
+NO_PYTHON = {"python": "/nowhere/python"}  # so that a request to the nodes takes a second, not ten
 
 
 class Doctor:
