@@ -9,14 +9,15 @@ from tests.bench import follow, launch, parallel, startup, training
 from tests.lab import missing
 
 
-def over_budget() -> dict[str, float]:
-    medians = startup.measure()
-    return {name: medians[name] for name, (_, budget) in startup.COMMANDS.items() if budget and medians[name] > budget}
-
-
 def test_commands_start_within_their_budgets() -> None:
-    """Measured again at most twice: a busy neighbour on the same core can double CPU seconds for a while."""
-    assert not over_budget() or not over_budget() or not over_budget()
+    """In seconds, and against `python -c pass`. More rounds are measured at most twice: a busy neighbour on the same core
+    can double CPU seconds for a while."""
+    commands = startup.Startup()
+    commands.measure()
+    for _ in range(2):
+        if commands.over_budget():
+            commands.measure()
+    assert commands.over_budget() == []
 
 
 def test_following_is_prompt_and_small() -> None:
