@@ -83,6 +83,7 @@ def _profile_rows(name: str, profile: Profile) -> Iterator[Row]:
     """What `validate` finds in the profile, including its environment."""
     file = str(find_profile(name))
     found = list(profile.findings)
+    # A profile with errors has no values that could be checked further.
     if not any(finding.level == "error" for finding in found):
         checked = check_config(None, [Override("Launch.cluster", name, "--cluster", verbatim=True)])
         found += [each for each in checked.findings if each not in found and _is_about(each, file)]
@@ -92,6 +93,7 @@ def _profile_rows(name: str, profile: Profile) -> Iterator[Row]:
 
 
 def _is_about(finding: Finding, file: str) -> bool:
+    # Findings about the default run config are none of the cluster's.
     return finding.key == "Launch.cluster" or (
         finding.place is not None and finding.place.file == file
     )
@@ -119,6 +121,7 @@ def _examine_local(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
         raise UserError("a local cluster is one machine", "leave out --nodes", WRONG_USAGE)
     root = request.site.absolute(cluster.run_root)
     rows: list[Row] = []
+    # Jobs create run_root if it is missing: whether that works is the first thing to know.
     with _folder_errors(rows, root), temporary_folder(Path(root)) as folder:
         rows.append(ok("run_root", f"{root} is writable"))
         rows += _local_rows(request, cluster, folder)
@@ -133,7 +136,7 @@ def _local_rows(request: DoctorRequest, cluster: Cluster, folder: Path) -> list[
     write_scripts(folder, plan, request.site)
     request.say("checking this machine …")
     local_node.run_script(folder, "facts")
-    if number := local_node.visible_to_torch(folder):
+    if number := local_node.visible_to_torch(folder):  # "0" counts: torch is there
         request.say("measuring an all-reduce …")
         local_node.run_script(folder, "reduce", GPTCTL_GPUS=number)
     # Without GPUs, gpus_per_node is a number of ranks.
@@ -174,6 +177,7 @@ def _examine_ssh(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
 def _ssh_rows(
     request: DoctorRequest, hosts: DoctorHosts, plan: LaunchPlan, folder: Path
 ) -> list[Row]:
+    # The facts need no port, but they report one that is free on the first host.
     head = {"MASTER_ADDR": hosts.head_address(), "MASTER_PORT": "1"}
     request.say("checking the hosts …")
     rows = hosts.clock_rows()
@@ -207,6 +211,7 @@ def _examine_slurm(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
         _check_slurm_nodes(request, cluster, status, rows)
     except SlurmError as error:
         rows.append(wrong("Slurm", error.said, error.hint or "run the command in a shell"))
+        # A refusal is an answer; only silence means that the cluster is out of reach.
         return DoctorReport(cluster.name, rows, is_in_reach=not error.is_doubtful)
     return DoctorReport(cluster.name, rows)
 

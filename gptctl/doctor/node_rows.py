@@ -71,6 +71,7 @@ def _rows_for_node(node: NodeFacts, expected: ExpectedNode) -> Iterator[Row]:
     if facts is None:
         yield _no_facts_row(node)
         return
+    # The node wrote its facts to the folder, so it can write there.
     yield ok("run_root", "exists and is writable", node.name)
     yield _space_row(node.name, facts["free"])
     yield _python_row(node.name, facts)
@@ -150,7 +151,7 @@ def _library_rows(
 
 
 def _gpus_row(name: str, devices: Sequence[str], expected: ExpectedNode) -> Row:
-    models = ", ".join(dict.fromkeys(devices))
+    models = ", ".join(dict.fromkeys(devices))  # usually eight times the same one
     found = f"torch finds {len(devices)}{f' ({models})' if models else ''}"
     if not devices and not expected.gpus:
         return ok("GPUs", "none: jobs need Global.device: cpu", name)
@@ -270,7 +271,7 @@ def _skew_rows(clocks: Mapping[int, float], nodes: Sequence[str]) -> Iterator[Ro
         return
     first, last = (choose(clocks, key=lambda number: clocks[number]) for choose in (min, max))
     skew = clocks[last] - clocks[first]
-    if skew <= SMALL_SKEW:
+    if skew <= SMALL_SKEW:  # the barrier itself releases ranks within milliseconds
         yield ok("same clock", f"within {duration(max(skew, 1e-3))}")
         return
     row = wrong if skew > LARGE_SKEW else warning
@@ -284,6 +285,7 @@ def failed_reduce_row(failed: str, is_possible: bool) -> Row:
     if not is_possible:
         fix = "fix the problems above: every node needs Python, torch and numpy for it"
         return notice("all-reduce", "not measured", fix)
+    # Ranks connect to each other on ports of their choice: a firewall is the usual reason.
     fix = (
         "check that the nodes can connect to each other on all ports; NCCL_DEBUG=INFO in the "
         "profile's env shows more"

@@ -43,6 +43,7 @@ _COMPILED = shutil.ignore_patterns("__pycache__", "*.pyc")
 @contextmanager
 def temporary_folder(root: Path) -> Iterator[Path]:
     """A private folder below `root`; removed at the end, with the parents created for it."""
+    # Deepest first, so that each is empty when it is removed.
     created = [place for place in (root, *root.parents) if not place.exists()]
     try:
         with private_files():
@@ -87,6 +88,7 @@ def plan_probe(
     checked = check_config(None, overrides)
     if not checked.is_valid:
         raise UserError("the doctor's job is invalid for this cluster", findings=checked.findings)
+    # The folder is hidden in run_root, but the id of a job must not begin with a dot.
     identity = JobIdentity(folder.name.strip("."), str(folder))
     plan = Backends(lambda text: None).of(checked.cluster.kind).plan(checked, site, identity)
     program = ("-m", "trainer.node_check", "reduce", str(folder))
@@ -108,6 +110,7 @@ def _sbatch_options(plan: LaunchPlan) -> dict[str, str]:
 def write_scripts(folder: Path, plan: LaunchPlan, site: Site, *scripts: str) -> None:
     """Copy the trainer to the folder, and render the scripts that run on nodes."""
     with private_files():
+        # A copy: gptctl need not be installed on the nodes, nor visible there.
         shutil.copytree(
             site.trainer,
             folder / "code" / "trainer",
@@ -127,6 +130,7 @@ class ArrivalTracker:
         self.arrivals: dict[int, Arrival] = {}
 
     def poll(self) -> None:
+        # One listing for all nodes: a query per file would load a network file system.
         present = set(os.listdir(self.folder))
         now = time.time()
         for number in range(self.nodes):
@@ -185,7 +189,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 def last_line(file: Path) -> str:
     lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
+    return lines[-1][:300] if lines else ""  # a progress bar may be one line of kilobytes
 
 
 def collect_rows(

@@ -12,12 +12,26 @@ EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Delay signals until the block ends, in gptctl and in the commands that it starts."""
-    # Children inherit the mask. One thread is enough: the doctor has no other one here.
+    received: list[int] = []
+
+    def record(number: int, _: object) -> None:
+        received.append(number)
+
+    # The mask is for children, which inherit it. It does not hold for other threads, such as those
+    # of ssh connections: a signal that reaches one of them runs the handler of this one.
+    handlers = {number: signal.getsignal(number) for number in EXIT_SIGNALS}
+    replaced = {number: handler for number, handler in handlers.items() if callable(handler)}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_SIGNALS)
+    for number in replaced:
+        signal.signal(number, record)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
+        for late in dict.fromkeys(received):
+            signal.raise_signal(late)
 
 
 @contextmanager

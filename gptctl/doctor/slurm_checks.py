@@ -129,6 +129,7 @@ def _command_rows() -> Iterator[Row]:
         try:
             versions.setdefault(client.run(name, "--version").split()[-1], []).append(name)
         except (SlurmError, IndexError) as error:
+            # Such as a library that is missing: sbatch would fail in the same way.
             broken.append(f"{name}: {getattr(error, 'said', 'no version')}")
     if missing:
         fix = "load Slurm's module, or add its commands to PATH; run gptctl on a login node"
@@ -241,7 +242,7 @@ def _account_rows(cluster: Cluster) -> Iterator[Row]:
     """Nothing, if the accounting does not know the accounts of this user."""
     if not cluster.account:
         return
-    user = pwd.getpwuid(os.getuid()).pw_name
+    user = pwd.getpwuid(os.getuid()).pw_name  # not $USER: su and sudo may leave another name in it
     try:
         text = client.run("sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=account")
     except SlurmError:

@@ -71,6 +71,7 @@ class DoctorJob:
         except SlurmError as error:
             if not error.is_doubtful:
                 raise
+            # Slurm may have accepted the job: look for it instead of submitting another one.
             self.submit_error = error
         self._submitted = self._waiting_until = self._answered = time.monotonic()
 
@@ -79,7 +80,7 @@ class DoctorJob:
         if not jobs:
             return None
         self.submit_error = None
-        return max(jobs, key=lambda job: int(job.id))
+        return max(jobs, key=lambda job: int(job.id))  # the newest, should a name be used twice
 
     def watch(self) -> Row:
         """Poll the folder all the time, and Slurm now and then, until the job has ended."""
@@ -125,7 +126,7 @@ class DoctorJob:
         """None: wait for the job."""
         waited = time.monotonic() - self._submitted
         if job is None:
-            if waited < SETTLE_TIME:
+            if waited < SETTLE_TIME:  # the request may still be on its way
                 return None
             lost = SlurmError(f"it no longer knows job {self.name}", is_doubtful=True)
             raise self.submit_error or lost

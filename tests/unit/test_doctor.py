@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -464,3 +466,25 @@ def test_signals_wait_also_for_children() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert heard == [b"lives\n"]
+
+
+def test_signals_wait_that_another_thread_receives() -> None:
+    """As with ssh connections, whose threads do not block signals."""
+    stopped, steps = threading.Event(), []
+    other = threading.Thread(target=stopped.wait)
+    other.start()
+
+    def interrupted() -> None:
+        with signals_blocked():
+            signal.pthread_kill(other.ident or 0, signal.SIGINT)
+            time.sleep(0.2)
+            steps.append("cleaned up")
+        steps.append("not reached")
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+    finally:
+        stopped.set()
+        other.join()
+    assert steps == ["cleaned up"]

@@ -1,4 +1,4 @@
-"""`gptctl doctor` on a real Slurm. The oracles are what was done to the lab before, and Slurm's own queue after."""
+"""`gptctl doctor` on a real Slurm. Oracles: what was done to the lab before, and Slurm's own queue after."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Doctor:
         return answer
 
     def rows(self, code: int, *arguments: str, **keys: Any) -> dict[tuple[str, str], dict[str, str]]:
-        """By check and node; every row that is not ok says what to do."""
+        """By check and node; every row that is not ok suggests a fix."""
         answer = self("--json", *arguments, **keys)
         assert answer.returncode == code, answer.stdout + answer.stderr
         rows = json.loads(answer.stdout)
@@ -155,7 +155,7 @@ def test_what_slurm_does_not_have(doctor: Doctor) -> None:
     assert rows["accounting", ""]["state"] == "notice"
 
 
-def test_what_sbatch_refuses_is_told_in_its_words(doctor: Doctor) -> None:
+def test_an_error_of_sbatch_is_shown_as_it_is(doctor: Doctor) -> None:
     rows = doctor.rows(1, sbatch={"constraint": "nothing-has-this"})
     assert "Invalid feature specification" in rows["Slurm", ""]["found"]
 
@@ -178,7 +178,7 @@ def test_slurm_is_out_of_reach(doctor: Doctor) -> None:
 
 
 @pytest.mark.long
-def test_nodes_that_are_busy_are_given_up(doctor: Doctor) -> None:
+def test_the_wait_for_busy_nodes_has_a_limit(doctor: Doctor) -> None:
     doctor.lab.run("head", "sbatch", "-N4", "--exclusive", "--wrap", "sleep 60", check=True)
     rows = doctor.rows(1, "--timeout", "1")
     assert re.fullmatch(r"job \d+ waited more than 1 s: \w+", rows["job", ""]["found"])

@@ -1,4 +1,4 @@
-"""`gptctl doctor` on ssh hosts, well and ill. Oracles: what the lab made of them, and what is left there."""
+"""`gptctl doctor` on ssh hosts, with and without problems. Oracles: how the lab set them up, and what is left there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def diagnose(desk: Desk, exit_code: int, *options: str) -> dict[tuple[str, str],
     for host in HOSTS:
         assert desk.left(host) == []
         left = desk.on(host, f"ls -a {desk.run_root} 2> /dev/null").split()
-        assert left == ([".", ".."] if host == "ssh2" else []), "it leaves what it found, and nothing else"
+        assert left == ([".", ".."] if host == "ssh2" else []), "it removes all that it created, and nothing else"
     return {(row["check"], row["node"] or ""): row for row in json.loads(done.stdout)}
 
 
@@ -39,8 +39,8 @@ def test_all_is_well(desk: Desk) -> None:
         assert rows[check, ""]["state"] == "ok"
 
 
-def test_what_is_wrong_is_told_of_each_host(desk: Desk) -> None:
-    """No way to one, no Python on another, no such interface on the third; the rest is looked at all the same."""
+def test_problems_are_reported_for_each_host(desk: Desk) -> None:
+    """One cannot be reached, one has no Python, one has no such interface; everything else is still checked."""
     desk.on("ssh1", "cp -s /usr/bin/python3 ~/own-python-of-doctor")
     hosts: list[dict[str, object]] = [{"host": host, "address": ADDRESSES[host]} for host in HOSTS]
     hosts[0]["interface"] = "eth9"
@@ -67,8 +67,8 @@ def test_no_host_is_in_reach(desk: Desk) -> None:
 
 
 @pytest.mark.long
-def test_a_shared_folder_is_looked_at_once(desk: Desk) -> None:
-    """Where hosts share run_root, and where the profile is wrong about that, either way."""
+def test_a_shared_folder_is_created_once(desk: Desk) -> None:
+    """If hosts share run_root, and if the profile is wrong about that, either way."""
     shared = f"{desk.lab.folder}/tmp/{desk.folder.name}"
     desk.write_profile("hosts", shared_fs=True, run_root=shared)
     done = desk.run("doctor", "--cluster", "hosts", "--json", "--nodes", "2")
