@@ -1,10 +1,10 @@
-"""Checks the node that it runs on, for `gptctl doctor`: its environment, and the network speed.
+"""Report facts about a node to `gptctl doctor`, and measure an all-reduce between nodes.
 
     python -m trainer.node_check facts FILE
     torchrun … -m trainer.node_check reduce FOLDER
 
-It starts with the standard library and old syntax only: a missing torch or an old Python must be
-reported, not crash the check.
+It must run without torch and on old Pythons far enough to report that; so it imports torch late,
+and uses old syntax.
 """
 
 from __future__ import annotations
@@ -17,38 +17,39 @@ import sys
 import time
 from typing import Any
 
-BYTES = 64 << 20
+MESSAGE_BYTES = 64 << 20
 REPEATS, SMALL_REPEATS = 5, 30
-PATIENCE = 0.5  # minutes that ranks wait for each other
-SIOCGIFADDR = 0x8915  # Linux: get the IPv4 address of an interface
+TIMEOUT = 0.5  # minutes that ranks wait for each other
+SIOCGIFADDR = 0x8915  # ioctl: the IPv4 address of an interface
 
 
 def main(arguments: list[str]) -> int:
-    what, where = arguments
-    return reduce(where) if what == "reduce" else facts(where)
+    action, path = arguments
+    return reduce(path) if action == "reduce" else facts(path)
 
 
 def facts(file: str) -> int:
-    """Write the facts twice: first without torch, because its import may take minutes or hang."""
-    known = of_this_node(os.path.dirname(file))
+    """Write the facts to FILE.json, and the number of GPUs to FILE.gpus."""
+    known = node_facts(os.path.dirname(file))
+    # Twice: importing torch may take minutes, or hang, and must not hide the other facts.
     write(file + ".json", known)
-    known.update(of_libraries())
+    known.update(library_facts())
     write(file + ".json", known)
     if "error" in known:
         return 1
-    write(file + ".gpus", len(known["gpus"]))  # a separate file that a shell script can read
+    write(file + ".gpus", len(known["gpus"]))
     return 0
 
 
 def write(file: str, value: Any) -> None:
-    """Write atomically: the doctor polls for the file."""
+    # Renamed when complete: gptctl polls for the file and may read it at any time.
     part = f"{file}.part{os.getpid()}"
     with open(part, "w", encoding="utf-8") as stream:
         stream.write(json.dumps(value) + "\n")
     os.replace(part, file)
 
 
-def of_this_node(folder: str) -> dict[str, Any]:
+def node_facts(folder: str) -> dict[str, Any]:
     space = os.statvfs(folder)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     known = {
@@ -57,18 +58,18 @@ def of_this_node(folder: str) -> dict[str, Any]:
         "version": platform.python_version(),
         "interface": interface,
         "address": address_of(interface),
-        "own_name": addresses_of(socket.gethostname()),
+        "own_name": resolve(socket.gethostname()),
         "head": os.environ.get("MASTER_ADDR", ""),
         "free": space.f_bavail * space.f_frsize,
         "cores": len(os.sched_getaffinity(0)),
         "port": free_port(),
     }
-    known["clock"] = time.time()  # last: name lookups may take seconds
+    known["clock"] = time.time()  # last: resolving names may take seconds
     return known
 
 
 def free_port() -> int:
-    """A free port below the range that the kernel uses for outgoing connections."""
+    """A port below the range of outgoing connections, where the rendezvous can listen; 0: none."""
     for port in range(29500, 29000, -1):
         with socket.socket() as probe:
             try:
@@ -76,13 +77,14 @@ def free_port() -> int:
                 return port
             except OSError:
                 continue
-    return 0  # none is free
+    return 0
 
 
 def address_of(interface: str) -> str:
+    """The IPv4 address of an interface, without the command `ip`: not every node has it."""
     import fcntl
 
-    if not interface:  # the profile sets none: torch chooses an address by itself
+    if not interface:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
@@ -92,15 +94,15 @@ def address_of(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def addresses_of(name: str) -> list[str]:
+def resolve(name: str) -> list[str]:
     try:
         return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
     except OSError:
         return []
 
 
-def of_libraries() -> dict[str, Any]:
-    """Versions of torch and numpy, and the GPUs; `error` says why they cannot be used."""
+def library_facts() -> dict[str, Any]:
+    """Versions and GPUs, or `error`: why torch or numpy cannot be used."""
     known = {}  # type: dict[str, Any]
     try:
         import torch
@@ -112,20 +114,20 @@ def of_libraries() -> dict[str, Any]:
         known["gpus"] = [
             torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())
         ]
-    except (Exception, SystemExit) as error:  # a broken installation can raise anything
+    except (Exception, SystemExit) as error:  # a broken install may raise anything
         words = str(error).strip().splitlines()
         known["error"] = f"{type(error).__name__}: {words[0] if words else ''}"
     return known
 
 
 def reduce(folder: str) -> int:
-    """Run one rank of the all-reduce; ranks connect in the same way as in a training job."""
+    """Run one rank of the all-reduce; it starts like a rank of a training."""
     rank = os.environ.get("RANK", "0")
     try:
         measured = measure(os.environ.get("GPTCTL_DEVICE", "cpu"))
     except Exception as error:
         words = str(error).strip().splitlines()
-        # The traceback goes to the log; this is the one line that the doctor shows.
+        # gptctl shows the first line; the traceback goes to the log of the node.
         with open(os.path.join(folder, f"rank.{rank}.failed"), "w", encoding="utf-8") as stream:
             stream.write(words[0] if words else type(error).__name__)
         raise
@@ -148,32 +150,29 @@ def measure(device: str) -> dict[str, Any]:
     run = replace(
         default,
         Global=replace(default.Global, device=device),
-        Distributed=replace(default.Distributed, backend=backend, timeout_minutes=PATIENCE),
+        Distributed=replace(default.Distributed, backend=backend, timeout_minutes=TIMEOUT),
     )
     with join(run, Layout(dp=int(os.environ["WORLD_SIZE"]))) as mesh:
-        values = torch.ones(BYTES // 4, device=mesh.device)
-        first = mesh.read(mesh.summed(values)[:1])[0]  # also the warm-up
-        # The best large run shows the bandwidth; the median small one the latency.
-        seconds = min(_seconds(mesh, values.fill_(1)) for _ in range(REPEATS))
-        smallest = sorted(_seconds(mesh, values[:1].fill_(1)) for _ in range(SMALL_REPEATS))[
-            SMALL_REPEATS // 2
-        ]
-        mesh.barrier()  # all ranks read their clock at the same moment
+        values = torch.ones(MESSAGE_BYTES // 4, device=mesh.device)
+        first = mesh.read(mesh.summed(values)[:1])[0]  # also opens the connections
+        seconds = min(_time_sum(mesh, values.fill_(1)) for _ in range(REPEATS))
+        small = sorted(_time_sum(mesh, values[:1].fill_(1)) for _ in range(SMALL_REPEATS))
+        mesh.barrier()  # all nodes read their clocks at the same time
         clocks = mesh.gather((int(os.environ.get("GPTCTL_NODE", "0")), time.time()))
         return {
             "world": mesh.world,
             "backend": backend,
             "is_right": first == mesh.world,
-            "bytes": BYTES,
+            "bytes": MESSAGE_BYTES,
             "seconds": seconds,
-            "smallest": smallest,
+            "smallest": small[SMALL_REPEATS // 2],
             "clocks": clocks,
         }
 
 
-def _seconds(mesh: Any, values: Any) -> float:
-    """The duration of one all-reduce; reading a value waits for the device."""
-    mesh.read(values[:1])
+def _time_sum(mesh: Any, values: Any) -> float:
+    """Seconds of one all-reduce."""
+    mesh.read(values[:1])  # waits until the device has finished what came before
     begin = time.perf_counter()
     mesh.read(mesh.summed(values)[:1])
     return time.perf_counter() - begin

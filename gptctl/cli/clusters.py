@@ -131,11 +131,11 @@ def doctor(cluster: str, nodes: int | None, timeout: float, as_json: bool) -> in
     Exit code 0: no problem; 1: problems; 3: the cluster cannot be reached.
     """
     from gptctl.cli import ui
-    from gptctl.doctor.examine import Visit, examine
+    from gptctl.doctor.examine import DoctorRequest, examine
     from gptctl.doctor.rows import merged, tally
     from gptctl.jobs.submit import this_site
 
-    report = examine(Visit(cluster, nodes, timeout, this_site(), ui.say))
+    report = examine(DoctorRequest(cluster, nodes, timeout, this_site(), ui.say))
     if as_json:
         ui.print_json([row.as_json() for row in report.rows])
         return report.exit_code

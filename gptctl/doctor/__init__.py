@@ -1,5 +1,6 @@
-"""`gptctl doctor`: whether jobs would start right on a cluster, and what to do where they would not.
+"""`gptctl doctor`: check that a cluster can run jobs, and suggest fixes.
 
-`judge` says what facts mean, `slurm_side` asks the clients of Slurm, `probe` makes the folder that nodes find their
-scripts in and write their facts to; only `slurm_job` and `here` know how commands reach a node.
+`examine` checks one cluster. `probe` creates the folder with the scripts for the nodes, which
+write facts to it; `node_rows` turns these facts into rows. `slurm_checks` queries Slurm itself.
+Only `local_node`, `slurm_job` and `ssh_hosts` know how a command reaches a node.
 """

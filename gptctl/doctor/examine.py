@@ -1,25 +1,39 @@
-"""The story of one visit: the profile, the scheduler as it is seen from here, the folder, the nodes."""
+"""Check one cluster: its profile, then what its kind allows: scheduler, run_root, nodes.
+
+A kind without an entry in `EXAMINATIONS` gets the checks of the profile only.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gptctl.backends.slurm.client import SlurmError
-from gptctl.doctor import here, slurm_side
-from gptctl.doctor.judge import Promised, judge_port
-from gptctl.doctor.probe import Sightings, fill, folder_in, node_names, plan_probe, rows_of
-from gptctl.doctor.rows import Row, is_wrong, of_finding, ok, wrong
-from gptctl.doctor.signals import interrupted_by_signals, undisturbed
+from gptctl.doctor import local_node, slurm_checks
+from gptctl.doctor.node_rows import EnginePython, ExpectedNode, engine_row, port_row
+from gptctl.doctor.probe import (
+    BATCH_SCRIPT,
+    ENGINE_SCRIPT,
+    ArrivalTracker,
+    collect_rows,
+    node_names,
+    plan_probe,
+    temporary_folder,
+    write_scripts,
+)
+from gptctl.doctor.rows import Row, is_wrong, notice, ok, profile_row, wrong
+from gptctl.doctor.signals import signals_blocked, signals_interrupt
 from gptctl.doctor.slurm_job import run_on_nodes
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import read_json, read_text
 from gptctl.planning.build import Site
+from gptctl.reporting import Say
 from gptctl.spec.check import check_config
 from gptctl.spec.cluster import Cluster, Profile, find_profile, load_profile, visible_gpus
 from gptctl.text import count
@@ -27,22 +41,22 @@ from trainer.config import Override
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, Finding, UserError
 
 if TYPE_CHECKING:
-    from gptctl.doctor.ssh_hosts import Hosts
+    from gptctl.doctor.ssh_hosts import DoctorHosts
 
-USUAL_NODES = 2
+DEFAULT_NODES = 2  # on Slurm: enough to test the network between nodes
 
 
-class Visit(NamedTuple):
-    """What was asked for."""
+class DoctorRequest(NamedTuple):
+    """What the user asked for."""
 
     name: str  # of the cluster, or the path of its profile
     nodes: int | None
     timeout: float
     site: Site
-    say: Callable[[str], None]
+    say: Say
 
 
-class Report(NamedTuple):
+class DoctorReport(NamedTuple):
     cluster: str
     rows: list[Row]
     is_in_reach: bool = True
@@ -54,179 +68,201 @@ class Report(NamedTuple):
         return ANSWER_IS_NO if is_wrong(self.rows) else 0
 
 
-def examine(visit: Visit) -> Report:
-    profile = load_profile(visit.name)
+def examine(request: DoctorRequest) -> DoctorReport:
+    profile = load_profile(request.name)
     cluster = profile.cluster
-    if cluster.kind == "local" and visit.nodes not in (None, 1):
-        raise UserError("a local cluster is one machine", "leave out --nodes", WRONG_USAGE)
-    rows = [*_profile_rows(visit.name, profile)]
-    if is_wrong(rows):
-        return Report(cluster.name, rows)
-    with interrupted_by_signals():
-        if cluster.kind == "slurm":
-            return _on_slurm(visit, cluster, rows)
-        if cluster.kind == "ssh":
-            return _on_hosts(visit, cluster, rows)
-        return Report(cluster.name, [*rows, *_on_this_machine(visit, cluster)])
+    rows = [*_profile_rows(request.name, profile)]
+    if is_wrong(rows):  # what follows would fail for the same reasons
+        return DoctorReport(cluster.name, rows)
+    with signals_interrupt():
+        report = EXAMINATIONS.get(cluster.kind, _examine_profile_only)(request, cluster)
+    return report._replace(rows=[*rows, *report.rows])
 
 
 def _profile_rows(name: str, profile: Profile) -> Iterator[Row]:
-    """What `validate` would say of the profile, its environment too."""
+    """What `validate` finds in the profile, including its environment."""
     file = str(find_profile(name))
     found = list(profile.findings)
+    # A profile with errors has no values that could be checked further.
     if not any(finding.level == "error" for finding in found):
         checked = check_config(None, [Override("Launch.cluster", name, "--cluster", verbatim=True)])
         found += [each for each in checked.findings if each not in found and _is_about(each, file)]
-    yield from map(of_finding, found)
+    yield from map(profile_row, found)
     if not any(finding.level in ("error", "warning") for finding in found):
         yield ok("profile", file)
 
 
 def _is_about(finding: Finding, file: str) -> bool:
+    # Findings about the default run config are none of the cluster's.
     return finding.key == "Launch.cluster" or (
         finding.place is not None and finding.place.file == file
     )
 
 
+def _examine_profile_only(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
+    found = f"not checked: gptctl has no checks for nodes of kind {cluster.kind}"
+    row = notice("nodes", found, "submit a short job to test the cluster")
+    return DoctorReport(cluster.name, [row])
+
+
 @contextmanager
-def _guarded(rows: list[Row], root: str) -> Iterator[None]:
-    """A folder that cannot be used is a finding."""
+def _folder_errors(rows: list[Row], root: str) -> Iterator[None]:
+    """A folder that cannot be used is a row of the report, not the end of it."""
     try:
         yield
     except OSError as error:
         where = error.filename if isinstance(error.filename, str) else root
-        rows.append(
-            wrong("run_root", f"{where}: {error.strerror}", "choose a folder that you may write to")
-        )
+        fix = "choose a folder that you can write to"
+        rows.append(wrong("run_root", f"{where}: {error.strerror}", fix))
 
 
-def _on_this_machine(visit: Visit, cluster: Cluster) -> list[Row]:
-    root = visit.site.absolute(cluster.run_root)
+def _examine_local(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
+    if request.nodes not in (None, 1):
+        raise UserError("a local cluster is one machine", "leave out --nodes", WRONG_USAGE)
+    root = request.site.absolute(cluster.run_root)
     rows: list[Row] = []
-    with _guarded(rows, root), folder_in(Path(root)) as folder:
-        rows.append(ok("run_root", f"{root}, writable"))
-        gpus = visible_gpus()
-        plan = plan_probe(
-            visit.name,
-            visit.site,
-            folder,
-            1,
-            cluster.gpus_per_node or gpus or 1,
-            "gpu" if gpus else "cpu",
-        )
-        fill(folder, plan, visit.site)
-        visit.say("looking at this machine …")
-        here.run_here(folder, "facts")
-        if seen := here.gpus_seen(folder):
-            visit.say("measuring an all-reduce …")
-            here.run_here(folder, "reduce", GPTCTL_GPUS=seen)
-        promised = (
-            (cluster.gpus_per_node or gpus) if gpus else 0
-        )  # without any, a number means ranks
-        wanted = Promised(promised, cluster.gpus_per_node or gpus or 1, several=False)
-        rows += rows_of(folder, [here.this_host()], Sightings(folder, 1), wanted)
-    return rows
+    # Jobs create run_root if it is missing: whether that works is the first thing to know.
+    with _folder_errors(rows, root), temporary_folder(Path(root)) as folder:
+        rows.append(ok("run_root", f"{root} is writable"))
+        rows += _local_rows(request, cluster, folder)
+    return DoctorReport(cluster.name, rows)
 
 
-def _on_hosts(visit: Visit, cluster: Cluster, rows: list[Row]) -> Report:
-    from gptctl.doctor.ssh_hosts import Hosts
+def _local_rows(request: DoctorRequest, cluster: Cluster, folder: Path) -> list[Row]:
+    gpus, host = visible_gpus(), local_node.host_name()
+    per_node = cluster.gpus_per_node or gpus or 1
+    device = "gpu" if gpus else "cpu"
+    plan = plan_probe(request.name, request.site, folder, 1, per_node, device)
+    write_scripts(folder, plan, request.site)
+    request.say("checking this machine …")
+    local_node.run_script(folder, "facts")
+    if number := local_node.visible_to_torch(folder):  # "0" counts: torch is there
+        request.say("measuring an all-reduce …")
+        local_node.run_script(folder, "reduce", GPTCTL_GPUS=number)
+    # Without GPUs, gpus_per_node is a number of ranks.
+    expected = ExpectedNode(per_node if gpus else 0, per_node, has_peers=False)
+    # On this machine, the Python that runs gptctl runs its engine too.
+    engine = EnginePython(host, request.site.python, platform.python_version())
+    rows = collect_rows(folder, [host], None, expected)
+    return [engine_row(engine), *rows]
+
+
+def _examine_ssh(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
+    from gptctl.doctor.ssh_hosts import DoctorHosts
     from gptctl.remote.connection import routes
 
-    nodes = visit.nodes or len(cluster.hosts)
+    nodes = request.nodes or len(cluster.hosts)
     if nodes > len(cluster.hosts):
-        rows.append(
-            wrong(
-                "nodes",
-                f"{nodes} asked for, the profile lists {len(cluster.hosts)}",
-                "list more hosts",
-            )
-        )
-        return Report(cluster.name, rows)
-    hosts = Hosts(cluster, routes(cluster)[:nodes])
-    visit.say(f"connecting to {count(nodes, 'host')} …")
-    rows += hosts.connect()
+        found = f"{nodes} requested, but the profile lists {len(cluster.hosts)}"
+        return DoctorReport(cluster.name, [wrong("nodes", found, "list more hosts")])
+    hosts = DoctorHosts(cluster, routes(cluster)[:nodes])
+    request.say(f"connecting to {count(nodes, 'host')} …")
+    rows = hosts.connect()
+    # Hosts may not share a folder with this machine: what they write is copied to `folder`.
     with tempfile.TemporaryDirectory(prefix="gptctl-doctor-") as place:
         folder = Path(place)
         run_dir = f"{cluster.run_root}/.doctor-{secrets.token_hex(4)}"
         fewest = min(host.gpus or cluster.gpus_per_node or 1 for host in cluster.hosts[:nodes])
-        plan = plan_probe(visit.name, visit.site, Path(run_dir), nodes, fewest, "cpu")
-        fill(folder, plan, visit.site)
+        plan = plan_probe(request.name, request.site, Path(run_dir), nodes, fewest, "cpu")
+        write_scripts(folder, plan, request.site)
         try:
-            rows += hosts.make(run_dir, folder)
-            rows += _seen_on_hosts(visit, hosts, plan, folder)
+            rows += hosts.create_folders(run_dir, folder)
+            rows += _ssh_rows(request, hosts, plan, folder)
         finally:
-            with undisturbed():
-                hosts.remove(run_dir)
-    return Report(cluster.name, rows, is_in_reach=bool(hosts.open))
+            with signals_blocked():
+                hosts.remove_folders(run_dir)
+    return DoctorReport(cluster.name, rows, is_in_reach=bool(hosts.connections))
 
 
-def _seen_on_hosts(visit: Visit, hosts: Hosts, plan: LaunchPlan, folder: Path) -> list[Row]:
-    head = {"MASTER_ADDR": hosts.address(), "MASTER_PORT": "1"}
-    visit.say("looking at the hosts …")
-    rows = hosts.clocks()
-    hosts.act("facts", plan, folder, **head)
+def _ssh_rows(
+    request: DoctorRequest, hosts: DoctorHosts, plan: LaunchPlan, folder: Path
+) -> list[Row]:
+    # The facts need no port, but they report one that is free on the first host.
+    head = {"MASTER_ADDR": hosts.head_address(), "MASTER_PORT": "1"}
+    request.say("checking the hosts …")
+    rows = hosts.clock_rows()
+    hosts.run_scripts("facts", plan, folder, **head)
     gpus = [read_text(folder / f"node.{number}.gpus").strip() for number in range(plan.nodes)]
     names = [route.name for route in hosts.routes]
     if first := read_json(folder / "node.0.json"):
-        rows.append(judge_port(names[0], first))
+        rows.append(port_row(names[0], first))
     if first and first["port"] and all(gpus):
-        visit.say("measuring an all-reduce …")
+        request.say("measuring an all-reduce …")
         head |= {"MASTER_PORT": str(first["port"]), "GPTCTL_GPUS": min(gpus, key=int)}
-        hosts.act("reduce", plan, folder, **head)
-    has_gpus = any(
-        number not in ("", "0") for number in gpus
-    )  # without any, a number in the profile means ranks
-    wanted = Promised(plan.per_node if has_gpus else 0, plan.per_node, several=plan.nodes > 1)
-    away = {name for number, name in enumerate(names) if number not in hosts.open}
-    return [row for row in [*rows, *rows_of(folder, names, None, wanted)] if row.node not in away]
+        hosts.run_scripts("reduce", plan, folder, **head)
+    # If no host has a GPU, gpus_per_node is a number of ranks.
+    has_gpus = any(number not in ("", "0") for number in gpus)
+    per_node = plan.per_node
+    expected = ExpectedNode(per_node if has_gpus else 0, per_node, has_peers=plan.nodes > 1)
+    # A host that cannot be reached has a row that says so: the others would only repeat it.
+    lost = {name for number, name in enumerate(names) if number not in hosts.connections}
+    rows += collect_rows(folder, names, None, expected)
+    return [row for row in rows if row.node not in lost]
 
 
-def _on_slurm(visit: Visit, cluster: Cluster, rows: list[Row]) -> Report:
-    visit.say("asking Slurm what there is …")
+def _examine_slurm(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
+    request.say("querying Slurm …")
+    rows: list[Row] = []
     try:
-        sight = slurm_side.look(cluster)
-        rows += sight.rows
-        if not sight.answers:
-            return Report(cluster.name, rows, is_in_reach=False)
-        _on_nodes(visit, cluster, sight, rows)
+        status = slurm_checks.check_slurm(cluster)
+        rows += status.rows
+        if not status.answers:
+            return DoctorReport(cluster.name, rows, is_in_reach=False)
+        _check_slurm_nodes(request, cluster, status, rows)
     except SlurmError as error:
-        rows.append(wrong("Slurm", error.said, error.hint or "does this command work in a shell?"))
-        return Report(cluster.name, rows, is_in_reach=not error.is_doubtful)
-    return Report(cluster.name, rows)
+        rows.append(wrong("Slurm", error.said, error.hint or "run the command in a shell"))
+        # A refusal is an answer; only silence means that the cluster is out of reach.
+        return DoctorReport(cluster.name, rows, is_in_reach=not error.is_doubtful)
+    return DoctorReport(cluster.name, rows)
 
 
-def _on_nodes(visit: Visit, cluster: Cluster, sight: slurm_side.Sight, rows: list[Row]) -> None:
-    nodes = visit.nodes or min(USUAL_NODES, sight.most)
+def _check_slurm_nodes(
+    request: DoctorRequest, cluster: Cluster, status: slurm_checks.SlurmStatus, rows: list[Row]
+) -> None:
+    nodes = request.nodes or min(DEFAULT_NODES, status.max_nodes)
     root = cluster.run_root
-    with _guarded(rows, root), folder_in(Path(os.path.expanduser(root))) as folder:
-        rows.append(ok("run_root", f"{root}, writable"))
-        if not _can_be_asked(sight.rows) or not sight.most:
-            rows.append(Row("nodes", "", "notice", "not looked at", "see what is wrong above"))
-            return
-        if nodes > sight.most:
-            rows.append(
-                wrong(
-                    "nodes",
-                    f"{nodes} asked for, a job can have {sight.most}",
-                    f"--nodes {sight.most}",
-                )
-            )
-            return
-        is_gpu = cluster.gpu_request != "none" and sight.gpus(nodes) > 0
-        promised = cluster.gpus_per_node or (sight.gpus(nodes) if is_gpu else 1)
-        # A number that no node has is host_errors above: the rest is looked at with what there is.
-        per_node = min(promised, sight.gpus(nodes)) if is_gpu else promised
-        plan = plan_probe(
-            visit.name, visit.site, folder, nodes, per_node, "gpu" if is_gpu else "cpu"
-        )
-        fill(folder, plan, visit.site)
-        sightings = Sightings(folder, nodes)
-        rows.append(run_on_nodes(folder, nodes, visit.timeout, sightings, visit.say))
-        if (folder / "hosts").exists():
-            wanted = Promised(per_node if is_gpu else 0, per_node, several=nodes > 1)
-            rows += rows_of(folder, node_names(folder, nodes), sightings, wanted)
+    with _folder_errors(rows, root), temporary_folder(Path(os.path.expanduser(root))) as folder:
+        rows.append(ok("run_root", f"{root} is writable"))
+        if not _can_submit(status.rows) or not status.max_nodes:
+            rows.append(notice("nodes", "not checked", "fix the problems above first"))
+        elif nodes > status.max_nodes:
+            found = f"{nodes} requested, but a job can have at most {status.max_nodes}"
+            rows.append(wrong("nodes", found, f"use --nodes {status.max_nodes}"))
+        else:
+            rows += _slurm_rows(request, cluster, status, folder, nodes)
 
 
-def _can_be_asked(rows: Iterable[Row]) -> bool:
-    """Without commands or a partition sbatch could only fail."""
+def _slurm_rows(
+    request: DoctorRequest,
+    cluster: Cluster,
+    status: slurm_checks.SlurmStatus,
+    folder: Path,
+    nodes: int,
+) -> list[Row]:
+    available = status.gpus(nodes)
+    is_gpu = cluster.gpu_request != "none" and available > 0
+    per_node = cluster.gpus_per_node or (available if is_gpu else 1)
+    if is_gpu:
+        # More than a node has is a problem already reported: check the rest with what there is.
+        per_node = min(per_node, available)
+    device = "gpu" if is_gpu else "cpu"
+    plan = plan_probe(request.name, request.site, folder, nodes, per_node, device)
+    write_scripts(folder, plan, request.site, BATCH_SCRIPT, ENGINE_SCRIPT)
+    tracker = ArrivalTracker(folder, nodes)
+    rows = [run_on_nodes(folder, nodes, request.timeout, tracker, request.say)]
+    if (folder / "hosts").exists():  # the batch script has started
+        expected = ExpectedNode(per_node if is_gpu else 0, per_node, has_peers=nodes > 1)
+        rows += collect_rows(folder, node_names(folder, nodes), tracker, expected)
+    return rows
+
+
+def _can_submit(rows: Iterable[Row]) -> bool:
+    """Without Slurm's commands or a partition, sbatch can only fail."""
     return not any(row.state == "wrong" and row.check in ("commands", "partition") for row in rows)
+
+
+EXAMINATIONS: Mapping[str, Callable[[DoctorRequest, Cluster], DoctorReport]] = {
+    "local": _examine_local,
+    "slurm": _examine_slurm,
+    "ssh": _examine_ssh,
+}

@@ -1,4 +1,7 @@
-"""A folder below run_root: all that runs on nodes, and what they write there. How they are reached it does not know."""
+"""The doctor's folder below run_root: the scripts for the nodes, and the facts that they write.
+
+It does not know how a node is reached.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.backends import Backends
-from gptctl.doctor.judge import (
+from gptctl.doctor.node_rows import (
+    Arrival,
+    EnginePython,
+    ExpectedNode,
     NodeFacts,
-    Promised,
-    Sighting,
-    judge_no_reduce,
-    judge_nodes,
-    judge_reduce,
+    failed_reduce_row,
+    reduce_rows,
+    rows_for_nodes,
 )
 from gptctl.doctor.rows import Row
-from gptctl.doctor.signals import undisturbed
+from gptctl.doctor.signals import signals_blocked
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import read_json, read_text
@@ -31,15 +35,16 @@ from gptctl.spec.check import check_config
 from trainer.config import Override
 from trainer.errors import UserError
 
-NODE_SCRIPT, BATCH_SCRIPT = "doctor.sh", "doctor.sbatch"
-MINUTES = 5  # for facts and the all-reduce, each of which has two
-_NO_CODE = shutil.ignore_patterns("__pycache__", "*.pyc")
+NODE_SCRIPT, BATCH_SCRIPT, ENGINE_SCRIPT = "doctor.sh", "doctor.sbatch", "doctor-engine.sh"
+MINUTES = 5  # time limit of the Slurm job: two for the facts, two for the all-reduce
+_COMPILED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
 @contextmanager
-def folder_in(root: Path) -> Iterator[Path]:
-    """A private folder; in the end it is gone, and what had to be made above it."""
-    above = [place for place in (root, *root.parents) if not place.exists()]
+def temporary_folder(root: Path) -> Iterator[Path]:
+    """A private folder below `root`; removed at the end, with the parents created for it."""
+    # Deepest first, so that each is empty when it is removed.
+    created = [place for place in (root, *root.parents) if not place.exists()]
     try:
         with private_files():
             root.mkdir(parents=True, exist_ok=True)
@@ -47,16 +52,16 @@ def folder_in(root: Path) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            with undisturbed():
+            with signals_blocked():
                 _remove(folder)
     finally:
-        for place in above:
-            with suppress(OSError):  # others have begun to use it
+        for place in created:
+            with suppress(OSError):  # a job may have started to use it
                 place.rmdir()
 
 
 def _remove(folder: Path) -> None:
-    """A process that is being killed may still write."""
+    # Again and again: a process that is being killed may still write.
     for _ in range(20):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -67,8 +72,8 @@ def _remove(folder: Path) -> None:
 def plan_probe(
     cluster: str, site: Site, folder: Path, nodes: int, per_node: int, device: str
 ) -> LaunchPlan:
-    """As for a job of this cluster, so that all on the way to the ranks is the same."""
-    asked = {
+    """The plan of a job for this cluster, so that ranks are started exactly like a job's."""
+    keys = {
         "Launch.cluster": cluster,
         "Launch.nodes": str(nodes),
         "Launch.gpus_per_node": str(per_node),
@@ -78,83 +83,103 @@ def plan_probe(
     }
     overrides = [
         Override(key, value, "gptctl doctor", verbatim=key == "Launch.cluster")
-        for key, value in asked.items()
+        for key, value in keys.items()
     ]
     checked = check_config(None, overrides)
     if not checked.is_valid:
-        raise UserError("this cluster cannot be looked at", findings=checked.findings)
+        raise UserError("the doctor's job is invalid for this cluster", findings=checked.findings)
+    # The folder is hidden in run_root, but the id of a job must not begin with a dot.
     identity = JobIdentity(folder.name.strip("."), str(folder))
     plan = Backends(lambda text: None).of(checked.cluster.kind).plan(checked, site, identity)
-    options = {name: value for name, value in plan.sbatch.items() if not name.startswith("mail")}
-    # Where nodes do not see the folder, a job whose output is in it would end without a word.
-    options |= {"time": str(MINUTES), "output": "/dev/null"}
-    for name in ("error", "signal", "open-mode"):
-        options.pop(name, None)
-    return plan._replace(
-        program=("-m", "trainer.node_check", "reduce", str(folder)), sbatch=options
-    )
+    program = ("-m", "trainer.node_check", "reduce", str(folder))
+    return plan._replace(program=program, sbatch=_sbatch_options(plan))
 
 
-def fill(folder: Path, plan: LaunchPlan, site: Site) -> None:
+def _sbatch_options(plan: LaunchPlan) -> dict[str, str]:
+    """Those of a job, but no mail, no warning signal, and no files of its own."""
+    dropped = ("error", "signal", "open-mode")
+    options = {
+        name: value
+        for name, value in plan.sbatch.items()
+        if name not in dropped and not name.startswith("mail")
+    }
+    # If nodes cannot see the folder, Slurm would kill a job with output there without a message.
+    return options | {"time": str(MINUTES), "output": "/dev/null"}
+
+
+def write_scripts(folder: Path, plan: LaunchPlan, site: Site, *scripts: str) -> None:
+    """Copy the trainer to the folder, and render the scripts that run on nodes."""
     with private_files():
+        # A copy: gptctl need not be installed on the nodes, nor visible there.
         shutil.copytree(
             site.trainer,
             folder / "code" / "trainer",
-            ignore=_NO_CODE,
+            ignore=_COMPILED,
             copy_function=shutil.copyfile,
         )
-        names = [NODE_SCRIPT, BATCH_SCRIPT] if plan.kind == "slurm" else [NODE_SCRIPT]
-        for name in names:
+        for name in (NODE_SCRIPT, *scripts):
             (folder / name).write_text(render(plan, name), encoding="utf-8")
 
 
-class Sightings:
-    """When the facts of each node came, as narrow as it is known."""
+class ArrivalTracker:
+    """Records when the facts of each node arrive, as precisely as it is polled."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.nodes = folder, nodes
-        self.earliest = self._looked = time.time()
-        self.found: dict[int, Sighting] = {}
+        self.not_before = self._polled = time.time()
+        self.arrivals: dict[int, Arrival] = {}
 
-    def not_yet(self) -> None:
-        """No node has begun at this time."""
-        self.earliest = time.time()
-
-    def look(self) -> None:
+    def poll(self) -> None:
+        # One listing for all nodes: a query per file would load a network file system.
         present = set(os.listdir(self.folder))
         now = time.time()
         for number in range(self.nodes):
-            if number not in self.found and f"node.{number}.json" in present:
-                self.found[number] = Sighting(self.earliest, self._looked, now)
-        self._looked = now
+            if number not in self.arrivals and f"node.{number}.json" in present:
+                self.arrivals[number] = Arrival(self.not_before, self._polled, now)
+        self._polled = now
 
 
 def node_names(folder: Path, nodes: int) -> list[str]:
-    """Hosts in node order, as far as they are known."""
+    """Host names in node order, as far as they are known."""
     hosts = read_text(folder / "hosts").split()
     return [hosts[number] if number < len(hosts) else f"node {number}" for number in range(nodes)]
 
 
-def read_nodes(folder: Path, names: Sequence[str], sightings: Sightings | None) -> list[NodeFacts]:
-    unseen = {}
-    for line in read_text(folder / "unseen").splitlines():
+def read_nodes(
+    folder: Path, names: Sequence[str], tracker: ArrivalTracker | None
+) -> list[NodeFacts]:
+    no_access = {}
+    for line in read_text(folder / "no_access").splitlines():  # `1 node2 does not exist`
         number, _, words = line.partition(" ")
-        unseen[number] = f"{folder.parent} {words.partition(' ')[2]}"
+        no_access[number] = f"{folder.parent} {words.partition(' ')[2]}"
     return [
         NodeFacts(
             name=name,
-            facts=_read(folder / f"node.{number}.json"),
-            unseen=unseen.get(str(number), ""),
+            facts=_read_json(folder / f"node.{number}.json"),
+            no_access=no_access.get(str(number), ""),
             failed=read_text(folder / f"node.{number}.failed").strip(),
-            said=last_line(folder / f"node.{number}.log"),
-            sighting=sightings.found.get(number) if sightings else None,
+            last_line=last_line(folder / f"node.{number}.log"),
+            arrival=tracker.arrivals.get(number) if tracker else None,
         )
         for number, name in enumerate(names)
     ]
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    """A file of another machine may be there before what is in it."""
+def read_engines(folder: Path, names: Sequence[str]) -> list[EnginePython]:
+    """The engine's Python on the nodes that looked for one: on Slurm only the first node."""
+    found = []
+    for number, name in enumerate(names):
+        failed = read_text(folder / f"node.{number}.engine.failed").strip()
+        chosen = read_text(folder / f"node.{number}.engine").splitlines()
+        if failed:
+            found.append(EnginePython(name, failed=failed))
+        elif len(chosen) == 2:  # path and version
+            found.append(EnginePython(name, *chosen))
+    return found
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    # On a network file system, the name of a file may appear before its content.
     for _ in range(20):
         if (value := read_json(file)) or not file.exists():
             return value
@@ -164,23 +189,23 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 def last_line(file: Path) -> str:
     lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
+    return lines[-1][:300] if lines else ""  # a progress bar may be one line of kilobytes
 
 
-def rows_of(
-    folder: Path, names: Sequence[str], sightings: Sightings | None, wanted: Promised
+def collect_rows(
+    folder: Path, names: Sequence[str], tracker: ArrivalTracker | None, expected: ExpectedNode
 ) -> list[Row]:
-    """Everything that the nodes told."""
-    nodes = read_nodes(folder, names, sightings)
-    rows = judge_nodes(nodes, wanted)
-    if measured := _read(folder / "reduce.json"):
-        return [*rows, *judge_reduce(measured, names)]
+    """The rows for everything that the nodes wrote to the folder."""
+    nodes = read_nodes(folder, names, tracker)
+    rows = rows_for_nodes(nodes, read_engines(folder, names), expected)
+    if measured := _read_json(folder / "reduce.json"):
+        return [*rows, *reduce_rows(measured, names)]
     is_possible = all(node.facts and "gpus" in node.facts for node in nodes)
-    return [*rows, judge_no_reduce(_failure(folder), is_possible)]
+    return [*rows, failed_reduce_row(_reduce_failure(folder), is_possible)]
 
 
-def _failure(folder: Path) -> str:
-    """Of the rank that failed first; the others fell with it."""
-    told = sorted(folder.glob("rank.*.failed"), key=lambda file: file.stat().st_mtime)
-    words = [f"rank {file.name.split('.')[1]}: {read_text(file).strip()}" for file in told[:1]]
-    return "; ".join(filter(None, [*words, read_text(folder / "reduce.failed").strip()]))
+def _reduce_failure(folder: Path) -> str:
+    """The error of the rank that failed first: the others failed because of it."""
+    files = sorted(folder.glob("rank.*.failed"), key=lambda file: file.stat().st_mtime)
+    first = [f"rank {file.name.split('.')[1]}: {read_text(file).strip()}" for file in files[:1]]
+    return "; ".join(filter(None, [*first, read_text(folder / "reduce.failed").strip()]))

@@ -1,10 +1,11 @@
-"""What the doctor found: one row for each check and node. Pure."""
+"""The table that the doctor prints: one row for each check and node. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from gptctl.text import count
 from trainer.errors import Finding
 
 State = Literal["ok", "notice", "warning", "wrong"]
@@ -14,10 +15,10 @@ MAX_NAMED = 4  # nodes in one line of the table
 
 class Row(NamedTuple):
     check: str
-    node: str  # empty: not of one node
+    node: str  # empty: the check is not about one node
     state: State
     found: str
-    fix: str = ""  # of every row that is not ok
+    fix: str = ""  # never empty unless the state is ok
 
     def as_json(self) -> dict[str, Any]:
         return self._asdict()
@@ -27,25 +28,24 @@ def ok(check: str, found: str, node: str = "") -> Row:
     return Row(check, node, "ok", found)
 
 
-def wrong(check: str, found: str, fix: str, node: str = "") -> Row:
-    return Row(check, node, "wrong", found, fix)
+def notice(check: str, found: str, fix: str, node: str = "") -> Row:
+    return Row(check, node, "notice", found, fix)
 
 
 def warning(check: str, found: str, fix: str, node: str = "") -> Row:
     return Row(check, node, "warning", found, fix)
 
 
-def of_finding(finding: Finding) -> Row:
-    """A rule of profiles that was broken."""
+def wrong(check: str, found: str, fix: str, node: str = "") -> Row:
+    return Row(check, node, "wrong", found, fix)
+
+
+def profile_row(finding: Finding) -> Row:
+    """The row for a rule that the profile breaks."""
     states: dict[str, State] = {"error": "wrong", "warning": "warning", "notice": "notice"}
     where = f" ({finding.place})" if finding.place else ""
-    return Row(
-        "profile",
-        "",
-        states[finding.level],
-        f"{finding.key}{where}: {finding.message}",
-        finding.hint,
-    )
+    found = f"{finding.key}{where}: {finding.message}"
+    return Row("profile", "", states[finding.level], found, finding.hint)
 
 
 def is_wrong(rows: Iterable[Row]) -> bool:
@@ -53,7 +53,7 @@ def is_wrong(rows: Iterable[Row]) -> bool:
 
 
 def merged(rows: Iterable[Row]) -> list[Row]:
-    """Nodes of which the same was found, in one row."""
+    """One row for all nodes with the same result."""
     nodes: dict[Row, list[str]] = {}
     for row in rows:
         nodes.setdefault(row._replace(node=""), []).append(row.node)
@@ -64,16 +64,13 @@ def _named(nodes: Sequence[str]) -> str:
     names = [*dict.fromkeys(filter(None, nodes))]
     if len(names) <= MAX_NAMED:
         return ", ".join(names)
+    # A thousand names would hide the rest of the table; --json lists them all.
     return f"{', '.join(names[: MAX_NAMED - 1])}, … ({len(names)} nodes)"
 
 
 def tally(rows: Sequence[Row]) -> str:
-    """`2 wrong, 1 warning`"""
-    count = {state: sum(row.state == state for row in rows) for state in STATES}
-    words = [f"{count['wrong']} wrong" if count["wrong"] else "nothing is wrong"]
-    words += [
-        f"{count[state]} {state}{'s' * (count[state] > 1)}"
-        for state in ("warning", "notice")
-        if count[state]
-    ]
-    return ", ".join(words)
+    """`2 problems, 1 warning`"""
+    number = {state: sum(row.state == state for row in rows) for state in STATES}
+    problems = count(number["wrong"], "problem") if number["wrong"] else "no problems"
+    others = [count(number[state], state) for state in ("warning", "notice") if number[state]]
+    return ", ".join([problems, *others])

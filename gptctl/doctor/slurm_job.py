@@ -1,198 +1,207 @@
-"""Reaches nodes by one short job of Slurm, which never stays behind: it is cancelled in the end whatever happens, and
-should gptctl be killed, Slurm itself drops it at its deadline."""
+"""Run the doctor's scripts on nodes with one short Slurm job.
+
+The job is always cancelled at the end. If gptctl is killed, Slurm drops it at its deadline.
+"""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from gptctl.backends.slurm import client
 from gptctl.backends.slurm.client import SlurmError
 from gptctl.backends.slurm.queue import GOING, WAITING, Seen, with_token
-from gptctl.doctor.probe import BATCH_SCRIPT, MINUTES, Sightings
+from gptctl.doctor.probe import BATCH_SCRIPT, MINUTES, ArrivalTracker
 from gptctl.doctor.rows import Row, ok, wrong
-from gptctl.doctor.signals import undisturbed
+from gptctl.doctor.signals import signals_blocked
+from gptctl.engine.contract import CANNOT_CREATE
 from gptctl.engine.run_folder import read_text
+from gptctl.reporting import Say
+from gptctl.text import count
 
-Say = Callable[[str], None]
-
-EVERY = 2.0  # seconds between two questions to Slurm
-SETTLE = 5.0  # seconds after which a request on its way, or a file of a node, has arrived
-SILENCE, PATIENCE = 15.0, 60.0
-NO_FOLDER = 73  # exit code of the batch script
-NOT_SHARED = "it must be one folder that every node and this machine see"
+QUERY_INTERVAL = 2.0  # seconds between two queries to Slurm
+SETTLE_TIME = 5.0  # seconds for a late request to reach Slurm, and a late file to get here
+SLURM_TIMEOUT = 15.0  # seconds for which Slurm may not answer
+CANCEL_TIMEOUT = 60.0
+NOT_SHARED = "run_root must be one folder that every node and this machine can see"
 
 
-def run_on_nodes(folder: Path, nodes: int, timeout: float, sightings: Sightings, say: Say) -> Row:
-    """What became of the job; what the nodes told is in the folder."""
+def run_on_nodes(
+    folder: Path, nodes: int, timeout: float, tracker: ArrivalTracker, say: Say
+) -> Row:
+    """Run the job, and return a row about it; what the nodes wrote is in the folder."""
     name = f"gptctl-doctor-{secrets.token_hex(4)}"
-    job = ShortJob(name, folder, timeout, sightings, say)
-    say(f"asking Slurm for {nodes} node{'s' * (nodes > 1)} …")
+    job = DoctorJob(name, folder, timeout, tracker, say)
+    say(f"requesting {count(nodes, 'node')} from Slurm …")
     try:
-        with undisturbed():  # a client that dies of Ctrl-C could leave a job that nobody knows
+        # If Ctrl-C killed sbatch, nobody would know whether there is a job.
+        with signals_blocked():
             job.submit()
         return job.watch()
     finally:
-        with undisturbed():
+        with signals_blocked():
             job.remove()
 
 
-class ShortJob:
+class DoctorJob:
+    """A job that is found by its name, since sbatch may fail to report its id."""
+
     def __init__(
-        self, name: str, folder: Path, timeout: float, sightings: Sightings, say: Say
+        self, name: str, folder: Path, timeout: float, tracker: ArrivalTracker, say: Say
     ) -> None:
         self.name, self.folder, self.timeout = name, folder, timeout
-        self.sightings, self.say = sightings, say
-        self.doubt: SlurmError | None = None  # what sbatch said when it got no answer
-        self._sent = self._since = self._answered = time.monotonic()
-        self._said = ""
+        self.tracker, self.say = tracker, say
+        self.submit_error: SlurmError | None = None  # sbatch got no answer: there may be a job
+        self._submitted = self._waiting_until = self._answered = time.monotonic()
+        self._shown = ""
 
     def submit(self) -> None:
-        # Long after it was given up; what a profile says of the rest is in the script, which these win over.
+        # The deadline is long after gptctl gives up. These options override those in the script.
         deadline = int(self.timeout) + 2 * 60 * MINUTES
-        own = [
+        options = [
             f"--job-name={self.name}",
             f"--comment={self.name}",
             f"--deadline=now+{deadline}",
             "--no-requeue",
         ]
-        self.sightings.not_yet()
+        self.tracker.not_before = time.time()
         try:
-            client.run("sbatch", "--parsable", *own, str(self.folder / BATCH_SCRIPT))
+            client.run("sbatch", "--parsable", *options, str(self.folder / BATCH_SCRIPT))
         except SlurmError as error:
             if not error.is_doubtful:
                 raise
-            self.doubt = error
-        self._sent = self._since = self._answered = time.monotonic()
+            # Slurm may have accepted the job: look for it instead of submitting another one.
+            self.submit_error = error
+        self._submitted = self._waiting_until = self._answered = time.monotonic()
 
-    def seen(self) -> Seen | None:
+    def find(self) -> Seen | None:
         jobs = with_token(self.name, str(self.folder))
         if not jobs:
             return None
-        self.doubt = None
-        return max(jobs, key=lambda job: int(job.id))
+        self.submit_error = None
+        return max(jobs, key=lambda job: int(job.id))  # the newest, should a name be used twice
 
     def watch(self) -> Row:
-        """Looks into the folder all the time, and asks Slurm now and then."""
-        asked = float("-inf")
+        """Poll the folder all the time, and Slurm now and then, until the job has ended."""
+        queried = float("-inf")
         while True:
-            self.sightings.look()
-            self._tell()
-            if (self.folder / "ended").exists():
-                return self._came_to_an_end()
-            if time.monotonic() - asked > EVERY:
-                asked, before = time.monotonic(), time.time()
-                if row := self._ask(before):
+            self.tracker.poll()
+            self._show_progress()
+            if self._has_finished():
+                return self._started_row()
+            if time.monotonic() - queried > QUERY_INTERVAL:
+                queried = time.monotonic()
+                if row := self._query():
                     return row
             time.sleep(0.1)
 
-    def _ask(self, now: float) -> Row | None:
+    def _query(self) -> Row | None:
+        now = time.time()  # before the query: the job may start while Slurm answers
         try:
-            job = self.seen()
+            job = self.find()
         except SlurmError as error:
-            if not error.is_doubtful or time.monotonic() - self._answered > SILENCE:
+            if not error.is_doubtful or time.monotonic() - self._answered > SLURM_TIMEOUT:
                 raise
-            self._say(f"Slurm does not answer: {error.said}")
+            self._show(f"Slurm does not answer: {error.said}")
             return None
         self._answered = time.monotonic()
         if job and job.state in WAITING:
-            self.sightings.earliest, self._since = now, time.monotonic()
-        return self._judge(job)
+            self.tracker.not_before, self._waiting_until = now, time.monotonic()
+        return self._final_row(job)
 
-    def _tell(self) -> None:
+    def _show_progress(self) -> None:
         if (self.folder / "measuring").exists():
-            self._say("measuring an all-reduce …")
+            self._show("measuring an all-reduce …")
         elif hosts := read_text(self.folder / "hosts").split():
-            self._say(f"looking at {', '.join(hosts)} …")
+            self._show(f"checking {', '.join(hosts)} …")
 
-    def _say(self, text: str) -> None:
-        if text != self._said:
+    def _show(self, text: str) -> None:
+        """Print a message unless it is the one printed last."""
+        if text != self._shown:
             self.say(text)
-            self._said = text
+            self._shown = text
 
-    def _judge(self, job: Seen | None) -> Row | None:
-        """A verdict that Slurm's answer makes final."""
-        waited = time.monotonic() - self._sent
+    def _final_row(self, job: Seen | None) -> Row | None:
+        """None: wait for the job."""
+        waited = time.monotonic() - self._submitted
         if job is None:
-            if waited < SETTLE:
+            if waited < SETTLE_TIME:  # the request may still be on its way
                 return None
-            raise self.doubt or SlurmError(
-                f"it does not know job {self.name} any more", is_doubtful=True
-            )
+            lost = SlurmError(f"it no longer knows job {self.name}", is_doubtful=True)
+            raise self.submit_error or lost
         if job.state in WAITING:
-            reason = "" if job.reason in ("", "None") else f": {job.reason}"
-            if waited > 1:
-                self._say(f"job {job.id} waits{reason}")
-            if waited <= self.timeout:
-                return None
-            fix = f"squeue and sinfo -R say more; to wait longer: --timeout {max(600, 2 * int(self.timeout))}"
-            return wrong(
-                "job", f"job {job.id} waited for more than {self.timeout:g} s{reason}", fix
-            )
-        if job.state in GOING and time.monotonic() - self._since < 60 * MINUTES + PATIENCE:
+            return self._waiting_row(job, waited)
+        limit = 60 * MINUTES + CANCEL_TIMEOUT  # Slurm may need a while to enforce its time limit
+        if job.state in GOING and time.monotonic() - self._waiting_until < limit:
             return None
-        return self._settled(job)
+        return self._ended_row(job)
 
-    def _settled(self, job: Seen) -> Row:
-        """It has ended; its last files may still be on their way."""
-        deadline = time.monotonic() + SETTLE
+    def _waiting_row(self, job: Seen, waited: float) -> Row | None:
+        reason = "" if job.reason in ("", "None") else f": {job.reason}"
+        if waited > 1:
+            self._show(f"job {job.id} is waiting{reason}")
+        if waited <= self.timeout:
+            return None
+        longer = max(600, 2 * int(self.timeout))
+        fix = f"squeue and sinfo -R show more; to wait longer: --timeout {longer}"
+        return wrong("job", f"job {job.id} waited more than {self.timeout:g} s{reason}", fix)
+
+    def _ended_row(self, job: Seen) -> Row:
+        """The job has ended, but its last files may still be on their way."""
+        deadline = time.monotonic() + SETTLE_TIME
         while time.monotonic() < deadline:
-            self.sightings.look()
-            if (self.folder / "ended").exists():
-                return self._came_to_an_end()
+            self.tracker.poll()
+            if self._has_finished():
+                return self._started_row()
             if reason := read_text(self.folder / "head.failed").strip():
-                return wrong(
-                    "job",
-                    reason,
-                    "set master_interface in the profile, or mend the names of the nodes",
-                )
-            if job.exit_code >> 8 == NO_FOLDER:
-                return wrong(
-                    "run_root", f"{self.folder.parent} is not there", NOT_SHARED, job.nodes
-                )
+                fix = "set master_interface in the profile, or fix how node names resolve"
+                return wrong("job", reason, fix)
+            if job.exit_code >> 8 == CANNOT_CREATE:
+                found = f"{self.folder.parent} does not exist"
+                return wrong("run_root", found, NOT_SHARED, job.nodes)
             time.sleep(0.2)
         if job.state == "COMPLETED":
-            return wrong(
-                "run_root", "what nodes write there is not seen here", NOT_SHARED, job.nodes
-            )
-        return wrong(
-            "job",
-            f"job {job.id} on {job.nodes or 'no node'} ended as {job.state}",
-            "sinfo -R; sacct; try again",
-        )
+            found = "files that nodes write there do not appear here"
+            return wrong("run_root", found, NOT_SHARED, job.nodes)
+        found = f"job {job.id} on {job.nodes or 'no node'} ended with state {job.state}"
+        return wrong("job", found, "sinfo -R and sacct may show why; then try again")
 
-    def _came_to_an_end(self) -> Row:
-        waited = self._since - self._sent
-        return ok(
-            "job", f"it started {'at once' if waited < 2 * EVERY else f'after {waited:.0f} s'}"
-        )
+    def _has_finished(self) -> bool:
+        """The batch script creates this file last."""
+        return (self.folder / "ended").exists()
+
+    def _started_row(self) -> Row:
+        waited = self._waiting_until - self._submitted
+        is_short = waited < 2 * QUERY_INTERVAL
+        return ok("job", f"started {'at once' if is_short else f'after {waited:.0f} s'}")
 
     def remove(self) -> None:
-        """Returns when it is gone from the queue."""
-        deadline = time.monotonic() + PATIENCE
-        if self.doubt:  # it may still arrive
-            time.sleep(SETTLE)
+        """Cancel the job, and return when it has left the queue."""
+        deadline = time.monotonic() + CANCEL_TIMEOUT
+        if self.submit_error:  # the request may still reach Slurm
+            time.sleep(SETTLE_TIME)
+        command = f"scancel --name={self.name}"
         while True:
+            problem = f"job {self.name} is still in the queue"
             try:
-                job = self.seen()
-                if job is None or job.state not in (*WAITING, *GOING):
+                if self._cancel():
                     return
-                if job.state != "COMPLETING" and not (self.folder / "ended").exists():
-                    self._say(f"cancelling job {job.id} …")
-                    if job.state in GOING:
-                        client.run("scancel", "--full", "--signal=KILL", job.id)
-                    client.run("scancel", f"--name={self.name}", job.id)
             except SlurmError as error:
-                if time.monotonic() > deadline:
-                    self.say(
-                        f"warning: {error.said}: see to it yourself: scancel --name={self.name}"
-                    )
-                    return
+                problem = error.said
             if time.monotonic() > deadline:
-                self.say(
-                    f"warning: job {self.name} is still in the queue: scancel --name={self.name}"
-                )
+                self.say(f"warning: {problem}; cancel the job yourself: {command}")
                 return
             time.sleep(0.3)
+
+    def _cancel(self) -> bool:
+        """True if there is nothing left to cancel."""
+        job = self.find()
+        if job is None or job.state not in (*WAITING, *GOING):
+            return True
+        if job.state != "COMPLETING" and not self._has_finished():
+            self._show(f"cancelling job {job.id} …")
+            if job.state in GOING:  # a plain scancel would wait for the script to exit
+                client.run("scancel", "--full", "--signal=KILL", job.id)
+            client.run("scancel", f"--name={self.name}", job.id)
+        return False

@@ -1,4 +1,4 @@
-"""Reaches the nodes of an ssh cluster: a folder on every host, one command there, and what it wrote brought here."""
+"""Run the doctor's scripts on ssh hosts: a folder on each, one command, and a copy of its files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gptctl.backends.ssh.launcher import pack
-from gptctl.doctor.judge import Sighting, judge_clock
+from gptctl.doctor.node_rows import Arrival, clock_row
 from gptctl.doctor.rows import Row, ok, wrong
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.remote.connection import Connection, JumpHosts, Route, in_parallel
@@ -19,155 +19,126 @@ from gptctl.remote.scripts import remote_command
 from gptctl.spec.cluster import Cluster
 from trainer.errors import UserError
 
-PATIENCE = 120  # seconds for the facts of a host, and for the all-reduce
-LARGEST = 1 << 20  # of a file that a host sends
+TIMEOUT = 120  # seconds for the facts of a host, and for the all-reduce
+REPLY_TIME = 20  # seconds more, for the files to get here
+MAX_FILE_SIZE = 1 << 20  # bytes; larger files of a host are ignored
 
 
-class Hosts:
-    """The hosts that can be reached, by the number of their node."""
+class DoctorHosts:
+    """The hosts that can be reached, by node number."""
 
     def __init__(self, cluster: Cluster, routes: Sequence[Route]) -> None:
         self.cluster, self.routes = cluster, routes
-        self.open: dict[int, Connection] = {}
-        self._made: dict[int, list[str]] = {}  # folders above the own one
+        self.connections: dict[int, Connection] = {}
+        self._created: dict[int, list[str]] = {}  # parents of the doctor's folder, by node
 
     def connect(self) -> list[Row]:
-        rows = []
         jump_hosts = JumpHosts()
+        results = in_parallel(lambda route: Connection(route, jump_hosts), self.routes)
+        return [self._connection_row(number, result) for number, result in enumerate(results)]
 
-        def connect(route: Route) -> Connection:
-            return Connection(route, jump_hosts)
+    def _connection_row(self, number: int, result: Connection | Exception) -> Row:
+        route = self.routes[number]
+        if isinstance(result, Connection):
+            self.connections[number] = result
+            jumps = ", ".join(jump.name for jump in route.jumps)
+            through = f" through {jumps}" if jumps else ""
+            address = f"{route.user}@{route.host}:{route.port}{through}"
+            return ok("ssh", f"{address}: authenticated, host key matches", route.name)
+        if isinstance(result, UserError):
+            found = result.what if isinstance(result, HostError) else result.message
+            return wrong("ssh", found, result.hint or "try to connect with ssh -v", route.name)
+        raise result
 
-        for number, result in enumerate(in_parallel(connect, self.routes)):
-            route = self.routes[number]
-            if isinstance(result, Connection):
-                self.open[number] = result
-                through = (
-                    f" through {', '.join(jump.name for jump in route.jumps)}"
-                    if route.jumps
-                    else ""
-                )
-                place = f"{route.user}@{route.host}:{route.port}"
-                rows.append(
-                    ok(
-                        "ssh",
-                        f"{place}{through}: authenticated, its host key is the pinned one",
-                        route.name,
-                    )
-                )
-            elif isinstance(result, UserError):
-                what = result.what if isinstance(result, HostError) else result.message
-                rows.append(wrong("ssh", what, result.hint or "try it with ssh -v", route.name))
-            else:
-                raise result
-        return rows
-
-    def address(self) -> str:
-        """Of the first host, for the others."""
+    def head_address(self) -> str:
+        """The address of the first host, for the others."""
         own = self.cluster.hosts[0].address
-        if own or 0 not in self.open:
+        if own or 0 not in self.connections:
             return own or self.routes[0].host
-        said = (
-            self.open[0]
-            .run(["sh", "-c", 'echo "$SSH_CONNECTION"'])
-            .out.decode(errors="replace")
-            .split()
-        )
-        return said[2] if len(said) > 2 else self.routes[0].host
+        # The third word is the address that sshd was reached at, whatever the host is called here.
+        done = self.connections[0].run(["sh", "-c", 'echo "$SSH_CONNECTION"'])
+        words = done.out.decode(errors="replace").split()
+        return words[2] if len(words) > 2 else self.routes[0].host
 
-    def clocks(self) -> list[Row]:
-        """Each asked for the time, between two looks at the clock here."""
-
-        def ask(connection: Connection, number: int) -> Row:
+    def clock_rows(self) -> list[Row]:
+        def row(connection: Connection, number: int) -> Row:
             before = time.time()
-            said = float(connection.run(["date", "+%s.%N"]).out)
-            return judge_clock(
-                self.routes[number].name, said, Sighting(before, before, time.time())
-            )
+            clock = float(connection.run(["date", "+%s.%N"]).out)
+            arrival = Arrival(before, before, time.time())
+            return clock_row(self.routes[number].name, clock, arrival)
 
-        return [row for _, row in self._each(ask) if isinstance(row, Row)]
+        return [row for _, row in self._on_each(row) if isinstance(row, Row)]
 
-    def make(self, run_dir: str, folder: Path) -> list[Row]:
+    def create_folders(self, run_dir: str, folder: Path) -> list[Row]:
+        """Copy the doctor's folder to the hosts; those where that fails are not used further."""
         archive = pack(folder)
         rows = []
 
-        def run(connection: Connection, number: int) -> Any:
-            is_made = self.cluster.shared_fs and number > 0
-            return connection.run(
-                remote_command("doctor_create.sh", run_dir, "there" if is_made else ""),
-                b"" if is_made else archive,
-            )
+        def create(connection: Connection, number: int) -> Any:
+            # On a shared file system the first host creates it, and the others wait for it.
+            is_shared = self.cluster.shared_fs and number > 0
+            command = remote_command("doctor_create.sh", run_dir, "shared" if is_shared else "")
+            return connection.run(command, b"" if is_shared else archive)
 
-        for number, done in self._each(run):
-            name = self.routes[number].name
-            if isinstance(done, UserError):
-                rows.append(wrong("run_root", done.message, done.hint or "look at it there", name))
-            elif done.code:
-                words = done.err.splitlines()[0] if done.err else f"exit code {done.code}"
-                if "File exists" in words:
-                    words = f"{self.cluster.run_root} is one folder that hosts share: set shared_fs: true"
-                rows.append(
-                    wrong(
-                        "run_root",
-                        words,
-                        "choose a folder that you may write to on every host",
-                        name,
-                    )
-                )
+        for number, done in self._on_each(create):
+            if isinstance(done, UserError) or done.code:
+                rows.append(self._folder_row(number, done))
+                self.connections.pop(number).close()
             else:
-                self._made[number] = done.out.decode(errors="replace").splitlines()
-                continue
-            self.open.pop(number).close()
+                self._created[number] = done.out.decode(errors="replace").splitlines()
         return rows
 
-    def act(self, what: str, plan: LaunchPlan, folder: Path, **variables: str) -> None:
-        """Has every host run its script at the same time, and takes over what each has written."""
+    def _folder_row(self, number: int, done: Any) -> Row:
+        name = self.routes[number].name
+        if isinstance(done, UserError):
+            return wrong("run_root", done.message, done.hint or "check it on the host", name)
+        found = done.err.splitlines()[0] if done.err else f"exit code {done.code}"
+        fix = "choose a folder that you can write to on every host"
+        if "File exists" in found:  # the name is random: only another host can have created it
+            found = f"{self.cluster.run_root} is shared by several hosts"
+            fix = "set shared_fs: true in the profile"
+        return wrong("run_root", found, fix, name)
+
+    def run_scripts(self, action: str, plan: LaunchPlan, folder: Path, **variables: str) -> None:
+        """Run the script on all hosts at the same time, and copy the files that it writes."""
 
         def run(connection: Connection, number: int) -> Any:
-            own = [
-                f"{name}={value}"
-                for name, value in {**variables, "GPTCTL_NODE": str(number)}.items()
-            ]
-            return connection.run(
-                [
-                    "env",
-                    *own,
-                    *remote_command("doctor_run.sh", plan.remote_dir, str(PATIENCE), what),
-                ],
-                patience=PATIENCE + 20,
-            )
+            environment = {**variables, "GPTCTL_NODE": str(number)}
+            assignments = [f"{name}={value}" for name, value in environment.items()]
+            command = remote_command("doctor_run.sh", plan.remote_dir, str(TIMEOUT), action)
+            return connection.run(["env", *assignments, *command], patience=TIMEOUT + REPLY_TIME)
 
-        for _, done in self._each(run):
-            if not isinstance(done, UserError):
+        for _, done in self._on_each(run):
+            if not isinstance(done, UserError):  # a host without facts gets a row of its own
                 unpack(done.out, folder)
 
-    def remove(self, run_dir: str) -> None:
-        self._each(
-            lambda connection, number: connection.run(
-                remote_command("doctor_remove.sh", run_dir, *self._made.get(number, []))
-            )
-        )
-        for connection in self.open.values():
+    def remove_folders(self, run_dir: str) -> None:
+        """Remove the folders and their processes, and close the connections."""
+
+        def remove(connection: Connection, number: int) -> Any:
+            created = self._created.get(number, [])
+            return connection.run(remote_command("doctor_remove.sh", run_dir, *created))
+
+        self._on_each(remove)
+        for connection in self.connections.values():
             connection.close()
 
-    def _each(self, work: Any) -> list[tuple[int, Any]]:
-        numbers = list(self.open)
-        return list(
-            zip(numbers, in_parallel(lambda number: work(self.open[number], number), numbers))
-        )
+    def _on_each(self, work: Any) -> list[tuple[int, Any]]:
+        """The result or the exception of each host, by node number."""
+        numbers = list(self.connections)
+        results = in_parallel(lambda number: work(self.connections[number], number), numbers)
+        return list(zip(numbers, results))
 
 
 def unpack(archive: bytes, folder: Path) -> None:
-    """Plain small files by their bare names, whatever else a host may send."""
+    """Write the small plain files of an archive to a folder."""
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as entries:
             for entry in entries:
-                is_plain = (
-                    entry.isreg()
-                    and PurePosixPath(entry.name).name == entry.name
-                    and entry.size <= LARGEST
-                )
-                content = entries.extractfile(entry) if is_plain else None
+                # A host is not trusted to choose where it writes here, nor how much.
+                is_bare = PurePosixPath(entry.name).name == entry.name
+                is_accepted = entry.isreg() and is_bare and entry.size <= MAX_FILE_SIZE
+                content = entries.extractfile(entry) if is_accepted else None
                 if content:
                     (folder / entry.name).write_bytes(content.read())
     except tarfile.TarError:

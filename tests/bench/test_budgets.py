@@ -9,14 +9,15 @@ from tests.bench import follow, launch, parallel, startup, training
 from tests.lab import missing
 
 
-def over_budget() -> dict[str, float]:
-    medians = startup.measure()
-    return {name: medians[name] for name, (_, budget) in startup.COMMANDS.items() if budget and medians[name] > budget}
-
-
 def test_commands_start_within_their_budgets() -> None:
-    """Measured again at most twice: a busy neighbour on the same core can double CPU seconds for a while."""
-    assert not over_budget() or not over_budget() or not over_budget()
+    """In seconds, and against `python -c pass`. More rounds are measured at most twice: a busy neighbour on the same core
+    can double CPU seconds for a while."""
+    commands = startup.Startup()
+    commands.measure()
+    for _ in range(2):
+        if commands.over_budget():
+            commands.measure()
+    assert commands.over_budget() == []
 
 
 def test_following_is_prompt_and_small() -> None:
@@ -53,12 +54,12 @@ def test_axes_cost_what_their_messages_cost() -> None:
     names = ("mp2", "sharding2 stage 3", "pp2 1F1B, 2 micro-batches")
     cases = {name: parallel.CASES[name] for name in names}
 
-    def dear() -> dict[str, float]:
+    def over_reference() -> dict[str, float]:
         spent = parallel.step_costs(parallel.SMALL, 1, 4, cases)
         ratios = {name: training.ratio(spent[name], spent["alone"], "cpu") for name in names}
         return {name: ratio for name, ratio in ratios.items() if ratio > 1.5 * (cases[name].small or 1.0)}
 
-    assert not dear() or not dear()
+    assert not over_reference() or not over_reference()
 
 
 def test_pipeline_stages_work_at_the_same_time() -> None:
@@ -75,7 +76,7 @@ def test_a_large_vocabulary_needs_little_memory() -> None:
     assert not parallel.mark(parallel.loss_memory("in chunks"), parallel.LOSS_MB["in chunks"])
 
 
-def test_eight_hosts_are_armed_as_soon_as_one() -> None:
+def test_eight_hosts_start_as_soon_as_one() -> None:
     """Each with a CPU of its own; at most twice the time."""
     if lacking := missing():
         pytest.skip(lacking)

@@ -1,4 +1,4 @@
-"""What the doctor makes of what it is told. The oracles are worked out by hand; the scripts are read by bash and shellcheck."""
+"""The rows of the doctor. Oracles: results worked out by hand; bash and shellcheck for the scripts."""
 
 from __future__ import annotations
 
@@ -7,24 +7,49 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
-from gptctl.doctor.judge import (
+from gptctl.doctor import examine as examination
+from gptctl.doctor.examine import DoctorRequest, examine
+from gptctl.doctor.node_rows import (
+    Arrival,
+    EnginePython,
+    ExpectedNode,
     NodeFacts,
-    Promised,
-    Sighting,
+    clock_row,
     duration,
-    judge_clock,
-    judge_no_reduce,
-    judge_nodes,
-    judge_reduce,
+    engine_row,
+    failed_reduce_row,
+    reduce_rows,
+    rows_for_nodes,
 )
-from gptctl.doctor.probe import Sightings, fill, folder_in, plan_probe, read_nodes, rows_of
+from gptctl.doctor.probe import (
+    BATCH_SCRIPT,
+    ENGINE_SCRIPT,
+    NODE_SCRIPT,
+    ArrivalTracker,
+    collect_rows,
+    plan_probe,
+    read_engines,
+    read_nodes,
+    temporary_folder,
+    write_scripts,
+)
 from gptctl.doctor.rows import Row, merged, ok, tally, warning, wrong
-from gptctl.doctor.signals import undisturbed
-from gptctl.doctor.slurm_side import Sight, choose_partition, gpus_of, judge_gpus, listed, parse_sinfo
+from gptctl.doctor.signals import signals_blocked
+from gptctl.doctor.slurm_checks import (
+    SlurmStatus,
+    choose_partition,
+    count_gpus,
+    describe_partitions,
+    gpu_row,
+    parse_sinfo,
+)
 from gptctl.planning.build import Site
 from gptctl.spec.cluster import Cluster
 from tests.conftest import ROOT
@@ -53,8 +78,8 @@ FACTS = {
     "numpy": "2.1.0",
     "gpus": ["A100", "A100"],
 }
-WANTED = Promised(gpus=2, ranks=2, several=True)
-NOW = Sighting(earliest=999.0, missing=1000.1, seen=1000.2)
+EXPECTED = ExpectedNode(gpus=2, ranks=2, has_peers=True)
+NOW = Arrival(not_before=999.0, absent_at=1000.1, seen_at=1000.2)
 
 
 def without(*keys: str) -> dict:
@@ -79,11 +104,11 @@ def not_ok(rows: list[Row]) -> list[tuple[str, str]]:
     ],
 )
 def test_gpus_of_a_node(gres: str, gpus: int) -> None:
-    assert gpus_of(gres) == gpus
+    assert count_gpus(gres) == gpus
 
 
 def test_sinfo_is_read() -> None:
-    assert [(group.partition, group.nodes, group.gpus, group.is_able, group.most) for group in GROUPS] == [
+    assert [(group.partition, group.nodes, group.gpus, group.is_usable, group.max_nodes) for group in GROUPS] == [
         ("main", 2, 4, True, None),
         ("main", 1, 4, False, None),
         ("cpu", 8, 0, True, None),
@@ -93,12 +118,14 @@ def test_sinfo_is_read() -> None:
     ]
     assert [group.partition for group in GROUPS if group.is_default] == ["main", "main"]
     assert parse_sinfo("garbage\n") == []
-    assert listed(GROUPS).startswith("main* (3 nodes, 1-00:00:00), cpu (8 nodes, infinite), small (1 node, 10:00)")
+    assert describe_partitions(GROUPS).startswith(
+        "main* (3 nodes, 1-00:00:00), cpu (8 nodes, infinite), small (1 node, 10:00)"
+    )
 
 
 @pytest.mark.parametrize("state", ["down", "drain", "drng", "idle*", "down*", "fail", "maint", "unk"])
 def test_nodes_in_these_states_run_nothing(state: str) -> None:
-    assert not parse_sinfo(f"p|up|1|1:00|gpu:1|{state}|1")[0].is_able
+    assert not parse_sinfo(f"p|up|1|1:00|gpu:1|{state}|1")[0].is_usable
 
 
 @pytest.mark.parametrize(
@@ -107,7 +134,7 @@ def test_nodes_in_these_states_run_nothing(state: str) -> None:
         (None, "warning", "main: up, nodes: 2 idle, 1 down*"),
         ("cpu", "ok", "time limit infinite"),
         ("small", "wrong", "not up"),
-        ("mian", "wrong", "there is no mian"),
+        ("mian", "wrong", "partition mian does not exist"),
     ],
 )
 def test_the_partition_of_the_profile(name: str | None, state: str, words: str) -> None:
@@ -123,11 +150,13 @@ def test_a_cluster_without_a_default_partition_or_without_able_nodes() -> None:
 
 
 def test_how_many_nodes_and_gpus_a_job_can_have() -> None:
-    main, small, mixed = (Sight((), tuple(choose_partition(GROUPS, name)[0])) for name in ("main", "small", "mixed"))
-    assert (main.most, main.gpus(2)) == (2, 4)
-    assert (small.most, small.gpus(1)) == (1, 2)
-    assert (mixed.most, mixed.gpus(1), mixed.gpus(2)) == (2, 8, 2)
-    assert (Sight(()).most, Sight(()).gpus(1)) == (0, 0)
+    main, small, mixed = (
+        SlurmStatus((), tuple(choose_partition(GROUPS, name)[0])) for name in ("main", "small", "mixed")
+    )
+    assert (main.max_nodes, main.gpus(2)) == (2, 4)
+    assert (small.max_nodes, small.gpus(1)) == (1, 2)
+    assert (mixed.max_nodes, mixed.gpus(1), mixed.gpus(2)) == (2, 8, 2)
+    assert (SlurmStatus(()).max_nodes, SlurmStatus(()).gpus(1)) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +172,7 @@ def test_how_many_nodes_and_gpus_a_job_can_have() -> None:
     ],
 )
 def test_gpus_of_slurm_against_the_profile(partition: str, keys: dict, state: str, fix: str) -> None:
-    row = judge_gpus(choose_partition(GROUPS, partition)[0], Cluster(name="x", kind="slurm", **keys))
+    row = gpu_row(choose_partition(GROUPS, partition)[0], Cluster(name="x", kind="slurm", **keys))
     assert row.state == state
     assert fix in row.fix
     if state == "wrong":
@@ -151,7 +180,7 @@ def test_gpus_of_slurm_against_the_profile(partition: str, keys: dict, state: st
 
 
 def test_two_sound_nodes() -> None:
-    rows = judge_nodes([NodeFacts("n1", FACTS, sighting=NOW), NodeFacts("n2", FACTS, sighting=NOW)], WANTED)
+    rows = rows_for_nodes([NodeFacts("n1", FACTS, arrival=NOW), NodeFacts("n2", FACTS, arrival=NOW)], [], EXPECTED)
     assert not not_ok(rows)
     assert {row.node for row in rows} == {"n1", "n2", ""}
     assert [row.check for row in rows[-2:]] == ["same python", "same torch"]
@@ -170,43 +199,64 @@ def test_two_sound_nodes() -> None:
         ({"interface": "", "address": ""}, ("network", "wrong")),
         ({"address": ""}, ("network", "wrong")),
         ({"interface": "lo", "address": "127.0.0.1"}, ("network", "wrong")),
-        ({"own_name": []}, ("own name", "warning")),
-        ({"own_name": ["127.0.1.1", "::1"]}, ("own name", "warning")),
+        ({"own_name": []}, ("host name", "warning")),
+        ({"own_name": ["127.0.1.1", "::1"]}, ("host name", "warning")),
         ({"error": "ModuleNotFoundError: No module named 'torch'"}, ("torch", "wrong")),
         ({"clock": 1063.0}, ("clock", "wrong")),
     ],
 )
 def test_one_thing_that_is_not_right(changed: dict, expected: tuple[str, str]) -> None:
     """Each gives one row with a fix, and no other row suffers from it."""
-    rows = judge_nodes([NodeFacts("n1", {**FACTS, **changed}, sighting=NOW)], WANTED)
+    rows = rows_for_nodes([NodeFacts("n1", {**FACTS, **changed}, arrival=NOW)], [], EXPECTED)
     assert not_ok(rows) == [expected]
     assert all(row.fix for row in rows if row.state != "ok")
 
 
 def test_a_node_that_told_nothing_little_or_something_else() -> None:
     nodes = [
-        NodeFacts("n0", unseen="/runs is not there"),
-        NodeFacts("n1", failed="setup: in the setup: module load x", said="module: not found"),
-        NodeFacts("n2", failed="python: there is no /nowhere"),
-        NodeFacts("n3", said="Killed"),
+        NodeFacts("n0", no_access="/runs does not exist"),
+        NodeFacts("n1", failed="setup: in the setup: module load x", last_line="module: not found"),
+        NodeFacts("n2", failed="python: /nowhere does not exist"),
+        NodeFacts("n3", last_line="Killed"),
         NodeFacts("n4", without("torch", "numpy", "gpus")),
         NodeFacts("n5", {**FACTS, "version": "3.12.1"}),
         NodeFacts("n6", FACTS),
     ]
-    rows = {(row.node, row.check): row for row in judge_nodes(nodes, WANTED) if row.state == "wrong"}
+    rows = {(row.node, row.check): row for row in rows_for_nodes(nodes, [], EXPECTED) if row.state == "wrong"}
     assert list(rows)[-1] == ("", "same python")
     assert rows["", "same python"].found == "3.11.2 on n4, n6; 3.12.1 on n5"
-    assert rows["n0", "run_root"].found == "/runs is not there"
+    assert rows["n0", "run_root"].found == "/runs does not exist"
     assert rows["n1", "setup"].found == "in the setup: module load x; module: not found"
-    assert rows["n2", "python"].found == "there is no /nowhere"
-    assert rows["n3", "node"].found == "it told nothing; its last words: Killed"
-    assert "did not come to an end" in rows["n4", "torch"].found
+    assert rows["n2", "python"].found == "/nowhere does not exist"
+    assert rows["n3", "node"].found == "it reported nothing; last line of its output: Killed"
+    assert "importing torch did not finish" in rows["n4", "torch"].found
 
 
 def test_gpus_that_nobody_promised_are_not_missed() -> None:
-    rows = judge_nodes([NodeFacts("n1", {**FACTS, "gpus": []})], Promised(0, 2, several=False))
+    rows = rows_for_nodes([NodeFacts("n1", {**FACTS, "gpus": []})], [], ExpectedNode(0, 2, has_peers=False))
     assert not not_ok(rows)
-    assert not {"network", "own name", "clock"} & {row.check for row in rows}, "one machine alone"
+    assert not {"network", "host name", "clock"} & {row.check for row in rows}, "one machine alone"
+
+
+@pytest.mark.parametrize(
+    ("engine", "state", "found"),
+    [
+        (EnginePython("n1", "/usr/bin/python3", "3.10.0"), "ok", "3.10.0, /usr/bin/python3"),
+        (EnginePython("n1", "/usr/bin/python3", "3.13.0rc1"), "ok", "3.13.0rc1, /usr/bin/python3"),
+        (
+            EnginePython("n1", "/usr/bin/python3", "3.9.18"),
+            "wrong",
+            "3.9.18, /usr/bin/python3: gptctl's engine needs Python 3.10 or newer",
+        ),
+        (EnginePython("n1", failed="/nowhere does not exist"), "wrong", "/nowhere does not exist"),
+    ],
+)
+def test_the_python_of_the_engine(engine: EnginePython, state: str, found: str) -> None:
+    """It has a row even if the node itself reported nothing."""
+    row = engine_row(engine)
+    assert (row.check, row.node, row.state, row.found) == ("engine python", "n1", state, found)
+    assert row.fix == ("set engine_python in the profile" if state == "wrong" else "")
+    assert row in rows_for_nodes([NodeFacts("n1", failed="setup: no")], [engine], EXPECTED)
 
 
 @pytest.mark.parametrize(
@@ -218,12 +268,12 @@ def test_gpus_that_nobody_promised_are_not_missed() -> None:
         (200.0, "wrong", "70 s ahead"),
         (97.0, "warning", "3 s behind"),
         (30.0, "wrong", "70 s behind"),
-        (110.0, "warning", "or files of nodes arrive here so late"),
+        (110.0, "warning", "or files take that long to arrive here"),
     ],
 )
 def test_a_clock_is_judged_by_what_is_certain(clock: float, state: str, words: str) -> None:
-    late = Sighting(earliest=100.0, missing=100.0 if state == "ok" else 129.0, seen=130.0)
-    row = judge_clock("n", clock, late)
+    late = Arrival(not_before=100.0, absent_at=100.0 if state == "ok" else 129.0, seen_at=130.0)
+    row = clock_row("n", clock, late)
     assert row.state == state
     assert words in row.found
 
@@ -231,25 +281,25 @@ def test_a_clock_is_judged_by_what_is_certain(clock: float, state: str, words: s
 def test_an_all_reduce() -> None:
     """2 · 3/4 · 64 MiB in 0.1 s on the busiest link."""
     measured = {"world": 4, "backend": "nccl", "is_right": True, "bytes": 64 << 20, "seconds": 0.1, "smallest": 2e-5}
-    reduced, clocks = judge_reduce({**measured, "clocks": [[0, 5.0], [0, 5.0], [1, 5.25]]}, ["a", "b"])
+    reduced, clocks = reduce_rows({**measured, "clocks": [[0, 5.0], [0, 5.0], [1, 5.25]]}, ["a", "b"])
     assert reduced.state == clocks.state == "ok"
-    assert "1.01 GB/s over 4 ranks with nccl (64 MB in 100 ms); the smallest message takes 20 µs" in reduced.found
+    assert "1.01 GB/s over 4 ranks with nccl (64 MiB in 100 ms), latency 20 µs" in reduced.found
     assert clocks.found == "within 250 ms"
-    assert judge_reduce({**measured, "clocks": [[0, 5.0], [1, 75.0]]}, ["a", "b"])[1][2:4] == (
+    assert reduce_rows({**measured, "clocks": [[0, 5.0], [1, 75.0]]}, ["a", "b"])[1][2:4] == (
         "wrong",
         "b is 70 s ahead of a",
     )
-    assert judge_reduce({**measured, "is_right": False, "clocks": []}, [])[0].state == "wrong"
-    assert judge_no_reduce("rank 1: no", True).found == "rank 1: no"
-    assert judge_no_reduce("", False).state == "notice"
+    assert reduce_rows({**measured, "is_right": False, "clocks": []}, [])[0].state == "wrong"
+    assert failed_reduce_row("rank 1: no", True).found == "rank 1: no"
+    assert failed_reduce_row("", False).state == "notice"
     assert [duration(seconds) for seconds in (2, 0.25, 2e-3, 2e-5)] == ["2.0 s", "250 ms", "2 ms", "20 µs"]
 
 
 def test_rows_of_the_same_finding_are_one_line() -> None:
     rows = [ok("a", "x", f"n{number}") for number in range(6)] + [wrong("a", "y", "z", "n6"), warning("b", "", "z")]
     assert [(row.check, row.node) for row in merged(rows)] == [("a", "n0, n1, n2, … (6 nodes)"), ("a", "n6"), ("b", "")]
-    assert tally(rows) == "1 wrong, 1 warning"
-    assert tally(rows[:2]) == "nothing is wrong"
+    assert tally(rows) == "1 problem, 1 warning"
+    assert tally(rows[:2]) == "no problems"
 
 
 SITE = Site("/home/me/it's $(mine)", sys.executable, str(ROOT / "trainer"))
@@ -275,9 +325,9 @@ def test_the_scripts_are_quoted_and_bash_reads_them(tmp_path: Path) -> None:
     assert plan.sbatch["qos"] == "high"
     assert (plan.sbatch["time"], plan.sbatch["output"]) == ("5", "/dev/null")
     assert not [name for name in plan.sbatch if name.startswith("mail") or name == "signal"]
-    fill(folder, plan, SITE)
+    write_scripts(folder, plan, SITE, BATCH_SCRIPT, ENGINE_SCRIPT)
     assert (folder / "code" / "trainer" / "node_check.py").stat().st_mode & 0o777 == 0o600
-    for name in ("doctor.sh", "doctor.sbatch"):
+    for name in (NODE_SCRIPT, BATCH_SCRIPT, ENGINE_SCRIPT):
         assert subprocess.run(["bash", "-n", str(folder / name)]).returncode == 0
         if shutil.which("shellcheck"):
             command = ["shellcheck", "--severity=style", "--exclude=SC2016", str(folder / name)]  # $ is quoted
@@ -285,31 +335,112 @@ def test_the_scripts_are_quoted_and_bash_reads_them(tmp_path: Path) -> None:
             assert found.returncode == 0, found.stdout
 
 
+def write_python(file: Path, body: str) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{body}\n")
+    file.chmod(0o755)
+    return file
+
+
+@pytest.mark.parametrize("case", ["engine_python", "wrong engine_python", "submit", "setup", "old"])
+def test_the_choice_of_an_engine_python_on_slurm(tmp_path: Path, case: str) -> None:
+    """The script is run by bash. Oracle: which of the interpreters were put there."""
+    real = write_python(tmp_path / "real" / "python3", f'exec {sys.executable} "$@"')
+    old = write_python(tmp_path / "old" / "python3", "exit 1")
+    keys = {
+        "engine_python": f"engine_python: {real}",
+        "wrong engine_python": "engine_python: /nowhere/python3",
+        "submit": "setup: [exit 1]",
+        "setup": f"setup: ['export PATH={real.parent}:$PATH']",
+        "old": f"setup: ['export PATH={old.parent}:$PATH']",
+    }
+    (tmp_path / "lab.yaml").write_text(f"kind: slurm\ngpus_per_node: 1\nrun_root: /x\n{keys[case]}\n")
+    submitted_with = str(real) if case == "submit" else "/nowhere/submit"
+    site = SITE._replace(python=submitted_with)
+    plan = plan_probe(str(tmp_path / "lab.yaml"), site, tmp_path, 1, 1, "cpu")
+    write_scripts(tmp_path, plan, site, ENGINE_SCRIPT)
+    subprocess.run(["bash", str(tmp_path / ENGINE_SCRIPT)])
+    [engine] = read_engines(tmp_path, ["n1", "n2"])
+    row = engine_row(engine)
+    if "wrong" not in case and case != "old":
+        assert (row.state, row.found) == ("ok", f"{sys.version.split()[0]}, {real}")
+        return
+    assert row.state == "wrong"
+    for word in ("engine_python of profile lab", "/nowhere/submit", "python3 after the setup"):
+        assert word in row.found
+
+
+@pytest.mark.parametrize(
+    ("keys", "state", "found"),
+    [
+        ("engine_python: {real}", "ok", "{version}, {real}"),
+        ("engine_python: /nowhere/python", "wrong", "/nowhere/python does not exist"),
+        ("python: {broken}", "wrong", "{broken} does not start"),
+        ("python: {old}", "wrong", "3.8.1, {old}: gptctl's engine needs Python 3.10 or newer"),
+        ("{{container: {{image: /i.sif}}, setup: ['PATH={folder}/real:$PATH']}}", "ok", "{version}, {real}"),
+    ],
+)
+def test_the_engine_python_of_an_ssh_host(tmp_path: Path, keys: str, state: str, found: str) -> None:
+    """The script of a host is run by bash; the ranks have no Python there, so that it exits at once."""
+    words = {
+        "real": str(write_python(tmp_path / "real" / "python3", f'exec {sys.executable} "$@"')),
+        "old": str(write_python(tmp_path / "old" / "python3", '[ "$1" = -S ] && echo 3.8.1')),
+        "broken": str(write_python(tmp_path / "broken" / "python3", "exit 1")),
+        "version": sys.version.split()[0],
+        "folder": str(tmp_path),
+    }
+    profile = {"kind": "ssh", "gpus_per_node": 1, "hosts": ["n1"], "run_root": "/x", "python": "/nowhere"}
+    profile |= yaml.safe_load(keys.format(**words))
+    (tmp_path / "hosts.yaml").write_text(yaml.safe_dump(profile))
+    site = SITE._replace(folder=str(tmp_path))
+    plan = plan_probe(str(tmp_path / "hosts.yaml"), site, tmp_path, 1, 1, "cpu")
+    write_scripts(tmp_path, plan, site)
+    variables = {"GPTCTL_NODE": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    subprocess.run(["bash", str(tmp_path / NODE_SCRIPT), "facts"], env={**os.environ, **variables})
+    row = engine_row(*read_engines(tmp_path, ["n1"]))
+    assert (row.state, row.found) == (state, found.format(**words))
+
+
+def test_a_kind_that_the_doctor_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fourth backend: its profile is checked, and a notice says that nothing else is."""
+    monkeypatch.setattr(examination, "EXAMINATIONS", {})
+    (tmp_path / "toy.yaml").write_text("kind: local\n")
+    report = examine(DoctorRequest(str(tmp_path / "toy.yaml"), 7, 1.0, SITE, print))
+    assert [(row.check, row.state) for row in report.rows] == [("profile", "ok"), ("nodes", "notice")]
+    assert report.rows[1].found == "not checked: gptctl has no checks for nodes of kind local"
+    assert report.rows[1].fix
+    assert report.exit_code == 0
+    (tmp_path / "toy.yaml").write_text("kind: local\npartiton: x\n")
+    report = examine(DoctorRequest(str(tmp_path / "toy.yaml"), None, 1.0, SITE, print))
+    assert {row.check for row in report.rows} == {"profile"}
+    assert report.exit_code == 1
+
+
 def test_a_folder_leaves_nothing_even_above_it(tmp_path: Path) -> None:
-    with folder_in(tmp_path / "a" / "b") as folder:
+    with temporary_folder(tmp_path / "a" / "b") as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "file").touch()
     assert not list(tmp_path.iterdir())
     (tmp_path / "kept").mkdir()
-    with folder_in(tmp_path / "kept"):
+    with temporary_folder(tmp_path / "kept"):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
 
 
 def test_what_nodes_leave_is_read(tmp_path: Path) -> None:
-    sightings = Sightings(tmp_path, 2)
-    sightings.look()
+    tracker = ArrivalTracker(tmp_path, 2)
+    tracker.poll()
     (tmp_path / "node.0.json").write_text('{"version": "3.11.2"}')
-    sightings.look()
-    (tmp_path / "unseen").write_text("1 n2 is not there\n")
+    tracker.poll()
+    (tmp_path / "no_access").write_text("1 n2 does not exist\n")
     (tmp_path / "node.0.log").write_text("one\ntwo\n\n")
-    first, second = read_nodes(tmp_path, ["n1", "n2"], sightings)
+    first, second = read_nodes(tmp_path, ["n1", "n2"], tracker)
     assert first.facts == {"version": "3.11.2"}
-    assert first.said == "two"
-    assert first.sighting
-    assert first.sighting.earliest <= first.sighting.missing <= first.sighting.seen
+    assert first.last_line == "two"
+    assert first.arrival
+    assert first.arrival.not_before <= first.arrival.absent_at <= first.arrival.seen_at
     assert second.facts is None
-    assert second.unseen == f"{tmp_path.parent} is not there"
+    assert second.no_access == f"{tmp_path.parent} does not exist"
 
 
 def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
@@ -318,7 +449,7 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
     for number, name in enumerate(("rank.1.failed", "rank.0.failed")):
         (tmp_path / name).write_text(f"no way {name}")
         os.utime(tmp_path / name, (number, number))
-    row = rows_of(tmp_path, ["n1"], Sightings(tmp_path, 1), WANTED)[-1]
+    row = collect_rows(tmp_path, ["n1"], ArrivalTracker(tmp_path, 1), EXPECTED)[-1]
     assert (row.check, row.state, row.found) == ("all-reduce", "wrong", "rank 1: no way rank.1.failed")
 
 
@@ -326,7 +457,7 @@ def test_signals_wait_also_for_children() -> None:
     heard = []
 
     def interrupted() -> None:
-        with undisturbed():
+        with signals_blocked():
             signal.raise_signal(signal.SIGINT)
             child = subprocess.run(["bash", "-c", "kill -INT $$; kill -TERM $$; echo lives"], capture_output=True)
             heard.append(child.stdout)
@@ -335,3 +466,25 @@ def test_signals_wait_also_for_children() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert heard == [b"lives\n"]
+
+
+def test_signals_wait_that_another_thread_receives() -> None:
+    """As with ssh connections, whose threads do not block signals."""
+    stopped, steps = threading.Event(), []
+    other = threading.Thread(target=stopped.wait)
+    other.start()
+
+    def interrupted() -> None:
+        with signals_blocked():
+            signal.pthread_kill(other.ident or 0, signal.SIGINT)
+            time.sleep(0.2)
+            steps.append("cleaned up")
+        steps.append("not reached")
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+    finally:
+        stopped.set()
+        other.join()
+    assert steps == ["cleaned up"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 from gptctl.engine.processes import processes_of
 
 
-def rows_of(answer) -> dict[str, dict[str, str]]:
+def rows_by_check(answer) -> dict[str, dict[str, str]]:
     return {row["check"]: row for row in json.loads(answer.stdout) if row["node"] or row["check"] != "run_root"}
 
 
@@ -17,8 +18,11 @@ def test_this_machine(gptctl, tmp_path: Path) -> None:
     """torch, two ranks over loopback, and nothing is left."""
     answer = gptctl("doctor")
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.startswith("local: nothing is wrong")
+    assert answer.stdout.startswith("local: no problems")
     assert re.search(r"all-reduce +ok +\d+\.\d\d GB/s over 2 ranks", answer.stdout)
+    assert re.search(
+        rf"engine python +\S+ +ok +\d+\.\d+\.\S+, {re.escape(sys.executable)}$", answer.stdout, re.MULTILINE
+    )
     assert "measuring an all-reduce …" in answer.stderr
     assert not (tmp_path / "runs").exists()
 
@@ -27,14 +31,14 @@ def test_no_python_no_torch_no_folder(gptctl, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("kind: local\npython: /nowhere/python\n")
     answer = gptctl("doctor", "--cluster", "./c.yaml", "--json")
     assert answer.returncode == 1
-    assert rows_of(answer)["python"]["found"] == "there is no /nowhere/python"
+    assert rows_by_check(answer)["python"]["found"] == "/nowhere/python does not exist or is not executable"
     (tmp_path / "c.yaml").write_text("kind: local\nenv: {PYTHONPATH: " + str(tmp_path / "broken") + "}\n")
     (tmp_path / "broken" / "torch").mkdir(parents=True)
     (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise OSError('libcudart.so: cannot open')\n")
     answer = gptctl("doctor", "--cluster", "./c.yaml", "--json")
     assert answer.returncode == 1
-    assert rows_of(answer)["torch"]["found"] == "OSError: libcudart.so: cannot open"
-    assert rows_of(answer)["all-reduce"]["state"] == "notice"
+    assert rows_by_check(answer)["torch"]["found"] == "OSError: libcudart.so: cannot open"
+    assert rows_by_check(answer)["all-reduce"]["state"] == "notice"
     (tmp_path / "c.yaml").write_text("kind: local\nrun_root: c.yaml/runs\n")
     answer = gptctl("doctor", "--cluster", "./c.yaml", "--json")
     assert answer.returncode == 1
@@ -42,7 +46,7 @@ def test_no_python_no_torch_no_folder(gptctl, tmp_path: Path) -> None:
     assert not processes_of(str(tmp_path))
 
 
-def test_what_cannot_be_looked_at(gptctl, tmp_path: Path) -> None:
+def test_what_cannot_be_checked(gptctl, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("kind: ssh\nhosts: [no-such-host.invalid]\nrun_root: /srv\n")
     answer = gptctl("doctor", "--cluster", "./c.yaml")
     assert answer.returncode == 3

@@ -1,4 +1,4 @@
-"""`gptctl doctor` on a real Slurm. The oracles are what was done to the lab before, and Slurm's own queue after."""
+"""`gptctl doctor` on a real Slurm. Oracles: what was done to the lab before, and Slurm's own queue after."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests.lab import Lab
 
 GPTCTL = str(Path(sys.executable).with_name("gptctl"))
-NO_PYTHON = {"python": "/nowhere/python"}  # so that a visit to the nodes takes a second, not ten
+NO_PYTHON = {"python": "/nowhere/python"}  # so that the check of the nodes takes a second, not ten
 
 
 class Doctor:
@@ -37,7 +37,7 @@ class Doctor:
         return answer
 
     def rows(self, code: int, *arguments: str, **keys: Any) -> dict[tuple[str, str], dict[str, str]]:
-        """By check and node; every row that is not ok says what to do."""
+        """By check and node; every row that is not ok suggests a fix."""
         answer = self("--json", *arguments, **keys)
         assert answer.returncode == code, answer.stdout + answer.stderr
         rows = json.loads(answer.stdout)
@@ -64,26 +64,41 @@ def test_all_is_well_on_two_nodes(doctor: Doctor) -> None:
     answer = doctor()
     assert answer.returncode == 0, answer.stdout + answer.stderr
     lines = answer.stdout.splitlines()
-    assert lines[0] == "lab: nothing is wrong, 1 notice"
+    assert lines[0] == "lab: no problems, 1 notice"
     found = {(line.split()[0], *line.split()[1:2]): line for line in lines}
     assert "node1, node2" in found["torch", "node1,"]
     assert re.search(r"ok +eth0, 10\.77\.0\.12$", found["network", "node2"])
-    assert re.search(r"ok +\d+\.\d\d GB/s over 2 ranks with gloo .* smallest message takes \d", answer.stdout)
+    assert re.search(r"ok +\d+\.\d\d GB/s over 2 ranks with gloo .* latency \d", answer.stdout)
     assert re.search(r"same clock +ok +within \d+(\.\d+)? m?s", answer.stdout), "namespaces share the clock"
     assert re.search(r"accounting +notice +Slurm accounting storage is disabled", answer.stdout)
-    assert "forgets the states of jobs that ended long ago" in lines[-1]
-    assert "asking Slurm for 2 nodes …" in answer.stderr
+    assert "cannot show the state of jobs that ended long ago" in lines[-1]
+    assert "requesting 2 nodes from Slurm …" in answer.stderr
     assert "measuring an all-reduce …" in answer.stderr
     doctor.assert_nothing_left()
 
 
+def test_the_python_of_the_engine(doctor: Doctor) -> None:
+    """Of the batch host only. The ranks' own Python does not matter to it."""
+    rows = doctor.rows(1, **NO_PYTHON)
+    assert rows["engine python", "node1"]["state"] == "ok"
+    assert rows["engine python", "node1"]["found"] == f"{sys.version.split()[0]}, {sys.executable}"
+    assert ("engine python", "node2") not in rows
+    rows = doctor.rows(1, engine_python="/nowhere/python3")
+    row = rows["engine python", "node1"]
+    assert (row["state"], row["fix"]) == ("wrong", "set engine_python in the profile")
+    assert "engine_python of profile lab (/nowhere/python3)" in row["found"]
+    assert f"the interpreter it was submitted with ({sys.executable})" in row["found"]
+    assert "python3 after the setup" in row["found"]
+    assert [key for key, state in not_ok(rows).items() if state == "wrong"] == [("engine python", "node1")]
+
+
 def test_wrong_gpus_and_no_python(doctor: Doctor) -> None:
-    """Slurm would refuse four GPUs: the nodes are looked at with the two that they have."""
+    """Slurm would refuse four GPUs: the nodes are checked with the two that they have."""
     rows = doctor.rows(1, gpus_per_node=4, gpu_request="gpus-per-node", **NO_PYTHON)
     assert rows["GPUs in Slurm", ""]["found"] == "2 per node, the profile has gpus_per_node: 4"
     assert rows["GPUs in Slurm", ""]["fix"] == "set gpus_per_node: 2 in the profile"
     for node in ("node1", "node2"):
-        assert rows["python", node]["found"] == "there is no /nowhere/python"
+        assert rows["python", node]["found"] == "/nowhere/python does not exist or is not executable"
     assert [key for key, state in not_ok(rows).items() if state == "wrong"] == [
         ("GPUs in Slurm", ""),
         ("python", "node1"),
@@ -115,22 +130,22 @@ def test_a_folder_that_may_not_be_written_to(doctor: Doctor) -> None:
 def test_a_folder_that_nodes_do_not_see(doctor: Doctor) -> None:
     """/dev/shm is each machine's own; another one is covered on one node only."""
     rows = doctor.rows(1, run_root="/dev/shm/runs")
-    assert rows["run_root", "node[1-2]"]["found"] == "/dev/shm/runs is not there"
+    assert rows["run_root", "node[1-2]"]["found"] == "/dev/shm/runs does not exist"
     doctor.runs.mkdir()
     doctor.lab.run("node2", "mount", "-t", "tmpfs", "none", str(doctor.runs), check=True)
     try:
         rows = doctor.rows(1, **NO_PYTHON)
     finally:
         doctor.lab.run("node2", "umount", str(doctor.runs), check=True)
-    assert rows["run_root", "node2"]["found"] == f"{doctor.runs} is not there"
+    assert rows["run_root", "node2"]["found"] == f"{doctor.runs} does not exist"
     assert rows["python", "node1"]["state"] == "wrong"
 
 
 def test_what_slurm_does_not_have(doctor: Doctor) -> None:
     rows = doctor.rows(1, partition="mian")
     assert rows["partition", ""]["fix"] == "did you mean main? known: main, high, small"
-    assert rows["nodes", ""]["found"] == "not looked at"
-    assert doctor.rows(1, "--nodes", "9")["nodes", ""]["found"] == "9 asked for, a job can have 4"
+    assert rows["nodes", ""]["found"] == "not checked"
+    assert doctor.rows(1, "--nodes", "9")["nodes", ""]["found"] == "9 requested, but a job can have at most 4"
     small = doctor.rows(1, partition="small", **NO_PYTHON)  # a job there has one node at most
     assert [node for check, node in small if check == "python"] == ["node1"]
     doctor.lab.break_client("srun")
@@ -140,7 +155,7 @@ def test_what_slurm_does_not_have(doctor: Doctor) -> None:
     assert rows["accounting", ""]["state"] == "notice"
 
 
-def test_what_sbatch_refuses_is_told_in_its_words(doctor: Doctor) -> None:
+def test_an_error_of_sbatch_is_shown_as_it_is(doctor: Doctor) -> None:
     rows = doctor.rows(1, sbatch={"constraint": "nothing-has-this"})
     assert "Invalid feature specification" in rows["Slurm", ""]["found"]
 
@@ -163,10 +178,10 @@ def test_slurm_is_out_of_reach(doctor: Doctor) -> None:
 
 
 @pytest.mark.long
-def test_nodes_that_are_busy_are_given_up(doctor: Doctor) -> None:
+def test_the_wait_for_busy_nodes_has_a_limit(doctor: Doctor) -> None:
     doctor.lab.run("head", "sbatch", "-N4", "--exclusive", "--wrap", "sleep 60", check=True)
     rows = doctor.rows(1, "--timeout", "1")
-    assert re.fullmatch(r"job \d+ waited for more than 1 s: \w+", rows["job", ""]["found"])
+    assert re.fullmatch(r"job \d+ waited more than 1 s: \w+", rows["job", ""]["found"])
     assert "--timeout 600" in rows["job", ""]["fix"]
 
 
@@ -179,7 +194,7 @@ def test_an_interrupt_leaves_nothing(doctor: Doctor, number: int) -> None:
     command = doctor.command(setup=["sleep 60"])
     with doctor.lab.start("head", *command, cwd=doctor.folder, stderr=subprocess.PIPE) as process:
         assert process.stderr
-        sign = " waits" if is_waiting else "looking at node1, node2"
+        sign = " is waiting" if is_waiting else "checking node1, node2"
         assert any(sign in line for line in process.stderr)
         doctor.lab.signal(process, number)
         assert "cancelling job" in process.stderr.read()
@@ -198,7 +213,7 @@ def test_a_lost_answer_of_sbatch_leaves_nothing(doctor: Doctor) -> None:
 def test_with_accounting(lab_with_accounting: Lab, tmp_path: Path) -> None:
     doctor = Doctor(lab_with_accounting, lab_with_accounting.shared / f"doctor-{tmp_path.name}")
     rows = doctor.rows(1, account="nobodys", **NO_PYTHON)
-    assert rows["accounting", ""]["found"] == "sacct answers"
+    assert rows["accounting", ""]["found"] == "sacct works"
     assert rows["account", ""]["found"] == "root has no account nobodys"
     assert rows["account", ""]["fix"] == "set account in the profile: root", "which slurmdbd gives root by itself"
     lab_with_accounting.stop_accounting()

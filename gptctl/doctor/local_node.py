@@ -1,4 +1,4 @@
-"""Reaches the one node of a local cluster: this machine."""
+"""Run the doctor's script on the one node of a local cluster: this machine."""
 
 from __future__ import annotations
 
@@ -8,45 +8,43 @@ from pathlib import Path
 
 from gptctl.backends.local import LOOPBACK
 from gptctl.doctor.probe import NODE_SCRIPT
-from gptctl.doctor.signals import undisturbed
+from gptctl.doctor.signals import signals_blocked
 from gptctl.engine.ports import free_port
 from gptctl.engine.processes import clean_environment, kill_all
 from gptctl.engine.run_folder import read_text
 
-PATIENCE = 120.0
+TIMEOUT = 120.0  # seconds
 
 
-def run_here(folder: Path, *words: str, **variables: str) -> None:
-    """Runs the script of a node; none of its processes stays."""
+def run_script(folder: Path, action: str, **variables: str) -> None:
+    """Run the node's script, and kill all its processes before returning."""
     own = {
         "GPTCTL_NODE": "0",
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(free_port(LOOPBACK)),
         **variables,
     }
-    command = ["bash", str(folder / NODE_SCRIPT), *words]
+    # Its own session: a Ctrl-C must reach gptctl only, which then kills the script.
     with subprocess.Popen(
-        command,
+        ["bash", str(folder / NODE_SCRIPT), action],
         env={**clean_environment(), **own},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     ) as process:
         try:
-            process.wait(PATIENCE)
+            process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
-            (folder / f"{words[0]}.failed").write_text(
-                f"it did not come to an end in {PATIENCE:.0f} s"
-            )
+            (folder / f"{action}.failed").write_text(f"it did not finish in {TIMEOUT:.0f} s")
         finally:
-            with undisturbed():
+            with signals_blocked():
                 process.kill()
-                kill_all(str(folder))
+                kill_all(str(folder))  # ranks have sessions of their own
 
 
-def gpus_seen(folder: Path) -> str:
-    """What the facts say; empty when there is no torch to ask."""
+def visible_to_torch(folder: Path) -> str:
+    """The number of GPUs in the node's facts; empty if it has no torch."""
     return read_text(folder / "node.0.gpus").strip()
 
 
-def this_host() -> str:
+def host_name() -> str:
     return os.uname().nodename
