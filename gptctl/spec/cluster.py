@@ -90,6 +90,7 @@ class HostEntry:
     """A host of the profile: `{host: 10.0.0.46, user: me}`, or only its name."""
 
     def read(self, node: Node) -> Host:
+        # A bare name is short for {host: NAME}.
         mapping = node if isinstance(node, Map) else Map({"host": node}, node.place)
         reading = read_section(Host, mapping, [])
         if reading.found:
@@ -121,7 +122,7 @@ class Container:
 class Cluster:
     """A cluster profile. Keys that start with `slurm:` or `ssh:` are for that kind only."""
 
-    # All kinds.
+    # All kinds of clusters.
     name: str = text(
         None,
         "name of the cluster; empty: the file's name",
@@ -206,6 +207,7 @@ class Profile(NamedTuple):
 
 def profile_folders() -> list[Path]:
     """The folders of the user's own profiles, in the order in which they are searched."""
+    # ./clusters belongs to the project, the other folder to the user.
     config_home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return [Path("clusters"), Path(config_home) / "gptctl" / "clusters"]
 

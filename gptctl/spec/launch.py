@@ -132,6 +132,7 @@ class Duration:
                 f"invalid time: {shown(text)}",
                 "use at most 59 minutes, 59 seconds and, after days, 23 hours",
             )
+        # Slurm would read 0 as "no limit".
         if not 0 < seconds < 10 * 366 * 86400:
             raise BadValue(
                 OUT_OF_RANGE,
@@ -269,7 +270,7 @@ class Slurm:
 class Launch:
     """The keys of the section, in the order in which `gptctl keys` prints them."""
 
-    # Where the job runs.
+    # Where the job runs, and on how many GPUs.
     cluster: str = text("local", "name or path of a cluster profile")
     nodes: int | str = key(NodeCount(), 1, "number of nodes, or MIN:MAX for an elastic job")
     gpus_per_node: int | None = integer(

@@ -255,6 +255,7 @@ def group_text(group: range) -> str:
     """Format the ranks of a group: `0-7`, `0,8`, or `0,8,…,120` for a long one."""
     if len(group) > 2 and group.step == 1:
         return f"{group[0]}-{group[-1]}"
+    # A long group has a constant step: its first two ranks and its last show all of it.
     if len(group) > 4:
         return f"{group[0]},{group[1]},…,{group[-1]}"
     return ",".join(str(rank) for rank in group)
@@ -272,5 +273,6 @@ def _section_rows(cls: type, path: str) -> Iterator[dict[str, str]]:
     for name, key in keys_of(cls).items():
         if isinstance(key.kind, Section):
             yield from _section_rows(key.kind.cls, f"{path}.{name}")
+        # An empty default means that the value is derived or not set.
         else:
             yield {"key": f"{path}.{name}", "default": _yaml_value(key.default), "meaning": key.doc}
