@@ -273,7 +273,7 @@ def settle(store: Store, backends: Backends) -> list[str]:
             continue
         try:
             if undo(record, store, backends.of(record.kind)):
-                notes.append(f"{record.id} was not started: gptctl was killed; its files are removed")
+                notes.append(f"{record.id} was not started: gptctl was killed; files removed")
             else:
                 adopt(record, store)
         except (OSError, UserError) as error:
