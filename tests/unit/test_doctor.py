@@ -186,7 +186,7 @@ def test_one_thing_that_is_not_right(changed: dict, expected: tuple[str, str]) -
 def test_a_node_that_told_nothing_little_or_something_else() -> None:
     nodes = [
         NodeFacts("n0", unseen="/runs is not there"),
-        NodeFacts("n1", failed="setup: in the setup: module load x", said="module: not found"),
+        NodeFacts("n1", failed="setup: setup failed: module load x", said="module: not found"),
         NodeFacts("n2", failed="python: there is no /nowhere"),
         NodeFacts("n3", said="Killed"),
         NodeFacts("n4", without("torch", "numpy", "gpus")),
@@ -197,7 +197,7 @@ def test_a_node_that_told_nothing_little_or_something_else() -> None:
     assert list(rows)[-1] == ("", "same python")
     assert rows["", "same python"].found == "3.11.2 on n4, n6; 3.12.1 on n5"
     assert rows["n0", "run_root"].found == "/runs is not there"
-    assert rows["n1", "setup"].found == "in the setup: module load x; module: not found"
+    assert rows["n1", "setup"].found == "setup failed: module load x; module: not found"
     assert rows["n2", "python"].found == "there is no /nowhere"
     assert rows["n3", "node"].found == "it told nothing; its last words: Killed"
     assert "did not come to an end" in rows["n4", "torch"].found
