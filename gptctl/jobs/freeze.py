@@ -139,16 +139,18 @@ def _copy_code(code: Path, checked: Checked, site: Site) -> None:
     wanted = dict.fromkeys([script, *listed, *imported_beside(script)])
     _check_size(wanted)
     for source in wanted:
-        try:
-            if source.is_dir():
-                shutil.copytree(source, code / source.name, symlinks=True, ignore=_ignored(code))
-            else:
-                shutil.copy(source, code / source.name)
-        except (shutil.Error, shutil.SpecialFileError) as error:
-            raise UserError(
-                f"cannot copy {source}: {_first_fault(error)}",
-                "remove it from Launch.files, or fix it",
-            ) from None
+        _copy(source, code)
+
+
+def _copy(source: Path, code: Path) -> None:
+    try:
+        if source.is_dir():
+            shutil.copytree(source, code / source.name, symlinks=True, ignore=_ignored(code))
+        else:
+            shutil.copy(source, code / source.name)
+    except (shutil.Error, shutil.SpecialFileError) as error:
+        hint = "remove it from Launch.files, or fix it"
+        raise UserError(f"cannot copy {source}: {_first_fault(error)}", hint) from None
 
 
 def _ignored(code: Path) -> Callable[[str, list[str]], set[str]]:

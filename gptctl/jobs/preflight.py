@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gptctl.backends import Backend
@@ -16,6 +16,7 @@ from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.planning.build import Site, python_of
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster
+from trainer.config.sections import SaveLoad
 from trainer.errors import Finding, Rule
 
 SCRIPT = Rule("S001", "the script and the files copied with it must exist")
@@ -61,9 +62,16 @@ def _check_program(checked: Checked, site: Site) -> Iterator[Finding]:
         yield SCRIPT.found(
             "Launch.entrypoint", launch.entrypoint, f"{script} {what}", "use a Python script"
         )
+    if script.name == "rank_log.py":
+        message = "gptctl copies its own rank_log.py into the same folder"
+        yield SCRIPT.found("Launch.entrypoint", launch.entrypoint, message, "rename the script")
+    yield from _check_files(launch.files, script, site)
+
+
+def _check_files(files: Sequence[str], script: Path, site: Site) -> Iterator[Finding]:
     # All files are copied into one folder: two of the same name would overwrite each other.
     taken = {"rank_log.py": "gptctl's own rank_log.py", script.name: str(script)}
-    for file in launch.files:
+    for file in files:
         path = site.absolute(file)
         name = os.path.basename(path)
         if not os.path.exists(path):
@@ -74,9 +82,6 @@ def _check_program(checked: Checked, site: Site) -> Iterator[Finding]:
             message = f"{path} has the same name as {taken[name]}"
             hint = "rename one of them: all files are copied into one folder"
             yield SCRIPT.found("Launch.files", file, message, hint)
-    if script.name == "rank_log.py":
-        message = "gptctl copies its own rank_log.py into the same folder"
-        yield SCRIPT.found("Launch.entrypoint", launch.entrypoint, message, "rename the script")
 
 
 def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
@@ -95,17 +100,16 @@ def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
             yield rule.found(
                 name, path, f"{path} does not exist in {site.folder}", "check the path"
             )
+    yield from _check_output(checked.resolved.run.Engine.save_load, site)
+
+
+def _check_output(save_load: SaveLoad, site: Site) -> Iterator[Finding]:
     # Without ckpt_dir the run starts at step 0 and would overwrite the older checkpoints.
-    save_load = checked.resolved.run.Engine.save_load
     output = save_load.output_dir
     if output and not save_load.ckpt_dir and any(Path(site.absolute(output)).glob("step_*")):
+        message = f"{output} contains checkpoints of an earlier run"
         hint = "set Engine.save_load.ckpt_dir=auto to resume from them, or use another output_dir"
-        yield OUTPUT.found(
-            "Engine.save_load.output_dir",
-            output,
-            f"{output} contains checkpoints of an earlier run",
-            hint,
-        )
+        yield OUTPUT.found("Engine.save_load.output_dir", output, message, hint)
 
 
 def check_profile(cluster: Cluster, site: Site) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,27 +142,26 @@ def when(moment: float) -> str:
 
 def origins(record: JobRecord, prefix: str) -> list[tuple[str, Any, str]]:
     """Key, value and origin of every key in the frozen config that starts with a prefix."""
-    config = read_json(record.run_folder / "config.json") or {}
-    found: list[tuple[str, Any, str]] = []
-
-    def walk(values: dict[str, Any], path: str) -> None:
-        for name, value in values.items():
-            full = f"{path}.{name}" if path else name
-            # A mapping with an origin of its own (env, extra) is a value, not a section.
-            if isinstance(value, dict) and full not in config.get("origins", {}):
-                walk(value, full)
-            elif full.lower().startswith(prefix.lower()):
-                found.append((full, value, config.get("origins", {}).get(full, "")))
-
     # A damaged or missing file gives an empty list instead of an error.
-    walk(config.get("resolved", {}), "")
+    config = read_json(record.run_folder / "config.json") or {}
+    found = list(_values(config.get("resolved", {}), "", config.get("origins", {})))
     # The plan has the whole environment, including what gptctl and the profile set.
     plan = read_json(record.run_folder / "plan.json") or {}
     for name, origin in plan.get("env_origins", {}).items():
-        full = f"Launch.env.{name}"
-        if full.lower().startswith(prefix.lower()):
-            found.append((full, plan["env"][name], origin))
-    return found
+        found.append((f"Launch.env.{name}", plan["env"][name], origin))
+    return [row for row in found if row[0].lower().startswith(prefix.lower())]
+
+
+def _values(
+    section: dict[str, Any], path: str, origins: dict[str, str]
+) -> Iterator[tuple[str, Any, str]]:
+    for name, value in section.items():
+        full = f"{path}.{name}" if path else name
+        # A mapping with an origin of its own (env, extra) is a value, not a section.
+        if isinstance(value, dict) and full not in origins:
+            yield from _values(value, full, origins)
+        else:
+            yield full, value, origins.get(full, "")
 
 
 def still_running(record: JobRecord) -> str:
@@ -177,6 +176,7 @@ def max_steps(record: JobRecord) -> int:
     """The last step of the bundled trainer; 0 if it is not known."""
     # Only the bundled trainer has an output folder in its record.
     config = (read_json(record.run_folder / "config.json") or {}).get("resolved", {})
+    # An older record or a damaged file may have no such key.
     steps = config.get("Engine", {}).get("max_steps") if record.output_dir else None
     return steps if isinstance(steps, int) else 0
 

@@ -222,24 +222,14 @@ def _freeze(prepared: Prepared, record: JobRecord) -> None:
     part = _part(record)
     with private_files():
         part.parent.mkdir(parents=True, exist_ok=True)
-        freeze(
-            part,
-            prepared.plan,
-            prepared.checked,
-            prepared.site,
-            prepared.scripts,
-            prepared.templates,
-            git,
-        )
+        sources = (prepared.checked, prepared.site, prepared.scripts, prepared.templates)
+        freeze(part, prepared.plan, *sources, git)
         # The token tells `undo` that the folder belongs to this record.
         (part / TOKEN).write_text(record.token, encoding="utf-8")
         # rename would replace an empty folder without an error.
         if os.path.lexists(record.local_dir):
-            raise UserError(
-                f"{record.local_dir} has just been created by another process",
-                "submit again",
-                OUT_OF_REACH,
-            )
+            message = f"{record.local_dir} has just been created by another process"
+            raise UserError(message, "submit again", OUT_OF_REACH)
         os.rename(part, record.local_dir)
 
 

@@ -254,12 +254,21 @@ def cluster_of_job(folder: Path) -> Cluster:
 
 
 def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
+    yield from _check_hosts(cluster)
+    yield from _check_run_root(cluster)
+    yield from _check_keys(cluster, reading)
+
+
+def _check_hosts(cluster: Cluster) -> Iterator[Finding]:
     # Host and port identify a host: one address may have several sshd, as with containers.
     hosts = [(host.host, host.port or 22) for host in cluster.hosts]
     if cluster.traits.has_hosts and (not hosts or len(set(hosts)) < len(hosts)):
         twice = next((name for name, port in hosts if hosts.count((name, port)) > 1), "")
         message = f"{twice} is listed twice" if hosts else "no hosts are listed"
         yield HOSTS.found("hosts", None, message, "list every host once, in node order")
+
+
+def _check_run_root(cluster: Cluster) -> Iterator[Finding]:
     # A relative path would mean another folder on every node, and wherever gptctl starts.
     if not cluster.traits.is_one_machine and not cluster.run_root.startswith("/"):
         message = f"{cluster.run_root} is a relative path"
@@ -269,6 +278,9 @@ def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
     if not cluster.run_root.strip("/."):
         message = f"{cluster.run_root} cannot be the folder of runs"
         yield RUN_ROOT.found("run_root", cluster.run_root, message, "use a folder of its own")
+
+
+def _check_keys(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
     for option in sorted(filter(is_set_by_gptctl, cluster.sbatch)):
         message = f"gptctl sets --{option} itself, or does not support it"
         yield SBATCH.found(f"sbatch.{option}", None, message, OWN_KEY)

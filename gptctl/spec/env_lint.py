@@ -137,16 +137,12 @@ def lint(env: Mapping[str, str], job: Job) -> list[Finding]:
     findings: list[Finding] = []
     for name, value in env.items():
         if name in active:
-            findings += (
-                found for check in CHECKS for found in check(Setting(name, value, active, job))
-            )
+            setting = Setting(name, value, active, job)
+            findings += (found for check in CHECKS for found in check(setting))
         elif told and name == told[0]:
             verb = "has" if len(told) == 1 else "have"
-            findings.append(
-                NO_GPU.found(
-                    name, value, f"{_quoted(told)} {verb} no effect on device `{job.device}`"
-                )
-            )
+            message = f"{_quoted(told)} {verb} no effect on device `{job.device}`"
+            findings.append(NO_GPU.found(name, value, message))
     return findings
 
 
@@ -218,17 +214,11 @@ def _spelling(s: Setting) -> Iterator[Finding]:
     least = 0.8 if linted else 0.9
     near = [name for name in closest(s.name, known) if _similarity(s.name, name) >= least]
     if near:
-        yield s.found(
-            MISSPELT,
-            "neither NCCL nor torch reads it",
-            f"did you mean `{RENAMED.get(near[0], near[0])}`?",
-        )
+        hint = f"did you mean `{RENAMED.get(near[0], near[0])}`?"
+        yield s.found(MISSPELT, "neither NCCL nor torch reads it", hint)
     elif linted:
-        yield s.found(
-            UNKNOWN,
-            "neither NCCL nor torch is known to read it",
-            "remove it, or check its spelling",
-        )
+        message = "neither NCCL nor torch is known to read it"
+        yield s.found(UNKNOWN, message, "remove it, or check its spelling")
 
 
 def _similarity(name: str, other: str) -> float:

@@ -111,40 +111,37 @@ FIXED_STYLES = ("standalone", "static", "launch")
 def check_launch(launch: Launch, cluster: Cluster, machines: Machines) -> list[Finding]:
     """Check everything that does not depend on the model or the parallel layout."""
     return [
-        *_check_nodes(launch, cluster, machines),
-        *_check_names(launch, cluster),
+        *_check_gpus(launch, cluster, machines),
+        *_check_hosts(cluster, machines),
+        *_check_names(launch),
+        *_check_slurm(launch, cluster),
         *_check_rendezvous(launch, cluster, machines),
         *_check_style(launch, cluster, machines),
     ]
 
 
-def _check_nodes(launch: Launch, cluster: Cluster, machines: Machines) -> Iterator[Finding]:
+def _check_gpus(launch: Launch, cluster: Cluster, machines: Machines) -> Iterator[Finding]:
     if launch.devices and launch.gpus_per_node not in (None, len(launch.devices)):
-        message = (
-            f"gpus_per_node is {launch.gpus_per_node}, but {len(launch.devices)} devices are listed"
-        )
+        number = len(launch.devices)
+        message = f"gpus_per_node is {launch.gpus_per_node}, but {number} devices are listed"
         hint = "delete gpus_per_node or devices"
         yield DEVICES.found("Launch.devices", list(launch.devices), message, hint)
-    # The profile says what a node has; without gpus_per_node there is nothing to compare with.
-    if cluster.gpus_per_node and machines.per_node > cluster.gpus_per_node:
-        message = (
-            f"{machines.per_node} ranks per node, but nodes of {cluster.name} have "
-            f"{cluster.gpus_per_node} GPUs"
-        )
-        hint = f"set it to {cluster.gpus_per_node}, and use more nodes"
+    available = cluster.gpus_per_node
+    if not available:
+        return
+    have = f"nodes of {cluster.name} have {available} GPUs"
+    if machines.per_node > available:
+        message = f"{machines.per_node} ranks per node, but {have}"
+        hint = f"set it to {available}, and use more nodes"
         yield PER_NODE.found("Launch.gpus_per_node", machines.per_node, message, hint)
     # UUIDs of GPUs (GPU-…, MIG-…) cannot be checked from here, device numbers can.
     numbers = [int(device) for device in launch.devices or () if device.isdigit()]
-    if (
-        cluster.gpus_per_node
-        and max(numbers, default=0) >= cluster.gpus_per_node >= machines.per_node
-    ):
-        message = (
-            f"device {max(numbers)} does not exist: nodes of {cluster.name} have "
-            f"{cluster.gpus_per_node} GPUs"
-        )
-        hint = f"use 0 to {cluster.gpus_per_node - 1}"
+    if max(numbers, default=0) >= available >= machines.per_node:
+        message, hint = f"device {max(numbers)} does not exist: {have}", f"use 0 to {available - 1}"
         yield PER_NODE.found("Launch.devices", list(launch.devices or ()), message, hint)
+
+
+def _check_hosts(cluster: Cluster, machines: Machines) -> Iterator[Finding]:
     # Hosts of an ssh cluster may differ: only those that the job would run on are checked.
     for host in cluster.hosts[: machines.nodes]:
         if host.gpus and machines.per_node > host.gpus:
@@ -158,24 +155,25 @@ def _check_nodes(launch: Launch, cluster: Cluster, machines: Machines) -> Iterat
         )
 
 
-def _check_names(launch: Launch, cluster: Cluster) -> Iterator[Finding]:
+def _check_names(launch: Launch) -> Iterator[Finding]:
     if launch.args and launch.entrypoint == "trainer":
         hint = "use -o KEY=VALUE, or name a script: gptctl submit -- SCRIPT ARGS"
         yield ARGUMENTS.found(
             "Launch.args", list(launch.args), "args are set, but the entrypoint is trainer", hint
         )
+    # env is printed and stored with the job; a secret there would leak.
+    for name in sorted(set(launch.env) & set(launch.secrets)):
+        message, hint = f"{name} is also in Launch.env", "delete it from Launch.env"
+        yield SECRET.found(f"Launch.secrets.{name}", None, message, hint)
+
+
+def _check_slurm(launch: Launch, cluster: Cluster) -> Iterator[Finding]:
     # slurm.time is not among these: it limits jobs on every kind of cluster.
-    unused = [
-        name
-        for name in ("partition", "account", "cpus_per_task", "requeue", "extra")
-        if getattr(launch.slurm, name)
-    ]
+    names = ("partition", "account", "cpus_per_task", "requeue", "extra")
+    unused = [name for name in names if getattr(launch.slurm, name)]
     if unused and not cluster.traits.has_queue:
         verb = "has" if len(unused) == 1 else "have"
-        message = (
-            f"{', '.join(unused)} {verb} no effect on {cluster.name}, "
-            f"which is a cluster of kind {cluster.kind}"
-        )
+        message = f"{', '.join(unused)} {verb} no effect on {cluster.name} (kind {cluster.kind})"
         yield NO_SLURM.found("Launch.slurm", None, message)
     # With save_before >= time the job would be told to stop as soon as it starts.
     limit, warning = launch.slurm.time, launch.slurm.save_before
@@ -186,10 +184,6 @@ def _check_names(launch: Launch, cluster: Cluster) -> Iterator[Finding]:
     for option in sorted(filter(is_set_by_gptctl, launch.slurm.extra)):
         message = f"gptctl sets --{option} itself, or does not support it"
         yield EXTRA.found(f"Launch.slurm.extra.{option}", None, message, OWN_KEY)
-    # env is printed and stored with the job; a secret there would leak.
-    for name in sorted(set(launch.env) & set(launch.secrets)):
-        message, hint = f"{name} is also in Launch.env", "delete it from Launch.env"
-        yield SECRET.found(f"Launch.secrets.{name}", None, message, hint)
 
 
 def _check_rendezvous(launch: Launch, cluster: Cluster, machines: Machines) -> Iterator[Finding]:
@@ -207,7 +201,10 @@ def _check_rendezvous(launch: Launch, cluster: Cluster, machines: Machines) -> I
     if endpoint_port and launch.rdzv.port not in (None, endpoint_port):
         message = f"rdzv.port is {launch.rdzv.port}, but rdzv.endpoint is {endpoint}"
         yield AGREE.found("Launch.rdzv.port", launch.rdzv.port, message, "delete rdzv.port")
-    port = launch.rdzv.port or endpoint_port
+    yield from _check_port(launch.rdzv.port or endpoint_port)
+
+
+def _check_port(port: int | None) -> Iterator[Finding]:
     # 32768-60999 is Linux's default ip_local_port_range.
     if port is not None and (port < 1024 or 32768 <= port <= 60999):
         what = (

@@ -35,6 +35,7 @@ def verdict(checked: Checked, is_valid: bool) -> str:
     counts = [
         count(levels.count(level), level) for level in ("error", "warning") if level in levels
     ]
+    # With --strict, warnings make a valid config fail: say so.
     if checked.is_valid:
         counts.insert(0, "valid" if is_valid else "not valid with --strict")
     return ", ".join(counts)
@@ -94,6 +95,7 @@ def _stage(resolved: Resolved) -> str:
 
 def _model(resolved: Resolved) -> str:
     model = resolved.run.Model
+    # A character model takes its vocabulary from its text.
     vocab = "vocabulary from the data"
     if model.vocab_size:
         padded = padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)
@@ -193,6 +195,7 @@ def resolved_yaml(checked: Checked) -> str:
     assert checked.resolved is not None
     origins = {**checked.resolved.origins, **checked.launch_origins}
     lines = list(_yaml_lines(RunConfig, _shown(checked), "", origins, 0))
+    # Launch is no part of the trainer's config, so it is added here.
     lines += ["Launch:", *_yaml_lines(type(checked.launch), checked.launch, "Launch", origins, 1)]
     return "\n".join(lines)
 

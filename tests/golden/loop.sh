@@ -10,7 +10,7 @@ fail() {
   echo "error: $*" >&2
   exit 1
 }
-mapfile -t gptctl_nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?run this script inside a Slurm job}")
+mapfile -t gptctl_nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?run this inside a Slurm job}")
 [ "${#gptctl_nodes[@]}" -gt 0 ] || fail "scontrol cannot list the hosts of $SLURM_JOB_NODELIST"
 MASTER_ADDR=$(ip -4 -o address show dev bond0 | awk '{ sub("/.*", "", $4); print $4; exit }')
 [ -n "$MASTER_ADDR" ] || fail "${gptctl_nodes[0]} has no IPv4 address on master_interface "bond0

@@ -4,7 +4,7 @@ fail() {
   echo "error: $*" >&2
   exit 1
 }
-mapfile -t gptctl_nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?run this script inside a Slurm job}")
+mapfile -t gptctl_nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?run this inside a Slurm job}")
 [ "${#gptctl_nodes[@]}" -gt 0 ] || fail "scontrol cannot list the hosts of $SLURM_JOB_NODELIST"
 MASTER_ADDR=$(getent ahostsv4 "${gptctl_nodes[0]}" | awk '$1 !~ /^127[.]/ { print $1; exit }')
 [ -n "$MASTER_ADDR" ] || fail "${gptctl_nodes[0]} has no address that other nodes can reach: check DNS or /etc/hosts, or set master_interface"
