@@ -1,4 +1,7 @@
-"""How layers below the command line talk to the user: by what they are given, never by printing."""
+"""Types of the callbacks through which lower layers report to the user.
+
+Only the command line prints: it passes these callbacks down.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-Say = Callable[[str], None]  # tells the user what is going on
-Progress = Callable[[int], None]  # told how many bytes have arrived
+Say = Callable[[str], None]  # shows a line of status
+Progress = Callable[[int], None]  # takes the number of bytes received since the last call
 ShowProgress = Callable[[str, int], AbstractContextManager[Progress]]  # title, total bytes
 
 
 class Fetched(NamedTuple):
-    """What `gptctl fetch` has copied to this machine."""
+    """The result of `gptctl fetch`: what it copied to this machine."""
 
     files: int
     bytes: int

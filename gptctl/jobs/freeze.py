@@ -1,6 +1,7 @@
-"""Makes the folder of a job: config, plan, scripts, code and the state of git, all of it before the job exists.
+"""Write the folder of a job: config, profile, plan, scripts, code and the state of git.
 
-Nothing that is edited later can change a job that was submitted.
+The folder is complete before the job starts. A job runs from these copies, so later edits of the
+user's files do not change it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from trainer.config.resolve import NOT_BUILT_YET
 from trainer.config.sections import RunConfig
 from trainer.errors import UserError
 
-MAX_CODE = 200 << 20
-MAX_DIFF = 1 << 20
+MAX_CODE = 200 << 20  # bytes of a user's script and files: more is data by mistake
+MAX_DIFF = 1 << 20  # characters of `git diff` that are kept
+# Without the user's diff tools and colours: the diff must apply again.
 PLAIN_DIFF = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
+# The engine runs on hosts where gptctl is not installed.
 ENGINE = (
     "gptctl/__init__.py",
     *(f"gptctl/engine/{file.name}" for file in sorted(Path(engine.__file__).parent.glob("*.py"))),
@@ -46,7 +49,7 @@ def freeze(
     templates: Sequence[Path],
     git: Mapping[str, Any],
 ) -> None:
-    """Writes everything into a new folder; its modes are the caller's umask."""
+    """Write everything into a new folder; the caller's umask sets the modes."""
     folder.mkdir(parents=True)
     _write(
         folder / "config.json",
@@ -60,6 +63,7 @@ def freeze(
     for name, text in scripts.items():
         _write(folder / name, text)
         (folder / name).chmod(0o700)
+    # Copies keep the modes of their sources, so these are fixed afterwards.
     _copy_code(folder / "code", checked, site)
     _pack_engine(folder / ENGINE_FILE)
     _copy_templates(folder / "templates", templates)
@@ -68,7 +72,8 @@ def freeze(
 
 
 def frozen_config(checked: Checked, site: Site) -> dict[str, Any]:
-    """The resolved config with where every value came from, and with paths that hold in any folder."""
+    """The resolved config with absolute paths, and with the origin of every value."""
+    # The job may run in another folder than the one where gptctl was started.
     frozen = as_json(checked, with_config=True)
     resolved, launch = frozen["resolved"], frozen["resolved"]["Launch"]
     _make_absolute(RunConfig, resolved, site)
@@ -82,7 +87,8 @@ def frozen_config(checked: Checked, site: Site) -> dict[str, Any]:
 def _make_absolute(cls: type, values: dict[str, Any], site: Site) -> None:
     for name, key in keys_of(cls).items():
         value = values[name]
-        if isinstance(key.kind, Section) and name not in NOT_BUILT_YET:  # of these nothing is used
+        # Sections that nothing uses yet are left as they are.
+        if isinstance(key.kind, Section) and name not in NOT_BUILT_YET:
             _make_absolute(key.kind.cls, value, site)
         elif isinstance(key.kind, FilePath) and value and value not in NO_PATH:
             values[name] = site.absolute(value)
@@ -108,44 +114,53 @@ def _write(file: Path, text: str) -> None:
 
 
 def _make_private(folder: Path) -> None:
-    """What was copied has the modes of its source; of these only the owner's x stays."""
+    """Take all rights from other users; keep the owner's right to execute."""
     for entry in [folder, *folder.rglob("*")]:
+        # chmod would follow the link and change the user's own file.
         if not entry.is_symlink():
             entry.chmod(0o700 if entry.is_dir() or entry.stat().st_mode & 0o100 else 0o600)
 
 
 def _copy_templates(target: Path, templates: Sequence[Path]) -> None:
-    """The user's own ones, so that a rerun has them; the first of a name counts."""
+    """Copy the user's own templates, so that a rerun has them."""
     target.mkdir()
+    # Of two templates with one name the first counts, so it is copied last.
     for place in reversed(templates):
         for file in sorted(place.glob("*.j2")) if place.is_dir() else [place]:
             shutil.copyfile(file, target / file.name)
 
 
 def _copy_code(code: Path, checked: Checked, site: Site) -> None:
+    """Copy the trainer, or the user's script with what it needs."""
     code.mkdir()
+    # Every rank starts through rank_log.py, which writes its log.
     shutil.copyfile(os.path.join(site.trainer, "rank_log.py"), code / "rank_log.py")
     if checked.launch.entrypoint == "trainer":
         shutil.copytree(site.trainer, code / "trainer", ignore=_NOT_CODE)
         return
     script = Path(site.absolute(checked.launch.entrypoint))
     listed = [Path(site.absolute(file)) for file in checked.launch.files]
+    # A file may be both listed and imported: copy it once.
     wanted = dict.fromkeys([script, *listed, *imported_beside(script)])
     _check_size(wanted)
     for source in wanted:
-        try:
-            if source.is_dir():
-                shutil.copytree(source, code / source.name, symlinks=True, ignore=_ignored(code))
-            else:
-                shutil.copy(source, code / source.name)
-        except (shutil.Error, shutil.SpecialFileError) as error:
-            raise UserError(
-                f"{source} cannot be shipped: {_first(error)}", "see Launch.files"
-            ) from None
+        _copy(source, code)
+
+
+def _copy(source: Path, code: Path) -> None:
+    try:
+        if source.is_dir():
+            shutil.copytree(source, code / source.name, symlinks=True, ignore=_ignored(code))
+        else:
+            shutil.copy(source, code / source.name)
+    except (shutil.Error, shutil.SpecialFileError) as error:
+        hint = "remove it from Launch.files, or fix it"
+        raise UserError(f"cannot copy {source}: {_first_fault(error)}", hint) from None
 
 
 def _ignored(code: Path) -> Callable[[str, list[str]], set[str]]:
-    """What is no code, and the folder of runs itself."""
+    """Ignore what is not code, and the folder of runs itself."""
+    # A listed folder may contain run_root: copying it would copy the copy, without end.
     runs = code.parent.parent
 
     def ignored(folder: str, names: list[str]) -> set[str]:
@@ -154,26 +169,28 @@ def _ignored(code: Path) -> Callable[[str, list[str]], set[str]]:
     return ignored
 
 
-def _first(error: OSError) -> str:
-    """Of what copytree collected (source, target, reason) the first."""
+def _first_fault(error: OSError) -> str:
+    """The first of the faults (source, target, reason) that copytree has collected."""
     listed = error.args[0] if error.args and isinstance(error.args[0], list) else []
     return f"{listed[0][0]}: {listed[0][2]}" if listed else str(error)
 
 
 def _check_size(sources: Iterable[Path]) -> None:
+    """Stop early, before gigabytes of data are copied as code."""
     size = 0
     for source in sources:
         for file in source.rglob("*") if source.is_dir() else [source]:
             size += file.stat().st_size if file.is_file() else 0
             if size > MAX_CODE:
-                hint = "Launch.files is for code; name data by its path"
+                hint = "list only code in Launch.files; give data as a path in args"
                 raise UserError(
-                    f"{source} makes the shipped code larger than {MAX_CODE >> 20} MiB", hint
+                    f"with {source}, the code to copy is larger than {MAX_CODE >> 20} MiB", hint
                 )
 
 
 def imported_beside(script: Path) -> Iterator[Path]:
-    """The modules beside a script that it imports, and those that they import: without them it would not start."""
+    """The modules in the script's folder that it imports, directly or through others."""
+    # Without them the script would not start from the folder of copies.
     pending, seen = [script], {script}
     while pending:
         file = pending.pop()
@@ -186,6 +203,7 @@ def imported_beside(script: Path) -> Iterator[Path]:
 
 
 def _imports(file: Path) -> set[str]:
+    # A file that does not parse fails when it runs, with Python's own message.
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -203,7 +221,7 @@ def _imports(file: Path) -> set[str]:
 
 
 def git_state(folder: str) -> dict[str, Any]:
-    """Commit, branch and what is not committed; empty outside of a repository."""
+    """Commit, branch and uncommitted changes; empty outside of a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     if not commit:
         return {}
@@ -218,7 +236,8 @@ def git_state(folder: str) -> dict[str, Any]:
 
 
 def _git(folder: str, *arguments: str) -> str | None:
-    """What git says, or None when it gave no answer."""
+    """The output of git, or None if it failed."""
+    # No locks: a submit must not disturb git commands that run at the same time.
     command = ["git", "-C", folder, "--no-optional-locks", *arguments]
     try:
         result = subprocess.run(command, capture_output=True, timeout=10)

@@ -1,11 +1,14 @@
-"""What can be found out on this machine before a job is sent: scripts, data, interpreter, ports. Changes nothing."""
+"""Check on this machine, before a job is submitted, that it can start.
+
+Looks for scripts, data, secrets, the interpreter and the folder of runs. Changes nothing.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gptctl.backends import Backend
@@ -13,28 +16,32 @@ from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.planning.build import Site, python_of
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster
+from trainer.config.sections import SaveLoad
 from trainer.errors import Finding, Rule
 
-SCRIPT = Rule("S001", "the script and the files that are shipped with it exist")
-DATA = Rule("S002", "the data and the checkpoint that a run starts from exist")
-PYTHON = Rule("S003", "the interpreter of the ranks exists and has torch")
-OUTPUT = Rule("S005", "a run does not write into the checkpoints of another one")
-WRITABLE = Rule("S006", "the folder of runs can be written to")
-SECRET_SOURCE = Rule("S007", "a secret can be read where the job runs")
+SCRIPT = Rule("S001", "the script and the files copied with it must exist")
+DATA = Rule("S002", "the data and the checkpoint that a run starts from must exist")
+PYTHON = Rule("S003", "the interpreter of the ranks must exist and have torch")
+OUTPUT = Rule("S005", "a run must not write into the checkpoints of another run")
+WRITABLE = Rule("S006", "the folder of runs must be writable")
+SECRET_SOURCE = Rule("S007", "a secret must be readable where the job runs")
 
 
 def check_surroundings(
     checked: Checked, plan: LaunchPlan, site: Site, backend: Backend
 ) -> list[Finding]:
+    """Run all checks that fit the cluster; a machine is only asked for what it can know."""
     places, traits = checked.launch_origins, checked.cluster.traits
     found = [
         *_check_program(checked, site),
         *_check_data(checked, site),
+        # Folders of remote hosts, and interpreters of other machines, cannot be seen from here.
         *(_check_run_root(checked.cluster, site) if traits.shares_files else ()),
         *(_check_interpreter(plan) if traits.is_one_machine else ()),
         *_check_secrets(plan),
         *backend.preflight(checked, plan),
     ]
+    # These findings have no line in a file, so the message says where the value came from.
     return [
         finding._replace(message=_at(finding, places.get(finding.key, ""))) for finding in found
     ]
@@ -46,16 +53,25 @@ def _at(finding: Finding, origin: str) -> str:
 
 def _check_program(checked: Checked, site: Site) -> Iterator[Finding]:
     launch = checked.launch
+    # The bundled trainer is always there.
     if launch.entrypoint == "trainer":
         return
     script = Path(site.absolute(launch.entrypoint))
     if not script.is_file():
         what = "is a folder" if script.is_dir() else "does not exist"
         yield SCRIPT.found(
-            "Launch.entrypoint", launch.entrypoint, f"{script} {what}", "name a Python script"
+            "Launch.entrypoint", launch.entrypoint, f"{script} {what}", "use a Python script"
         )
+    if script.name == "rank_log.py":
+        message = "gptctl copies its own rank_log.py into the same folder"
+        yield SCRIPT.found("Launch.entrypoint", launch.entrypoint, message, "rename the script")
+    yield from _check_files(launch.files, script, site)
+
+
+def _check_files(files: Sequence[str], script: Path, site: Site) -> Iterator[Finding]:
+    # All files are copied into one folder: two of the same name would overwrite each other.
     taken = {"rank_log.py": "gptctl's own rank_log.py", script.name: str(script)}
-    for file in launch.files:
+    for file in files:
         path = site.absolute(file)
         name = os.path.basename(path)
         if not os.path.exists(path):
@@ -63,19 +79,14 @@ def _check_program(checked: Checked, site: Site) -> Iterator[Finding]:
                 "Launch.files", file, f"{file} does not exist in {site.folder}", "check the path"
             )
         elif taken.setdefault(name, path) != path:
-            message = f"{path} has the name of {taken[name]}"
-            yield SCRIPT.found(
-                "Launch.files", file, message, "rename one of them: they share a folder"
-            )
-    if script.name == "rank_log.py":
-        message = "gptctl puts a rank_log.py of its own beside it"
-        yield SCRIPT.found(
-            "Launch.entrypoint", launch.entrypoint, message, "give the script another name"
-        )
+            message = f"{path} has the same name as {taken[name]}"
+            hint = "rename one of them: all files are copied into one folder"
+            yield SCRIPT.found("Launch.files", file, message, hint)
 
 
 def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
-    """What the bundled trainer reads. On ssh hosts their agents look: they may have what this machine has not."""
+    """Check that what the bundled trainer reads exists, and that it overwrites nothing."""
+    # ssh hosts have other files than this machine: their agents check when the job starts.
     if (
         checked.launch.entrypoint != "trainer"
         or checked.resolved is None
@@ -84,24 +95,26 @@ def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
         return
     for name, path in checked.inputs.items():
         if not os.path.exists(site.absolute(path)):
+            # Compute nodes may see file systems that this machine does not: only warn.
             rule = DATA if checked.cluster.traits.is_one_machine else DATA._replace(level="warning")
             yield rule.found(
                 name, path, f"{path} does not exist in {site.folder}", "check the path"
             )
-    keeping = checked.resolved.run.Engine.save_load
-    output = keeping.output_dir
-    if output and not keeping.ckpt_dir and any(Path(site.absolute(output)).glob("step_*")):
-        hint = "set Engine.save_load.ckpt_dir=auto to go on with them, or another output_dir"
-        yield OUTPUT.found(
-            "Engine.save_load.output_dir",
-            output,
-            f"{output} holds checkpoints of an earlier run",
-            hint,
-        )
+    yield from _check_output(checked.resolved.run.Engine.save_load, site)
+
+
+def _check_output(save_load: SaveLoad, site: Site) -> Iterator[Finding]:
+    # Without ckpt_dir the run starts at step 0 and would overwrite the older checkpoints.
+    output = save_load.output_dir
+    if output and not save_load.ckpt_dir and any(Path(site.absolute(output)).glob("step_*")):
+        message = f"{output} contains checkpoints of an earlier run"
+        hint = "set Engine.save_load.ckpt_dir=auto to resume from them, or use another output_dir"
+        yield OUTPUT.found("Engine.save_load.output_dir", output, message, hint)
 
 
 def check_profile(cluster: Cluster, site: Site) -> Iterator[Finding]:
-    """Whether a cluster can be used from here, as far as this machine can tell."""
+    """Check a profile for `gptctl clusters`, as far as this machine can know."""
+    # For other machines `gptctl doctor` looks there.
     if cluster.traits.is_one_machine:
         yield from _check_python(
             python_of(cluster, site.python),
@@ -113,17 +126,19 @@ def check_profile(cluster: Cluster, site: Site) -> Iterator[Finding]:
 
 def _check_run_root(cluster: Cluster, site: Site) -> Iterator[Finding]:
     root = Path(site.absolute(cluster.run_root))
+    # run_root may not exist yet: its nearest existing parent decides whether it can be created.
     existing = next(place for place in (root, *root.parents) if os.path.lexists(place))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        what = "cannot be written to" if existing.is_dir() else "is no folder"
+        what = "is not writable" if existing.is_dir() else "is not a folder"
         message = f"{existing} {what}"
         yield WRITABLE.found(
-            "run_root", cluster.run_root, message, "choose another run_root in the cluster profile"
+            "run_root", cluster.run_root, message, "set another run_root in the cluster profile"
         )
 
 
 def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
-    """A job inherits from this environment; which files its nodes see is known for this machine only."""
+    """Check that secrets can be read, as far as this machine can know."""
+    # A job inherits this environment. A file can be checked only if the job runs here.
     for name, source in plan.secrets.items():
         if "file" in source:
             missing = plan.is_one_machine and not os.access(source["file"], os.R_OK)
@@ -135,7 +150,8 @@ def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
                 if "file" in source
                 else f"{source['env']} is not set"
             )
-            yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, what, "name another source")
+            hint = "fix it, or use another {file: path} or {env: NAME}"
+            yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, what, hint)
 
 
 def _check_interpreter(plan: LaunchPlan) -> Iterator[Finding]:
@@ -143,17 +159,22 @@ def _check_interpreter(plan: LaunchPlan) -> Iterator[Finding]:
 
 
 def _check_python(python: str, comes_later: bool, cluster: str) -> Iterator[Finding]:
-    """An interpreter that a setup or a container provides cannot be looked at from here."""
+    """Check the interpreter of the ranks, unless a setup or a container provides it."""
+    # For our own interpreter finding torch takes milliseconds; importing it would take seconds.
     if python == sys.executable and importlib.util.find_spec("torch") is None:
         hint = "pip install 'gptctl[train]', or set `python` or `setup` in the cluster profile"
         yield PYTHON.found("Launch.cluster", cluster, f"{python} has no torch", hint)
     elif python != sys.executable and not comes_later and not _is_program(python):
         yield PYTHON.found(
-            "Launch.cluster", cluster, f"there is no {python}", "see `python` in the profile"
+            "Launch.cluster",
+            cluster,
+            f"the interpreter {python} does not exist",
+            "set `python` in the cluster profile",
         )
 
 
 def _is_program(name: str) -> bool:
+    # By PATH or by path, as the shell finds it.
     from shutil import which
 
     return which(name) is not None

@@ -1,10 +1,13 @@
-"""What a job looks like to a person and to a program: its state, its parts, where it meets, how its ranks ended."""
+"""Describe jobs for people and programs: state, hosts, endpoint, ranks and config.
+
+The verbs `list`, `status`, `show` and `submit` print what these functions return.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from gptctl.text import count
 
 
 def rows(records: Sequence[JobRecord], backends: Backends) -> list[dict[str, Any]]:
-    """Lines of `gptctl list`; each backend is asked once for all of its jobs."""
+    """The rows of `gptctl list`."""
+    # Each backend gets all its unfinished jobs first, to answer with one request for all.
     unfinished = [record for record in records if not RunFolder(record.local_dir).result()]
     for kind in {record.kind for record in unfinished}:
         if backends.knows(kind):
@@ -27,7 +31,7 @@ def rows(records: Sequence[JobRecord], backends: Backends) -> list[dict[str, Any
 
 
 def row(record: JobRecord, backends: Backends) -> dict[str, Any]:
-    """A line of `gptctl list`."""
+    """One row of `gptctl list`."""
     state = state_of(record, backends)
     return {
         "job": record.id,
@@ -38,12 +42,12 @@ def row(record: JobRecord, backends: Backends) -> dict[str, Any]:
         "world_size": record.world,
         "scheduler_id": record.handle.get("scheduler_id"),
         "created": record.created,
-        "run_dir": record.local_dir,
+        "run_dir": record.local_dir,  # JSON keys are stable: scripts read them
     }
 
 
 def submitted(record: JobRecord, endpoint: str) -> dict[str, Any]:
-    """What `gptctl submit` answers."""
+    """The answer of `gptctl submit`."""
     return {
         "job": record.id,
         "cluster": record.cluster,
@@ -59,11 +63,12 @@ def submitted(record: JobRecord, endpoint: str) -> dict[str, Any]:
 
 
 def status(record: JobRecord, backends: Backends) -> dict[str, Any]:
-    """How a job stands, in full."""
+    """The answer of `gptctl status`: the state of a job in full."""
     folder = RunFolder(record.local_dir)
-    attempt = folder.attempts() - 1
+    attempt = folder.attempts() - 1  # the latest; -1 before the first has started
     facts = row(record, backends)
     result = folder.result()
+    # Until the logs of remote hosts are copied, a rank without a last record may still be running.
     is_complete = facts["state"] in FINAL and not folder.not_copied.exists()
     return {
         **facts,
@@ -84,30 +89,34 @@ def status(record: JobRecord, backends: Backends) -> dict[str, Any]:
 
 
 def rank_rows(record: JobRecord, attempt: int, is_over: bool) -> list[dict[str, Any]]:
-    """How every rank of an attempt stands: its latest process. None outlives its job, though its end may be unknown."""
+    """The latest process of every rank of an attempt, and how it ended."""
     runs = rank_runs(LocalLogFiles(Path(record.log_dir), record.run_folder).records(attempt))
+    # A killed rank writes no last record. No rank outlives its job, so it was killed.
     runs = [
         run._replace(was_killed=run.was_killed or (is_over and not run.is_over)) for run in runs
     ]
+    # torchrun may restart ranks within an attempt: the last process of a rank counts.
     latest = {run.rank: {**run._asdict(), "how": run.how} for run in runs}
     return list(latest.values())
 
 
 def endings(ranks: list[dict[str, Any]]) -> str:
-    """`3 running, 1 SIGKILL`"""
+    """Count how ranks ended: `3 running, 1 SIGKILL`."""
     counts = Counter(rank["how"] for rank in ranks)
     return ", ".join(f"{number} {how}" for how, number in counts.items())
 
 
 def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """`status` for a person; what is empty is left out."""
+    """Format `gptctl status` for people; empty values are left out."""
+    # One line per fact; a value that is not known yet has no line.
     reason = f": {facts['reason']}" if facts["reason"] else ""
     ended = f", ended {when(facts['ended'])}" if facts["ended"] else ""
     lines = [
         ("state", f"{facts['state']}{reason}"),
         (
             "world",
-            f"{count(facts['world_size'], 'rank')}: {facts['nodes']} × {facts['gpus_per_node']} on {facts['cluster']}",
+            f"{count(facts['world_size'], 'rank')}: "
+            f"{facts['nodes']} × {facts['gpus_per_node']} on {facts['cluster']}",
         ),
         ("scheduler", f"job {facts['scheduler_id']}" if facts["scheduler_id"] else ""),
         ("hosts", " ".join(facts["hosts"])),
@@ -119,7 +128,7 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
             "exit codes",
             ", ".join(f"node {node}: {code}" for node, code in facts["exit_codes"].items()),
         ),
-        ("not ended", " ".join(facts["not_ended"])),
+        ("not stopped", " ".join(facts["not_ended"])),
         ("trainer", (facts["trainer"] or {}).get("state", "")),
         ("folder", facts["run_dir"]),
         ("logs", facts["log_dir"]),
@@ -132,29 +141,31 @@ def when(moment: float) -> str:
 
 
 def origins(record: JobRecord, prefix: str) -> list[tuple[str, Any, str]]:
-    """Key, value and origin of everything in the frozen config below a prefix."""
+    """Key, value and origin of every key in the frozen config that starts with a prefix."""
+    # A damaged or missing file gives an empty list instead of an error.
     config = read_json(record.run_folder / "config.json") or {}
-    found: list[tuple[str, Any, str]] = []
-
-    def walk(values: dict[str, Any], path: str) -> None:
-        for name, value in values.items():
-            full = f"{path}.{name}" if path else name
-            if isinstance(value, dict) and full not in config.get("origins", {}):
-                walk(value, full)
-            elif full.lower().startswith(prefix.lower()):
-                found.append((full, value, config.get("origins", {}).get(full, "")))
-
-    walk(config.get("resolved", {}), "")
+    found = list(_values(config.get("resolved", {}), "", config.get("origins", {})))
+    # The plan has the whole environment, including what gptctl and the profile set.
     plan = read_json(record.run_folder / "plan.json") or {}
     for name, origin in plan.get("env_origins", {}).items():
-        full = f"Launch.env.{name}"
-        if full.lower().startswith(prefix.lower()):
-            found.append((full, plan["env"][name], origin))
-    return found
+        found.append((f"Launch.env.{name}", plan["env"][name], origin))
+    return [row for row in found if row[0].lower().startswith(prefix.lower())]
+
+
+def _values(
+    section: dict[str, Any], path: str, origins: dict[str, str]
+) -> Iterator[tuple[str, Any, str]]:
+    for name, value in section.items():
+        full = f"{path}.{name}" if path else name
+        # A mapping with an origin of its own (env, extra) is a value, not a section.
+        if isinstance(value, dict) and full not in origins:
+            yield from _values(value, full, origins)
+        else:
+            yield full, value, origins.get(full, "")
 
 
 def still_running(record: JobRecord) -> str:
-    """What gptctl says when it is interrupted."""
+    """The message for a user who interrupts gptctl: the job itself is not interrupted."""
     return (
         f"\n{record.id} is still running. Follow it: gptctl logs {record.id} -f. "
         f"Stop it: gptctl cancel {record.id}."
@@ -162,14 +173,17 @@ def still_running(record: JobRecord) -> str:
 
 
 def max_steps(record: JobRecord) -> int:
-    """How many steps the bundled trainer makes at most; 0 when that is not known."""
+    """The last step of the bundled trainer; 0 if it is not known."""
+    # Only the bundled trainer has an output folder in its record.
     config = (read_json(record.run_folder / "config.json") or {}).get("resolved", {})
+    # An older record or a damaged file may have no such key.
     steps = config.get("Engine", {}).get("max_steps") if record.output_dir else None
     return steps if isinstance(steps, int) else 0
 
 
 def scripts(record: JobRecord) -> list[str]:
-    """In the order in which they run."""
+    """The scripts of a job, in the order in which they run."""
+    # Only Slurm jobs have a batch script.
     return [
         text
         for text in (read_text(record.run_folder / name) for name in ("job.sbatch", "launch.sh"))

@@ -1,4 +1,4 @@
-"""The same job again, from nothing but its folder."""
+"""Prepare the same job again, from the folder of its first run alone."""
 
 from __future__ import annotations
 
@@ -21,28 +21,36 @@ from trainer.errors import OUT_OF_REACH, UserError
 def prepare_rerun(
     record: JobRecord, store: Store, backends: Backends, overrides: Sequence[Override]
 ) -> Prepared:
-    """The same job again, from nothing but its folder."""
+    """Prepare the job of a record again, with its own code, config, profile and templates."""
     folder = record.run_folder
+    # The user's own files may have changed: everything is read from the job's folder.
     before = read_json(folder / "plan.json")
     if before is None:
-        raise UserError(f"{folder} has no plan any more", "submit its config again", OUT_OF_REACH)
+        raise UserError(
+            f"{folder}/plan.json is missing or damaged", "submit its config again", OUT_OF_REACH
+        )
     if not (folder / "code" / "rank_log.py").is_file():
         raise UserError(
-            f"{folder}/code is gone or damaged", "submit its config again", OUT_OF_REACH
+            f"{folder}/code is missing or damaged", "submit its config again", OUT_OF_REACH
         )
     traits = KINDS.get(record.kind)
     site = Site(before["work_dir"], before["python"], str(folder / "code" / "trainer"))
+    # Interpreters of other machines, or found by PATH, cannot be checked from here.
     is_here = traits is not None and traits.is_one_machine and os.path.isabs(before["python"])
     if is_here and not os.access(before["python"], os.X_OK):
         raise UserError(
-            f"the interpreter of {record.id} is gone: {before['python']}", "submit its config again"
+            f"the interpreter of {record.id} is missing: {before['python']}",
+            "submit its config again",
         )
+    # A new folder: the rerun must not overwrite the checkpoints of the first run.
     kept = [Override("Engine.save_load.output_dir", "", "a folder of its own")]
+    # The profile as it was: the one of that name may have changed since.
     kept += [
         Override(
             "Launch.cluster", str(folder / "cluster.json"), "the job's own profile", verbatim=True
         )
     ]
+    # A script and its files were copied into one folder; the rerun copies them from there.
     if not record.output_dir:
         script = os.path.basename(before["program"][1])
         files = sorted(
@@ -65,18 +73,17 @@ def prepare_rerun(
         )
         site = site._replace(trainer=str(folder / "code"))
     checked = _with_first_origins(check_config(folder / "config.json", [*kept, *overrides]), folder)
-    # The same job again: another number of the same name.
+    # Without overrides it is the same job, so it gets the same id with the next number.
     base = "" if overrides else re.sub(r"(-[0-9a-f]{6})-\d+$", r"\1", record.id)
     prepared = prepare(checked, store, backends, site, overrides, [folder / "templates"], base)
+    # The code is that of the first run, so the state of git is too.
     return prepared._replace(git=read_json(folder / "git.json") or {})
 
 
 def _with_first_origins(checked: Checked, folder: Path) -> Checked:
-    """Values of a frozen config came from where they came from when it was frozen."""
-    config, first = (
-        str(folder / "config.json"),
-        (read_json(folder / "config.json") or {}).get("origins", {}),
-    )
+    """Give each value of the frozen config the origin that it had in the first run."""
+    config = str(folder / "config.json")
+    first = (read_json(folder / "config.json") or {}).get("origins", {})
 
     def before(origins: Mapping[str, str]) -> dict[str, str]:
         return {

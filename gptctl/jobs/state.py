@@ -1,4 +1,4 @@
-"""The state of a job: what it recorded itself, else what its backend says."""
+"""The state of a job: the result that it recorded itself, else what its backend reports."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from gptctl.jobs.store import JobRecord
 
 
 def state_of(record: JobRecord, backends: Backends) -> JobState:
-    """The job's own result counts first; a missing one never counts as success."""
+    """Return the state of a job. Without a recorded result it never counts as completed."""
+    # A result is written once, at the very end: it stays true when the backend forgets the job.
     if result := RunFolder(record.local_dir).result():
         return JobState(result.state, result.reason)
+    # The record may be from a newer gptctl with other kinds of clusters.
     if not backends.knows(record.kind):
         return JobState(UNKNOWN, f"unknown kind of cluster: {record.kind}")
     return backends.of(record.kind).state(record)
@@ -21,7 +23,8 @@ def is_final(state: JobState) -> bool:
 
 
 def may_run(record: JobRecord, backends: Backends) -> bool:
-    """Whether processes of the job may be left: also of a lost one, and where `cancel` did not reach."""
+    """Whether processes of the job may still be running."""
+    # Those of a lost job may be, and those on hosts that `cancel` could not reach.
     state = state_of(record, backends)
     not_ended = RunFolder(record.local_dir).not_ended.exists()
     return not is_final(state) or state.state == LOST or not_ended

@@ -1,6 +1,8 @@
-"""The job store: one JSON file per job under GPTCTL_HOME, written whole or not at all, safe under many gptctl at once.
+"""The job store: one JSON file per job under GPTCTL_HOME.
 
-A record says what was submitted and where it lives. How the job stands is never stored here: its backend is asked.
+Files are written atomically, and many gptctl processes may use the store at once. A record says
+what was submitted and where its files are. It does not hold the state of the job: the backend
+reports that.
 """
 
 from __future__ import annotations
@@ -24,28 +26,29 @@ from gptctl.spec.resources import home
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError, closest
 
 SCHEMA = 1
-MAX_RECORD = 1 << 20
+MAX_RECORD = 1 << 20  # bytes that are read of a record: a damaged one may be of any size
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class JobRecord(NamedTuple):
+    """What gptctl knows of a job. `schema` is the version of its file format."""
+
     id: str
     name: str
     created: float
     cluster: str
     kind: str
-    local_dir: str  # its folder on this machine; in its file and in --json: run_dir
+    local_dir: str  # the job's folder on this machine; run_dir in its file and in --json
     log_dir: str
     nodes: int
     per_node: int
     world: int
     config: str = ""
-    output_dir: str = ""  # of the bundled trainer
-    submitter: Mapping[str, Any] = NOTHING  # the gptctl that made it
-    token: str = ""  # tells its own half-made folder from another's
-    handle: Mapping[str, Any] = (
-        NOTHING  # what the backend knows it by; empty until it has accepted the job
-    )
+    output_dir: str = ""  # of the bundled trainer; empty for a script
+    submitter: Mapping[str, Any] = NOTHING  # the gptctl process that submits it
+    token: str = ""  # marks the folder that belongs to this record
+    # How the backend identifies the job; empty until the backend has accepted it.
+    handle: Mapping[str, Any] = NOTHING
     schema: int = SCHEMA
 
     @property
@@ -54,20 +57,26 @@ class JobRecord(NamedTuple):
 
 
 class Store:
-    """By a record `<id>.json` stands `<id>.<token>.pending` until the backend has the job: what a killed gptctl left
-    is found without reading all records."""
+    """Reads and writes the records of all jobs.
+
+    Until the backend has accepted a job, `<id>.<token>.pending` exists beside its `<id>.json`. So
+    jobs that a killed gptctl left half-submitted are found without reading all records.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or home()) / "jobs"
-        self.damaged: list[str] = []  # what was set aside, in words
+        self.damaged: list[str] = []  # messages about damaged records
 
     def add(self, record: JobRecord) -> bool:
-        """Journals a new job; False when its id is taken. The link makes it exclusive, on network file systems too."""
+        """Record a new job before it is submitted; return False if its id is taken."""
         try:
             with private_files():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 part = self.folder / f".{record.id}.{os.getpid()}"
                 part.write_text(_text(record), encoding="utf-8")
+                # A link fails if its name exists, on network file systems too: of two gptctl
+                # only one gets the id. The pending file comes first: a half-submitted job
+                # always has one.
                 try:
                     os.link(part, self._pending(record))
                     os.link(part, self._file(record.id))
@@ -77,20 +86,22 @@ class Store:
                 finally:
                     part.unlink(missing_ok=True)
         except OSError as error:
-            hint = "set GPTCTL_HOME to a folder that can be written to"
+            hint = "set GPTCTL_HOME to a writable folder"
             raise UserError(
-                f"cannot keep job records in {self.folder}: {error.strerror}", hint, OUT_OF_REACH
+                f"cannot write job records to {self.folder}: {error.strerror}", hint, OUT_OF_REACH
             ) from None
         return True
 
     def accept(self, record: JobRecord) -> None:
-        """The job exists: its record is complete."""
+        """Complete the record of a job that the backend has accepted."""
+        # The record first: if gptctl is killed in between, the job is only settled once more.
         with private_files(), replacing(self._file(record.id)) as stream:
             stream.write(_text(record).encode())
         self._pending(record).unlink(missing_ok=True)
 
     def remove(self, record: JobRecord) -> None:
-        """Takes back what `add` made; the id may be another's by now."""
+        """Remove what `add` created."""
+        # Another gptctl may have taken the id since: its record has another token.
         with suppress(FileNotFoundError, ValueError):
             if _read(self._file(record.id)).token == record.token:
                 self._file(record.id).unlink()
@@ -100,15 +111,18 @@ class Store:
         return os.path.lexists(self._file(job_id))
 
     def pending(self) -> list[JobRecord]:
-        """Jobs that are being submitted, or whose gptctl did not come to an end with it."""
+        """Jobs that are being submitted, or whose gptctl was killed while it submitted them."""
         found = []
         for marker in sorted(self.folder.glob("*.pending")):
+            # Another gptctl may remove the file at any moment.
             with suppress(ValueError, TypeError, KeyError, OSError):
                 found.append(_read(marker))
         return found
 
     def ids(self) -> list[str]:
-        """Oldest first. A record is written when its job is submitted, and not again."""
+        """All job ids, oldest first."""
+        # By modification time: records are not written again after the submission, and opening
+        # thousands of files would be slow.
         try:
             with os.scandir(self.folder) as entries:
                 found = [
@@ -130,17 +144,18 @@ class Store:
         return sorted(times, key=lambda name: (times[name], name))
 
     def records(self, last: int | None = None) -> list[JobRecord]:
-        """The last so many jobs, or all, oldest first; damaged records are set aside."""
+        """The last jobs, or all of them, oldest first; damaged records are moved away."""
         found: list[JobRecord] = []
         for job_id in reversed(self.ids()):
             if last is not None and len(found) >= last:
                 break
-            if record := self._sound(job_id):
+            if record := self._valid_record(job_id):
                 found.append(record)
         return sorted(found, key=lambda record: (record.created, record.id))
 
     def tidy(self) -> None:
-        """Removes what a gptctl that was killed had begun to write; nobody writes for an hour."""
+        """Remove temporary files that a killed gptctl left behind."""
+        # Writing takes milliseconds: after an hour nobody is still using the file.
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         for name in filter(re.compile(r"\..+\.\d+|.+\.json\.part\d+").fullmatch, names):
             with suppress(OSError):
@@ -148,16 +163,17 @@ class Store:
                     (self.folder / name).unlink()
 
     def find(self, name: str | None) -> JobRecord:
-        """By id, unique prefix or the scheduler's id; without a name the latest."""
+        """Find a job by id, unique prefix or the scheduler's id; without a name, the latest."""
         if name is not None and not name.strip():
-            raise UserError("the id of the job is empty", "`gptctl list` shows all", WRONG_USAGE)
+            raise UserError("the job id is empty", "see `gptctl list`", WRONG_USAGE)
         ids = self.ids()
         if not ids:
-            raise UserError("there are no jobs yet", "gptctl submit", WRONG_USAGE)
+            raise UserError("there are no jobs yet", "submit one with `gptctl submit`", WRONG_USAGE)
         if name is None:
             return self.records(last=1)[0]
+        # An exact id wins over longer ids that start with it: `gpt-3f9a2c` and `gpt-3f9a2c-2`.
         matching = [name] if name in ids else [job_id for job_id in ids if job_id.startswith(name)]
-        found = [record for record in map(self._sound, matching) if record]
+        found = [record for record in map(self._valid_record, matching) if record]
         if not found and name.isdecimal():
             found = [
                 record
@@ -168,25 +184,23 @@ class Store:
             return found[0]
         if found:
             raise UserError(
-                f"{name} is not the id of one job", f"one of {_some(matching)}", WRONG_USAGE
+                f"{name} matches several jobs", f"use one of {_some(matching)}", WRONG_USAGE
             )
-        ids = self.ids()  # without what was set aside
+        ids = self.ids()  # again: damaged records have been moved away
         near = closest(name, ids)
-        hint = (
-            f"did you mean {near[0]}?" if near else f"known: {_some(ids)}; `gptctl list` shows all"
-        )
-        raise UserError(f"there is no job {name}", hint, WRONG_USAGE)
+        hint = f"did you mean {near[0]}?" if near else f"known: {_some(ids)}; see `gptctl list`"
+        raise UserError(f"unknown job: {name}", hint, WRONG_USAGE)
 
-    def _sound(self, job_id: str) -> JobRecord | None:
-        """The record, unless it has gone or is damaged."""
+    def _valid_record(self, job_id: str) -> JobRecord | None:
+        """The record, or None if it is missing or damaged."""
         try:
             return _read(self._file(job_id))
         except FileNotFoundError:
-            return None  # another gptctl has just taken it away
+            return None  # another gptctl has just removed it
         except OSError as error:
-            if (
-                error.errno != errno.ELOOP
-            ):  # a link is none of ours; anything else may be over in a moment
+            # gptctl writes no symbolic links, so a link is damage. Any other error, such as a
+            # stale file handle, may be temporary: the record stays where it is.
+            if error.errno != errno.ELOOP:
                 self.damaged.append(f"{self._file(job_id)} cannot be read: {error.strerror}")
                 return None
             self._set_aside(f"{job_id}.json", error)
@@ -201,13 +215,13 @@ class Store:
         return self.folder / f"{record.id}.{record.token}.pending"
 
     def _set_aside(self, name: str, error: Exception) -> None:
-        """A damaged record is kept, but not met again."""
+        """Move a damaged record away, so that it is reported once and can still be inspected."""
         aside = self.folder.parent / "damaged"
         where = ""
         with suppress(OSError), private_files():
             aside.mkdir(exist_ok=True)
             os.rename(self.folder / name, aside / f"{name}.{time.time_ns()}")
-            where = f"; it is now in {aside}"
+            where = f"; moved to {aside}"
         self.damaged.append(f"{self.folder / name} is damaged ({_reason(error)}){where}")
 
 
@@ -217,6 +231,7 @@ def new_record(**facts: Any) -> JobRecord:
 
 def _text(record: JobRecord) -> str:
     values = {name: _plain(value) for name, value in record._asdict().items()}
+    # The key stays run_dir, as in --json and in records of older versions.
     values["run_dir"] = values.pop("local_dir")
     return json.dumps(values, indent=1) + "\n"
 
@@ -226,15 +241,17 @@ def _plain(value: Any) -> Any:
 
 
 def _read(file: Path) -> JobRecord:
-    """What a newer gptctl added is ignored, what an older one lacked has its default."""
+    """Read and check a record of this or another version of gptctl."""
+    # Neither follow a link nor block on a FIFO: such a file is reported as damaged.
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is no file")
+            raise ValueError("not a regular file")
         values = json.loads(os.read(descriptor, MAX_RECORD))
     finally:
         os.close(descriptor)
     values["local_dir"] = values["run_dir"]
+    # Keys of a newer gptctl are ignored; keys that an older one lacks have defaults.
     known = {name: values[name] for name in JobRecord._fields if name in values}
     record = JobRecord(**known)
     wrong = [
@@ -252,7 +269,7 @@ def _read(file: Path) -> JobRecord:
     ]
     wrong += [] if is_scheduler_id(record.handle.get("scheduler_id", "0")) else ["scheduler_id"]
     if wrong or not file.name.startswith(f"{record.id}."):
-        raise ValueError(f"its {wrong[0] if wrong else 'id'} makes no sense")
+        raise ValueError(f"{wrong[0] if wrong else 'id'} is invalid")
     return record
 
 
@@ -265,5 +282,5 @@ def _reason(error: Exception) -> str:
 
 
 def _some(ids: list[str]) -> str:
-    """The newest of them."""
+    """The newest eight ids, as text."""
     return ", ".join(ids[:-9:-1]) + (", …" if len(ids) > 8 else "")

@@ -1,4 +1,8 @@
-"""The story of one submit: check, plan, render, journal, freeze, start. Until the job exists, all can be undone."""
+"""Submit a job: check, plan, render, record, freeze, start.
+
+If a step fails before the backend has the job, everything is undone. If gptctl is killed, the next
+gptctl command settles what it left.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors
 
 
 class Prepared(NamedTuple):
-    """A job that could be submitted: its plan and the exact text of its scripts."""
+    """A job that is ready to be submitted: its plan and the exact text of its scripts."""
 
     checked: Checked
     site: Site
@@ -39,19 +43,21 @@ class Prepared(NamedTuple):
     findings: tuple[Finding, ...]
     base_id: str
     templates: tuple[Path, ...]
-    git: Mapping[str, Any] | None = None  # None: as it is now
+    git: Mapping[str, Any] | None = None  # state of the repository; None: read it on submit
 
 
 def this_site() -> Site:
+    """Where gptctl runs: current folder, interpreter, trainer package."""
     try:
         folder = os.getcwd()
     except FileNotFoundError:
         raise UserError(
-            "the current folder has been deleted", "go to another one", WRONG_USAGE
+            "the current folder has been deleted", "change to another folder", WRONG_USAGE
         ) from None
+    # Paths go into scripts and JSON; a name that is not UTF-8 cannot.
     if any(not character.isprintable() for character in folder):
-        message = "the name of the current folder has control characters, or is not UTF-8"
-        raise UserError(message, "rename it, or go to another one", WRONG_USAGE)
+        message = "the path of the current folder contains control characters, or is not UTF-8"
+        raise UserError(message, "rename it, or change to another folder", WRONG_USAGE)
     return Site(folder, sys.executable, os.path.dirname(os.path.abspath(trainer.__file__)))
 
 
@@ -64,51 +70,55 @@ def prepare(
     templates: Sequence[Path] = (),
     base: str = "",
 ) -> Prepared:
-    """All that precedes a submission. UserError with every finding if the job would not start."""
+    """Check, plan and render a job; raise UserError with all findings if it cannot start."""
     if not checked.is_valid:
-        raise UserError(f"{checked.name} is not submitted", findings=checked.findings)
+        raise UserError(f"{checked.name} was not submitted", findings=checked.findings)
     backend = backends.of(checked.cluster.kind)
     base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides, backend)}"
     plan = _planned(checked, site, store, base, backend)
     found = [*checked.findings, *check_surroundings(checked, plan, site, backend)]
     if errors_in(found):
-        raise UserError(f"{checked.name} is not submitted", findings=found)
+        raise UserError(f"{checked.name} was not submitted", findings=found)
     scripts = _scripts(plan, templates, backend)
     return Prepared(checked, site, plan, scripts, tuple(found), base, tuple(templates))
 
 
 def _scripts(plan: LaunchPlan, templates: Sequence[Path], backend: Backend) -> dict[str, str]:
-    """What is submitted, by file name; if a template is the user's own, bash checks its syntax."""
+    """Render the scripts of the job, by file name."""
     scripts = {name: render(plan, name, templates) for name in backend.scripts}
+    # Our own templates are tested; those of users are checked by bash.
     for name, text in scripts.items() if templates else ():
         check_syntax(name, text)
     return scripts
 
 
 def _digest(checked: Checked, site: Site, overrides: Sequence[Override], backend: Backend) -> str:
-    """Equal jobs have equal ids, so that a dry run prints the id that the next submit uses."""
+    """Hash everything that defines the job."""
+    # Equal jobs have equal ids, so that a dry run prints the id that the next submit uses.
     plan = backend.plan(checked, site, overrides=overrides)
     known = [plan.as_json(), frozen_config(checked, site)["resolved"]]
-    if not checked.cluster.traits.shares_files:  # its hosts have jobs of other machines, too
+    # ssh hosts may have jobs of other users and machines, whose ids must differ.
+    if not checked.cluster.traits.shares_files:
         known.append({"mark": installation_id()})
     text = json.dumps(known, sort_keys=True)
     return f"{zlib.crc32(text.encode()) & 0xFFFFFF:06x}"
 
 
 def _planned(checked: Checked, site: Site, store: Store, base: str, backend: Backend) -> LaunchPlan:
-    """The plan under the first free id of this job: `gpt-3f9a2c`, then `gpt-3f9a2c-2`, …"""
+    """Plan the job with the first free id: `gpt-3f9a2c`, then `gpt-3f9a2c-2`, …"""
     root = site.absolute(checked.cluster.run_root)
     number = 1
     while True:
         job_id = base if number == 1 else f"{base}-{number}"
         plan = backend.plan(checked, site, JobIdentity(job_id, os.path.join(root, job_id)))
+        # A folder without a record may be left from another GPTCTL_HOME.
         if not store.holds(job_id) and not os.path.lexists(backend.local_dir(plan)):
             return plan
         number += 1
 
 
 def _path_here(path: str, plan: LaunchPlan, backend: Backend) -> str:
-    """Where a folder of the job is found on this machine."""
+    """Where a folder of the job is on this machine: for remote hosts, its local copy."""
     local_dir = backend.local_dir(plan)
     if local_dir == plan.remote_dir or not path:
         return path
@@ -116,7 +126,7 @@ def _path_here(path: str, plan: LaunchPlan, backend: Backend) -> str:
 
 
 class Submitted(NamedTuple):
-    """A job that exists now. `problem`: what went wrong after it was started; an interrupt has no words."""
+    """A job that has started. `problem`: what failed after the start; empty for an interrupt."""
 
     record: JobRecord
     was_interrupted: bool = False
@@ -124,21 +134,24 @@ class Submitted(NamedTuple):
 
 
 def submit(prepared: Prepared, store: Store, backends: Backends) -> Submitted:
-    """Journal, freeze and start the job. What fails before the job exists leaves nothing behind."""
+    """Record, freeze and start the job. If a step fails before it exists, undo all of them."""
     backend = backends.of(prepared.plan.kind)
-    prepared, record = _journal(prepared, store, backend)
+    # The record comes first: whatever is created after it can be found and removed.
+    prepared, record = _add_record(prepared, store, backend)
     try:
         _freeze(prepared, record)
         record = record._replace(handle=backend.start(prepared.plan, record))
         store.accept(record)
         _point_latest_at(record.local_dir)
-    except BaseException as error:
+    except BaseException as error:  # also KeyboardInterrupt: the job may have started already
         if not _undo_or_explain(record, store, backend, error):
-            with suppress(OSError):  # a later gptctl completes the record
+            # The job runs, so this is not a failure. A later gptctl completes the record if
+            # this one cannot.
+            with suppress(OSError):
                 record = adopt(record, store)
-            return Submitted(record, isinstance(error, KeyboardInterrupt), _words(error))
+            return Submitted(record, isinstance(error, KeyboardInterrupt), _message_of(error))
         if isinstance(error, OSError):
-            hint = "check run_root in the cluster profile, and the space there"
+            hint = "check run_root in the cluster profile, and the free space there"
             message = f"cannot write {record.local_dir}: {_reason(error)}"
             raise UserError(message, hint, OUT_OF_REACH) from None
         raise
@@ -148,14 +161,16 @@ def submit(prepared: Prepared, store: Store, backends: Backends) -> Submitted:
 def _undo_or_explain(
     record: JobRecord, store: Store, backend: Backend, error: BaseException
 ) -> bool:
+    """Undo the submission; if the backend cannot be reached, say what is known of the job."""
     try:
         return undo(record, store, backend)
     except UserError as unreachable:
         folder = RunFolder(record.local_dir)
+        # In doubt: the start was requested, but no answer came.
         may_run = folder.in_doubt.exists() or "scheduler_id" in (folder.claimed_by() or {})
-        became = "it is not known whether it was started" if may_run else "it was not started"
-        hint = "the next gptctl command settles it: gptctl list"
-        message = f"{record.id}: {became}; {unreachable.message}"
+        outcome = "it may have been started" if may_run else "it was not started"
+        hint = "run `gptctl list` later: it completes or removes the job"
+        message = f"{record.id}: {outcome}; {unreachable.message}"
         raise UserError(message, hint, OUT_OF_REACH) from error
 
 
@@ -167,12 +182,14 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _words(error: BaseException) -> str:
-    """What went wrong, or nothing when the user interrupted it."""
+def _message_of(error: BaseException) -> str:
+    """The message of an error; empty if the user interrupted gptctl."""
     return _reason(error) if isinstance(error, OSError) else getattr(error, "message", "")
 
 
-def _journal(prepared: Prepared, store: Store, backend: Backend) -> tuple[Prepared, JobRecord]:
+def _add_record(prepared: Prepared, store: Store, backend: Backend) -> tuple[Prepared, JobRecord]:
+    """Record the job under a free id; plan it again if another gptctl takes the id."""
+    # Each turn loses the id to another gptctl, so this ends.
     while True:
         plan, checked = prepared.plan, prepared.checked
         record = new_record(
@@ -191,36 +208,28 @@ def _journal(prepared: Prepared, store: Store, backend: Backend) -> tuple[Prepar
         )
         if store.add(record):
             return prepared, record
-        # Another gptctl has taken the id meanwhile.
+        # Another gptctl has taken the id in the meantime: use the next free one.
         plan = _planned(checked, prepared.site, store, prepared.base_id, backend)
         scripts = _scripts(plan, prepared.templates, backend)
         prepared = prepared._replace(plan=plan, scripts=scripts)
 
 
 def _freeze(prepared: Prepared, record: JobRecord) -> None:
-    """The folder gets its name when it is complete."""
+    """Write the job's folder under a temporary name, and rename it when it is complete."""
     from gptctl.jobs.freeze import freeze, git_state
 
     git = prepared.git if prepared.git is not None else git_state(prepared.site.folder)
     part = _part(record)
     with private_files():
         part.parent.mkdir(parents=True, exist_ok=True)
-        freeze(
-            part,
-            prepared.plan,
-            prepared.checked,
-            prepared.site,
-            prepared.scripts,
-            prepared.templates,
-            git,
-        )
+        sources = (prepared.checked, prepared.site, prepared.scripts, prepared.templates)
+        freeze(part, prepared.plan, *sources, git)
+        # The token tells `undo` that the folder belongs to this record.
         (part / TOKEN).write_text(record.token, encoding="utf-8")
+        # rename would replace an empty folder without an error.
         if os.path.lexists(record.local_dir):
-            raise UserError(
-                f"{record.local_dir} has just been made by somebody else",
-                "submit again",
-                OUT_OF_REACH,
-            )
+            message = f"{record.local_dir} has just been created by another process"
+            raise UserError(message, "submit again", OUT_OF_REACH)
         os.rename(part, record.local_dir)
 
 
@@ -230,12 +239,11 @@ def _part(record: JobRecord) -> Path:
 
 
 def undo(record: JobRecord, store: Store, backend: Backend) -> bool:
-    """Takes a half-submitted job back; False when it has started."""
+    """Remove a half-submitted job; return False if it has started."""
     import shutil
 
-    if (
-        record.token and read_text(record.run_folder / TOKEN) == record.token
-    ):  # else the folder is another's
+    # Without this token the folder belongs to another job, and is left alone.
+    if record.token and read_text(record.run_folder / TOKEN) == record.token:
         if not backend.abandon(record):
             return False
         shutil.rmtree(record.local_dir, ignore_errors=True)
@@ -245,26 +253,30 @@ def undo(record: JobRecord, store: Store, backend: Backend) -> bool:
 
 
 def settle(store: Store, backends: Backends) -> list[str]:
-    """Complete or undo what a killed gptctl left half-submitted; returns what to tell the user."""
+    """Complete or undo what a killed gptctl left half-submitted; return messages for the user."""
     notes = []
     store.tidy()
     for record in store.pending():
+        # A gptctl that is still running, or may be running on another machine, settles its own job.
         is_ours = backends.knows(record.kind) and is_here(record.submitter)
         if not is_ours or is_alive(record.submitter):
             continue
         try:
             if undo(record, store, backends.of(record.kind)):
-                notes.append(f"{record.id} was never started: its gptctl was killed; files removed")
+                notes.append(f"{record.id} was not started: gptctl was killed; files removed")
             else:
                 adopt(record, store)
         except (OSError, UserError) as error:
             why = _reason(error) if isinstance(error, OSError) else error.message
-            notes.append(f"{record.id} is half-submitted, and cannot be settled now: {why}")
+            notes.append(
+                f"{record.id} is half-submitted, and cannot be completed or removed now: {why}"
+            )
     return notes
 
 
 def adopt(record: JobRecord, store: Store) -> JobRecord:
-    """Completes the record of a job that runs, though its gptctl did not come to it."""
+    """Complete the record of a job that has started, although its gptctl was stopped before."""
+    # The job itself has written into its folder how the backend identifies it.
     if claim := RunFolder(record.local_dir).claimed_by():
         record = record._replace(handle=claim)
         store.accept(record)
@@ -272,7 +284,9 @@ def adopt(record: JobRecord, store: Store) -> JobRecord:
 
 
 def _point_latest_at(run_dir: str) -> None:
-    """`runs/latest` is a convenience: where a file of that name stands or links do not work, there is none."""
+    """Make `runs/latest` a link to the job's folder, if possible."""
+    # A convenience only: a file of that name stays, and errors are ignored. The link is replaced
+    # by renaming, so that it never is missing.
     link = Path(run_dir).with_name("latest")
     part = link.with_name(f".latest.{os.getpid()}")
     try:

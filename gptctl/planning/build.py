@@ -1,6 +1,7 @@
-"""From a checked config to a launch plan: everything a job needs to be started, as plain data.
+"""Build a launch plan from a checked config: all that is needed to start a job, as plain data.
 
-Pure: the same input gives the same plan. It knows neither shells (`render.py`) nor machines (`backends/`).
+Pure: the same input gives the same plan. It knows neither shells (`render.py`) nor machines
+(`backends/`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from gptctl.spec.launch_rules import has_private_disks
 from trainer.config import Override
 
 C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's own defaults
-NCCL_SYNTAX = re.compile(r"[=^:,]")  # for several interfaces; gloo reads plain names only
+# NCCL_SOCKET_IFNAME may be a list or a pattern; Gloo reads plain names only.
+NCCL_SYNTAX = re.compile(r"[=^:,]")
 
 
 class Site(NamedTuple):
-    """What a plan depends on besides config and flags: where gptctl was started, and what runs it."""
+    """What a plan depends on besides config and flags: where and by what gptctl was started."""
 
     folder: str  # the current folder, absolute
-    python: str  # the interpreter
+    python: str  # the interpreter that runs gptctl
     trainer: str  # folder of the trainer package
 
     def absolute(self, path: str) -> str:
@@ -35,8 +37,10 @@ class Site(NamedTuple):
 
 
 class JobIdentity(NamedTuple):
-    """The id of a job and its folder on the nodes. A job `in place` has neither: it runs the user's
-    files where they are."""
+    """The id of a job and its folder on the nodes.
+
+    A script that is only printed has neither: it runs the user's files in place.
+    """
 
     job_id: str = ""
     remote_dir: str = ""
@@ -46,17 +50,17 @@ IN_PLACE = JobIdentity()
 
 
 class PlanDefaults(NamedTuple):
-    """What a backend decides where config, flags and profile leave it open."""
+    """What a backend chooses where config, flags and profile are silent."""
 
-    style: str = ""  # empty: the form of the rendezvous
+    style: str = ""  # empty: that of the rendezvous
     host: str = ""  # where ranks meet; empty: the first host
-    has_own_port: bool = False  # a script for pasting finds a port when it runs
+    has_own_port: bool = False  # a printed script chooses its port when it runs
     rdzv_id: str = ""
     python: str = ""  # of the ranks; empty: the interpreter that runs gptctl
     work_dir: str = ""  # empty: the current folder
     env: Mapping[str, str] = MappingProxyType({})
     sbatch: Mapping[str, str] = MappingProxyType({})
-    pins_interface: bool = False
+    pins_interface: bool = False  # NCCL must use the interface that reaches node 0
 
 
 NO_DEFAULTS = PlanDefaults()
@@ -69,9 +73,11 @@ def build_plan(
     overrides: Sequence[Override] = (),
     defaults: PlanDefaults = NO_DEFAULTS,
 ) -> LaunchPlan:
+    """Build the plan of a job, or of a printed script if the identity is empty."""
     launch, cluster, machines = checked.launch, checked.cluster, checked.machines
     form = rendezvous_form(launch)
     hosts = tuple(host.address or host.host for host in cluster.hosts[: machines.nodes])
+    # A submitted job chooses a free port when it starts. A printed command cannot.
     needs_port = not identity.remote_dir and not defaults.has_own_port
     address, port = _endpoint(launch, form, defaults.host or next(iter(hosts), ""), needs_port)
     environment = _environment(checked, form, defaults.env)
@@ -117,9 +123,11 @@ def build_plan(
 
 
 def rendezvous_form(launch: Launch) -> str:
+    """How torchrun lets the ranks meet: standalone, launch, static or c10d."""
     fewest, most = launch.node_range
     if launch.style in ("standalone", "launch"):
         return launch.style
+    # Only c10d lets nodes join and leave. static is simpler, so it is the default.
     is_c10d = launch.style == "c10d" or launch.rdzv.backend == "c10d" or fewest < most
     return "c10d" if is_c10d else "static"
 
@@ -127,7 +135,7 @@ def rendezvous_form(launch: Launch) -> str:
 def _endpoint(
     launch: Launch, form: str, default_host: str, needs_port: bool
 ) -> tuple[str, int | None]:
-    """Host and port where ranks meet, as far as they are known before the job runs."""
+    """The host and port of the rendezvous, as far as they are known before the job runs."""
     host, port = split_endpoint(launch.rdzv.endpoint) if launch.rdzv.endpoint else ("", None)
     port = port or launch.rdzv.port
     if needs_port:
@@ -136,7 +144,7 @@ def _endpoint(
 
 
 def python_of(cluster: Cluster, default: str) -> str:
-    """The profile's; else that of the environment it sets up; else the default."""
+    """The interpreter of the ranks: the profile's, that of its setup, or the default."""
     if cluster.python:
         return cluster.python
     return "python" if cluster.setup or cluster.container.image else default
@@ -146,6 +154,7 @@ def _container(cluster: Cluster, identity: JobIdentity) -> tuple[str, ...]:
     container = cluster.container
     if not container.image:
         return ()
+    # The job's folder must be visible inside: code, config and logs are there.
     binds = [*container.binds, *([identity.remote_dir] if identity.remote_dir else [])]
     words = [container.runtime or "apptainer", "exec", *(["--nv"] if container.nv else [])]
     words += ["--pwd", container.pwd] if container.pwd else []
@@ -156,8 +165,10 @@ def _container(cluster: Cluster, identity: JobIdentity) -> tuple[str, ...]:
 def _program(
     checked: Checked, site: Site, identity: JobIdentity, overrides: Sequence[Override]
 ) -> tuple[str, ...]:
+    """The words after torchrun's options: rank_log.py, the script or trainer, its arguments."""
     launch = checked.launch
     is_trainer = launch.entrypoint == "trainer"
+    # A submitted job runs the copies in its folder.
     if identity.remote_dir:
         code = os.path.join(identity.remote_dir, "code")
         logged = [os.path.join(code, "rank_log.py")]
@@ -174,6 +185,7 @@ def _program(
             *output,
             *launch.args,
         )
+    # A printed script runs the user's own files, and repeats the flags that were typed.
     logged = [os.path.join(site.trainer, "rank_log.py")] if launch.log_dir else []
     if not is_trainer:
         return (*logged, site.absolute(launch.entrypoint), *launch.args)
@@ -198,32 +210,32 @@ def log_dir_of(launch: Launch, site: Site, identity: JobIdentity) -> str:
 def _environment(
     checked: Checked, form: str, defaults: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """Every variable that is exported, with its value and where that came from; later ones win."""
+    """All variables that are exported, each with its value and origin; later ones override."""
     launch, cluster, ours = checked.launch, checked.cluster, "gptctl"
     chosen: dict[str, tuple[str, str]] = {
-        "PYTHONUNBUFFERED": ("1", ours),  # torchrun's output is a file, and would come in blocks
+        # The output goes to a file: buffered, it would arrive late and in blocks.
+        "PYTHONUNBUFFERED": ("1", ours),
+        # A crash in native code prints the Python stack.
         "PYTHONFAULTHANDLER": ("1", ours),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": (
-            "3",
-            ours,
-        ),  # torchrun says 1, which may hang when a rank is gone
+        # torchrun's default is 1, which can hang if a rank has died.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("3", ours),
     }
     if form in ("c10d", "standalone"):
-        chosen["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
-            "1",
-            ours,
-        )  # without it a restart meets the old store
+        # Otherwise the ranks of a restart find the store of the previous attempt.
+        chosen["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = ("1", ours)
     if checked.device == "gpu":
         chosen["NCCL_DEBUG"] = ("WARN", ours)
     chosen |= {name: (value, ours) for name, value in defaults.items()}
     if launch.entrypoint == "trainer" and has_private_disks(launch, cluster):
-        chosen["GPTCTL_PRIVATE_DISKS"] = ("1", ours)  # the trainer keeps a whole checkpoint on each
+        # The trainer then writes a whole checkpoint on each node.
+        chosen["GPTCTL_PRIVATE_DISKS"] = ("1", ours)
     if launch.devices:
         chosen["CUDA_VISIBLE_DEVICES"] = (",".join(launch.devices), ours)
     chosen |= {name: (value, f"profile {cluster.name}") for name, value in cluster.env.items()}
     origins = checked.launch_origins
     for name, value in launch.env.items():
         chosen[name] = (value, origins.get(f"Launch.env.{name}", "config"))
+    # Gloo should use the same network as NCCL, unless the user has chosen another one for it.
     interface = chosen.get("NCCL_SOCKET_IFNAME", ("^", ""))[0].removeprefix("=")
     if (
         not NCCL_SYNTAX.search(interface)
@@ -242,11 +254,12 @@ def _absolute_secrets(launch: Launch, site: Site) -> dict[str, Mapping[str, str]
 
 
 def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
-    """A profile that loads back to what a job was planned with: what it says besides the defaults."""
+    """The profile as JSON, without defaults; loading it gives the same cluster."""
     defaults = asdict(Cluster())
-    said = {name: value for name, value in asdict(cluster).items() if value != defaults[name]}
-    for keys in (said, *said.get("hosts", ())):
+    changed = {name: value for name, value in asdict(cluster).items() if value != defaults[name]}
+    # Key files are read on this machine, from any folder.
+    for keys in (changed, *changed.get("hosts", ())):
         for name in ("identity_file", "known_hosts"):
             if keys.get(name):
                 keys[name] = os.path.abspath(os.path.expanduser(keys[name]))
-    return said
+    return changed

@@ -1,7 +1,8 @@
-"""A launch plan and a template in, shell text out. The only user of jinja2.
+"""Render shell scripts from a launch plan and a template. The only module that uses jinja2.
 
-Every `{{ value }}` is quoted for the shell by the environment itself, so that no value can become code; only what a
-template marks with `| shell` is code on purpose. A name that no template knows is an error, never an empty word.
+The jinja2 environment quotes every `{{ value }}` for the shell, so that no value can become code;
+only what a template marks with `| shell` is code on purpose. An unknown variable is an error, never
+an empty word.
 """
 
 from __future__ import annotations
@@ -21,56 +22,62 @@ from trainer.errors import WRONG_USAGE, UserError, closest
 if TYPE_CHECKING:
     from jinja2 import BytecodeCache, Environment
 
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # without USR1 torchrun would die of it and leave its ranks alone
+# USR1 asks the ranks to save. If torchrun did not handle it, USR1 would kill torchrun, but not its
+# ranks.
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 SCRIPTS = {"srun-script": "srun-script.sh", "sbatch": "sbatch.sh", "loop": "loop.sh"}
 COMMAND = "command.sh"
-FOLDERS = ("jobs", "styles", "doctor", "parts")  # of templates/; file names are unique over all
-# Set by a template for the one that it includes.
+# Subfolders of templates/. File names are unique over all of them: users replace by name alone.
+FOLDERS = ("jobs", "styles", "doctor", "parts")
+# Variables that a template sets for one that it includes.
 BETWEEN_TEMPLATES = ("node", "address", "port", "c10d_host", "local_addr", "on_head", "number")
 
 
 class Shell(str):
-    """Text that is shell code already."""
+    """Text that is shell code already, and must not be quoted again."""
 
 
 def render(
     plan: LaunchPlan, script: str, templates: Sequence[Path] = (), node: int | None = None
 ) -> str:
-    """The text of a script, from the first of the folders that has its template, else from ours."""
+    """Render a script from the first of the user's folders that has its template, or from ours."""
     from jinja2 import TemplateError
 
     known = _context(plan, node)
     environment = _environment(templates)
     try:
         template = environment.get_template(f"{script}.j2")
+        # jinja2 itself stops at the first unknown variable: report all of them at once.
         if templates:
             _check_names(environment, f"{script}.j2", known)
         return template.render(known)
     except TemplateError as error:
         raise _explained(error) from None
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of an expression in it
+    # Errors of expressions in a template, such as {{ 1 / 0 }}.
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise _explained(error) from None
 
 
 def check_syntax(name: str, text: str) -> None:
-    """Raises UserError where bash cannot read a script that a user's template made."""
+    """Check a script of a user's template; raise UserError if bash cannot parse it."""
     import subprocess
 
     read = subprocess.run(["bash", "-n"], input=text.encode(), capture_output=True)
     if read.returncode:
         said = read.stderr.decode(errors="replace").strip().splitlines()
-        message = f"bash cannot read {name}: {said[0] if said else ''}"
+        message = f"bash cannot parse {name}: {said[0] if said else ''}"
         raise UserError(message, "fix the template", WRONG_USAGE)
+    # A template of an older version would run without restarts and never report a result.
     if name == BATCH_SCRIPT and ENGINE_FILE not in text:
         hint = (
             "since 0.1.0 the script only starts gptctl's engine, which runs srun, restarts and "
-            "requeues: begin with templates/jobs/job.sbatch.j2, and keep its last lines"
+            "requeues: copy templates/jobs/job.sbatch.j2 again, and keep its last lines"
         )
         raise UserError(f"your {name}.j2 does not start gptctl's engine", hint, WRONG_USAGE)
 
 
 def script_of(style: str) -> str:
-    """The script that a style prints for pasting or queueing by hand."""
+    """The script that `gptctl render --style` prints, to be pasted or submitted by hand."""
     return SCRIPTS.get(style, COMMAND)
 
 
@@ -81,11 +88,12 @@ def _environment(templates: Sequence[Path]) -> Environment:
     own = {file.name: file for file in templates if file.is_file()}
     for file in own.values():
         if file.name not in known_templates():
-            hint = f"name it after the one it replaces: {', '.join(known_templates())}"
-            raise UserError(f"{file} replaces no template", hint, WRONG_USAGE)
+            hint = f"rename it to the template it replaces: {', '.join(known_templates())}"
+            raise UserError(f"{file} does not replace any template", hint, WRONG_USAGE)
     ours = [folder("templates") / name for name in FOLDERS]
     loaders = [FileSystemLoader(str(place)) for place in [*templates, *ours] if place.is_dir()]
-    remote = FileSystemLoader(str(folder("templates") / "remote"))  # first: never replaced
+    # First, so that users cannot replace what runs on remote hosts.
+    remote = FileSystemLoader(str(folder("templates") / "remote"))
     replaced = DictLoader({name: file.read_text(encoding="utf-8") for name, file in own.items()})
     environment = ImmutableSandboxedEnvironment(
         bytecode_cache=_compiled_templates(),
@@ -95,17 +103,17 @@ def _environment(templates: Sequence[Path]) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        comment_start_string="{%#",  # {# is a part of ${#array[@]}
+        comment_start_string="{%#",  # bash uses {# in ${#array[@]}
         comment_end_string="#%}",
         optimized=False,  # each template is rendered once
-        autoescape=False,  # `finalize` does it, for shells
+        autoescape=False,  # that is for HTML; `finalize` quotes for the shell
     )
     environment.filters["shell"] = Shell
     return environment
 
 
 def _compiled_templates() -> BytecodeCache | None:
-    """Compiling templates takes a tenth of the time of a dry run. Only a folder that is the user's alone is trusted."""
+    """A cache of compiled templates: compiling takes a tenth of the time of a dry run."""
     from jinja2 import FileSystemBytecodeCache
 
     cache = home() / "compiled-templates"
@@ -115,6 +123,7 @@ def _compiled_templates() -> BytecodeCache | None:
         found = cache.stat()
     except OSError:
         return None
+    # The cache is code: trust it only if no other user can write to the folder.
     is_private = found.st_uid == os.getuid() and not found.st_mode & 0o077
     return FileSystemBytecodeCache(str(cache), "%s") if is_private else None
 
@@ -125,7 +134,7 @@ def known_templates() -> list[str]:
 
 
 def quoted(value: Any) -> Any:
-    """A value as shell words: a list as several, anything else as one."""
+    """Quote a value for the shell: a list becomes several words, anything else one word."""
     from jinja2 import Undefined
 
     if isinstance(value, (Shell, Undefined)):
@@ -136,6 +145,8 @@ def quoted(value: Any) -> Any:
 
 
 def _context(plan: LaunchPlan, node: int | None) -> dict[str, Any]:
+    """All variables that templates may use."""
+    # Scripts without logs start the trainer directly, all others through rank_log.py.
     is_rank_log = os.path.basename(plan.program[0]) == "rank_log.py"
     inner = plan.program[1:] if is_rank_log else plan.program
     is_trainer = inner[:2] == ("-m", "trainer")
@@ -155,8 +166,9 @@ def _context(plan: LaunchPlan, node: int | None) -> dict[str, Any]:
 
 
 def launcher(plan: LaunchPlan, is_trainer: bool) -> list[str]:
-    """The words before the options: container, interpreter, launcher."""
-    if plan.form == "launch":  # the trainer reads LOCAL_RANK; a script that old wants it as a flag
+    """The words before torchrun's options: container, interpreter, launcher."""
+    # torch.distributed.launch passes --local-rank to old scripts; the trainer reads LOCAL_RANK.
+    if plan.form == "launch":
         return [
             *plan.container,
             plan.python,
@@ -164,13 +176,14 @@ def launcher(plan: LaunchPlan, is_trainer: bool) -> list[str]:
             "torch.distributed.launch",
             *(["--use-env"] if is_trainer else []),
         ]
+    # In a prepared environment torchrun is on the PATH.
     if plan.python == "python":
         return [*plan.container, "torchrun"]
     return [*plan.container, plan.python, "-m", "torch.distributed.run"]
 
 
 def _check_names(environment: Environment, name: str, known: Mapping[str, Any]) -> None:
-    """Finds every misspelt variable of a template and of what it includes, before one of them is met."""
+    """Report all unknown variables of a template and of those that it includes."""
     from jinja2 import meta, nodes
 
     names = {*known, *BETWEEN_TEMPLATES}
@@ -194,28 +207,26 @@ def _check_names(environment: Environment, name: str, known: Mapping[str, Any]) 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
     near = closest(name, known)
-    return f"there is no variable {name}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"unknown variable {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _explained(error: Exception) -> UserError:
+    """Turn an error of jinja2 into a message with file and line."""
     from traceback import walk_tb
 
-    line, file = (
-        getattr(error, "lineno", None),
-        getattr(error, "filename", None) or getattr(error, "name", None),
-    )
-    for frame, number in walk_tb(
-        error.__traceback__
-    ):  # an error of the run itself has its place in the traceback only
+    line = getattr(error, "lineno", None)
+    file = getattr(error, "filename", None) or getattr(error, "name", None)
+    # Syntax errors know their place; errors while rendering have it in the traceback only.
+    for frame, number in walk_tb(error.__traceback__):
         if frame.f_code.co_filename.endswith(".j2"):
             line, file = number, frame.f_code.co_filename
     where = f"{file or 'template'}{f':{line}' if line else ''}"
     if type(error).__name__ == "TemplateNotFound":
         return UserError(
-            f"there is no template {error}", f"known: {', '.join(known_templates())}", WRONG_USAGE
+            f"unknown template: {error}", f"known: {', '.join(known_templates())}", WRONG_USAGE
         )
     return UserError(
         f"{where}: {getattr(error, 'message', None) or error}",
-        "see templates/ for ours",
+        "fix the template; see templates/ for the bundled ones",
         WRONG_USAGE,
     )

@@ -1,6 +1,7 @@
-"""The story of one check: config and flags, profile, layout, memory, environment; every finding at once.
+"""Check a run config: flags, cluster profile, layout, memory and environment variables.
 
-Reads files, changes nothing, and knows neither terminals nor schedulers.
+Reports all findings at once. Reads files and changes nothing; knows neither terminals nor
+schedulers.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, errors_in, in_
 from trainer.estimate import GIB, Estimate, estimate, savings
 from trainer.layout import DEGREE_KEYS, Machines
 
-CLUSTER = Rule("A001", "Launch.cluster names a profile that can be used")
-MEMORY = Rule("M001", "the estimated memory of a rank is at most gpu_memory_gb", "warning")
+CLUSTER = Rule("A001", "Launch.cluster must name a valid cluster profile")
+MEMORY = Rule("M001", "the estimated memory of a rank should not exceed gpu_memory_gb", "warning")
 
-AS_ASKED = "derived: as many ranks as the degrees ask for"
+# Origin of the ranks per node where neither config, profile nor visible GPUs give a number.
+AS_ASKED = "derived: as many ranks as the degrees need"
+# Where a config is looked for if it is given without a suffix or not at all.
 CONFIG_NAMES = ("{}.yaml", "{}.yml", "{}s.yaml", "configs/{}.yaml")
-
-
-NO_PATH = ("auto", "builtin")  # words that stand where a path may stand
+# Values of path keys that are not paths.
+NO_PATH = ("auto", "builtin")
 
 
 class Checked(NamedTuple):
-    """What is known of a config after checking it; `resolved` is None when its text could not be read."""
+    """The result of a check; `resolved` is None when the config file could not be parsed."""
 
-    path: Path | None  # None: nothing but flags
+    path: Path | None  # None: the config was given by flags only
     findings: tuple[Finding, ...]
     launch: Launch
     cluster: Cluster
@@ -59,11 +61,12 @@ class Checked(NamedTuple):
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Paths of what the bundled trainer reads, as they were written, by their keys."""
+        """The paths that the bundled trainer reads, as written in the config, by key."""
         if self.launch.entrypoint != "trainer" or self.resolved is None:
             return {}
         run = self.resolved.run
         dataset = run.Data.Train.dataset
+        # The two kinds of datasets keep their path under different keys.
         key, data = (
             ("path", dataset.path)
             if dataset.name == "CharDataset"
@@ -86,7 +89,10 @@ class Checked(NamedTuple):
 
 
 def find_config(name: str | None) -> Path:
-    """CONFIG as a path or as a bare name: `config` finds config.yaml, config.yml, configs.yaml, configs/config.yaml."""
+    """Find a config by path or by bare name.
+
+    `config` finds config.yaml, config.yml, configs.yaml or configs/config.yaml.
+    """
     if name is not None and os.path.isfile(name):
         return Path(name)
     bare = name or "config"
@@ -96,14 +102,17 @@ def find_config(name: str | None) -> Path:
             if os.path.isfile(candidate):
                 return Path(candidate)
     if name is not None and (os.path.exists(name) or "/" in name or "." in name):
-        return Path(name)  # reading it says what is wrong
+        # Clearly meant as a path: reading the file reports why it cannot be used.
+        return Path(name)
     raise UserError(
-        f"no config found: tried {', '.join(tried)}", "`gptctl init` writes one", WRONG_USAGE
+        f"no config found: tried {', '.join(tried)}", "create one with `gptctl init`", WRONG_USAGE
     )
 
 
 def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
+    """Read and check a config; collect all findings instead of stopping at the first."""
     found: list[Finding] = []
+    # Flags and files are merged first, so that a flag can fix a mistake in the file.
     tree = load_tree(path, overrides, found)
     if tree is None:
         return Checked(path, in_order(found), Launch(), Cluster(), Machines(1, 1))
@@ -112,10 +121,12 @@ def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
     profile = _profile(launch, reading)
     cluster = profile.cluster if profile else Cluster()
     machines, origin = _machines(launch, cluster, reading)
+    # A wrong number of nodes would make every rule about the world size fail: report it alone.
     spread = [] if origin != AS_ASKED else [*check_spread(machines, _ranks_asked(reading), reading)]
     resolved = resolve(reading, None if spread else machines)
     judged = [*spread, *check_launch(launch, cluster, machines)]
     judged += check_elastic(launch, resolved, machines, reading)
+    # The estimate and the check of disks need a layout that fits the model and the world.
     estimated = None
     if not errors_in(resolved.findings):
         estimated = estimate(resolved.run, resolved.layout)
@@ -128,6 +139,7 @@ def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
         *reading.judge(judged),
         *linted,
     ]
+    # `gptctl validate --resolved` and `gptctl show` print where each value came from.
     written = reading.values
     origins = {
         key: str(reading.places[key]) if key in written else "default"
@@ -136,6 +148,7 @@ def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
     origins |= {
         key: str(place) for key, place in reading.places.items() if key.startswith("Launch.env.")
     }
+    # From here on nobody has to derive the ranks per node again.
     launch = replace(launch, gpus_per_node=machines.per_node)
     origins["Launch.gpus_per_node"] = origin
     return Checked(
@@ -147,6 +160,7 @@ def _profile(launch: Launch, reading: Reading) -> Profile | None:
     try:
         profile = load_profile(launch.cluster)
     except UserError as error:
+        # A missing profile is a finding like any other: the rest of the config is still checked.
         place = reading.places.get("Launch.cluster")
         reading.found.append(
             CLUSTER.found("Launch.cluster", launch.cluster, error.message, error.hint, place)
@@ -154,14 +168,13 @@ def _profile(launch: Launch, reading: Reading) -> Profile | None:
         reading.bad.add("Launch.cluster")
         return None
     if errors_in(profile.findings):
-        reading.bad.add(
-            "Launch.cluster"
-        )  # rules must not judge a cluster that was read in part only
+        # Rules must not check against a profile that was only partly read.
+        reading.bad.add("Launch.cluster")
     return profile
 
 
 def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> tuple[Machines, str]:
-    """Nodes × ranks per node, and where the latter came from."""
+    """Return nodes and ranks per node, and the origin of the ranks per node."""
     nodes = launch.node_range[1]
     if launch.gpus_per_node:
         return Machines(nodes, launch.gpus_per_node), str(reading.places["Launch.gpus_per_node"])
@@ -169,6 +182,7 @@ def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> tuple[Machi
         return Machines(nodes, len(launch.devices)), "derived: devices"
     if cluster.gpus_per_node:
         return Machines(nodes, cluster.gpus_per_node), f"profile {cluster.name}"
+    # Only a local job can count GPUs here: other clusters run on other machines.
     on_gpus = reading.values.get("Global.device", "gpu") == "gpu"
     if cluster.traits.is_one_machine and on_gpus and (visible := visible_gpus()):
         return Machines(nodes, visible), "derived: visible GPUs"
@@ -176,10 +190,13 @@ def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> tuple[Machi
 
 
 def _ranks_per_node(reading: Reading, nodes: int) -> int:
-    """As few as the degrees allow; where dp is free, so many that mp groups stay inside a node."""
+    """Choose the fewest ranks per node that the degrees allow.
+
+    If dp_degree is not set, mp groups stay inside a node.
+    """
     asked, mp = _ranks_asked(reading), reading.values.get(DEGREE_KEYS["mp"], 1)
     if DEGREE_KEYS["dp"] in reading.values:
-        return -(-asked // nodes)
+        return -(-asked // nodes)  # rounded up; check_spread reports a remainder
     return math.lcm(mp, asked // math.gcd(asked, nodes))
 
 
@@ -191,10 +208,13 @@ def _check_memory(resolved: Resolved, estimated: Estimate, cluster: Cluster) -> 
     if not cluster.gpu_memory_gb or estimated.memory.total <= cluster.gpu_memory_gb * GIB:
         return
     need = estimated.memory.total / GIB
-    message = f"about {need:.1f} GiB per GPU, {cluster.name} has {cluster.gpu_memory_gb:g}"
+    message = (
+        f"needs about {need:.1f} GiB per GPU, but GPUs of {cluster.name} have "
+        f"{cluster.gpu_memory_gb:g} GiB"
+    )
     helpful = savings(resolved.run, resolved.layout, cluster.gpu_memory_gb * GIB)
     hint = (
-        f"one of these would do: {'; '.join(helpful)}"
+        f"any one of these changes is enough: {'; '.join(helpful)}"
         if helpful
         else "raise sharding_degree, mp_degree or pp_degree"
     )
@@ -208,7 +228,8 @@ def _lint(
     resolved: Resolved,
     reading: Reading,
 ) -> list[Finding]:
-    """The environment lint, each finding at the line that sets the variable; a run config wins over its profile."""
+    """Check the environment variables; each finding names the line that sets the variable."""
+    # The same precedence as in the job: Launch.env overrides env of the profile.
     environment = {**(profile.cluster.env if profile else {}), **launch.env}
     cpus = launch.slurm.cpus_per_task or (profile.cluster.cpus_per_task if profile else None)
     layout = resolved.layout
@@ -221,6 +242,7 @@ def _lint(
         cpus_per_task=cpus,
         gpus_per_node=machines.per_node,
     )
+    # The place is the run config's line if it sets the variable, else the profile's.
     findings = []
     for finding in lint(environment, job):
         in_profile = profile.reading.places.get(f"env.{finding.key}") if profile else None

@@ -1,4 +1,7 @@
-"""Cluster profiles: where jobs run. One YAML file per cluster, read with the same care as run configs."""
+"""Cluster profiles: one YAML file per cluster says where and how its jobs run.
+
+Profiles are read and checked like run configs.
+"""
 
 from __future__ import annotations
 
@@ -30,51 +33,72 @@ from trainer.config.record import record
 from trainer.config.tree import Map, Node, read_file
 from trainer.errors import OUT_OF_REACH, Finding, Place, Rule, UserError, errors_in, in_order
 
-HOSTS = Rule("P001", "an ssh cluster lists its hosts, each once", uses=("kind", "hosts"))
+HOSTS = Rule("P001", "an ssh cluster must list its hosts, each once", uses=("kind", "hosts"))
 RUN_ROOT = Rule(
     "P002",
-    "run_root of a cluster of several machines is an absolute path",
+    "run_root must be an absolute path, except on a local cluster",
     uses=("kind", "run_root"),
 )
-FOREIGN_KEY = Rule("P003", "a key belongs to the cluster's kind", "warning", uses=("kind",))
-SBATCH = Rule("P004", "sbatch repeats no option that gptctl sets itself", uses=("sbatch",))
+FOREIGN_KEY = Rule(
+    "P003",
+    "a key of one kind of cluster should not be in a profile of another",
+    "warning",
+    uses=("kind",),
+)
+SBATCH = Rule("P004", "sbatch must not contain an option that gptctl sets itself", uses=("sbatch",))
 
+# [user@]host[:port], one or several with commas, as ssh -J takes them.
 _JUMPS = r"(?=.{1,255}$)[A-Za-z0-9._@-]+(:\d+)?(,[A-Za-z0-9._@-]+(:\d+)?)*"
 
 
 @record(frozen=True)
 class Host:
+    """One machine of an ssh cluster."""
+
     host: str = text(
-        None, "name or address to connect to", r"[A-Za-z0-9._:-]{1,255}", "a host name or address"
+        None,
+        "host name or address to connect to",
+        r"[A-Za-z0-9._:-]{1,255}",
+        "a host name or address",
     )
     user: str | None = text(
-        None, "empty: the ssh config's", r"[A-Za-z0-9._@-]{1,64}", "a user name"
+        None, "login name; empty: the ssh config's", r"[A-Za-z0-9._@-]{1,64}", "a user name"
     )
-    port: int | None = integer(None, "empty: the ssh config's, or 22", low=1, high=65535)
+    port: int | None = integer(
+        None, "port of sshd; empty: the ssh config's, or 22", low=1, high=65535
+    )
     identity_file: str | None = file_path(None, "private key; empty: the profile's")
-    gpus: int | None = integer(None, "its GPUs; empty: gpus_per_node", low=1, high=MAX_PER_NODE)
-    proxy_jump: str | None = text(
-        None, "bastions on the way, separated by commas", _JUMPS, "a host name"
+    gpus: int | None = integer(
+        None, "number of GPUs; empty: gpus_per_node", low=1, high=MAX_PER_NODE
     )
+    proxy_jump: str | None = text(None, "jump hosts, separated by commas", _JUMPS, "a host name")
     address: str | None = text(
-        None, "its address on the training network", r"[A-Za-z0-9._:-]{1,255}", "an address"
+        None,
+        "address in the training network; empty: host",
+        r"[A-Za-z0-9._:-]{1,255}",
+        "an address",
     )
     interface: str | None = text(
-        None, "its interface on the training network", r"[A-Za-z0-9._@-]{1,32}", "an interface name"
+        None,
+        "network interface of the training network; empty: the one that reaches the first node",
+        r"[A-Za-z0-9._@-]{1,32}",
+        "an interface name",
     )
 
 
 class HostEntry:
-    """A host: `{host: 10.0.0.46, user: me}`, or its bare name."""
+    """A host of the profile: `{host: 10.0.0.46, user: me}`, or only its name."""
 
     def read(self, node: Node) -> Host:
+        # A bare name is short for {host: NAME}.
         mapping = node if isinstance(node, Map) else Map({"host": node}, node.place)
         reading = read_section(Host, mapping, [])
         if reading.found:
+            # An item of a list can report one fault: the first, with its key.
             first = reading.found[0]
             raise BadValue(WRONG_TYPE, f"{first.key}: {first.message}", first.hint)
         if "host" not in reading.values:
-            raise BadValue(WRONG_TYPE, "an entry without host", "write {host: NAME}")
+            raise BadValue(WRONG_TYPE, "the key host is missing", "use {host: NAME}")
         return build(Host, reading.values)
 
     def schema(self) -> dict[str, Any]:
@@ -83,66 +107,89 @@ class HostEntry:
 
 @record(frozen=True)
 class Container:
-    runtime: str | None = choice(None, ["singularity", "apptainer"], "singularity | apptainer")
-    image: str | None = file_path(None, "image file")
-    binds: tuple[str, ...] = key(Words(), (), "HOST:CONTAINER[:rw]")
-    pwd: str | None = file_path(None, "working folder inside")
-    nv: bool = boolean(True, "pass the GPUs in")
+    """The container in which the ranks run; gptctl's engine stays outside of it."""
+
+    runtime: str | None = choice(
+        None, ["singularity", "apptainer"], "singularity | apptainer; empty: apptainer"
+    )
+    image: str | None = file_path(None, "image file; empty: no container")
+    binds: tuple[str, ...] = key(Words(), (), "bind mounts: HOST:CONTAINER[:rw]")
+    pwd: str | None = file_path(None, "working folder inside the container")
+    nv: bool = boolean(True, "make the GPUs visible in the container (--nv)")
 
 
 @record(frozen=True)
 class Cluster:
+    """A cluster profile. Keys that start with `slurm:` or `ssh:` are for that kind only."""
+
+    # All kinds of clusters.
     name: str = text(
-        None, "empty: the file's name", r"[A-Za-z0-9._-]{1,64}", "a name of letters, digits and ._-"
+        None,
+        "name of the cluster; empty: the file's name",
+        r"[A-Za-z0-9._-]{1,64}",
+        "a name of letters, digits and ._-",
     )
     kind: str = choice("local", list(KINDS), " | ".join(KINDS))
     gpus_per_node: int | None = integer(
-        None, "local, empty: visible GPUs, or as many ranks as asked for", low=1, high=MAX_PER_NODE
+        None,
+        "GPUs of a node; empty: visible GPUs (local), or ranks by the layout",
+        low=1,
+        high=MAX_PER_NODE,
     )
     gpu_memory_gb: float | None = number(
-        None, "memory of one GPU; validate compares its estimate with it", above=0
+        None, "memory of one GPU in GiB; gptctl validate compares its estimate with it", above=0
     )
+    # Slurm clusters.
     partition: str | None = text(None, "slurm: default partition", SLURM_WORD, "a partition name")
     account: str | None = text(None, "slurm: default account", SLURM_WORD, "an account name")
     gpu_request: str = choice(
         "gres",
         ["gres", "gpus-per-node", "none"],
-        "slurm: gres (--gres=gpu:N) | gpus-per-node | none (cpu)",
+        "slurm: gres (--gres=gpu:N) | gpus-per-node (--gpus-per-node=N) | none",
     )
     cpus_per_task: int | None = integer(
-        None, "slurm: cores of one node's task", low=1, high=1 << 16
+        None, "slurm: CPUs per node (--cpus-per-task)", low=1, high=1 << 16
     )
     sbatch: Mapping[str, str] = key(
         Names(pattern=r"[a-z][a-z0-9-]*", form="an sbatch option"),
         {},
-        "slurm: further sbatch options, such as {qos: high}",
+        "slurm: more sbatch options, such as {qos: high}",
     )
+    # All kinds: where files are, and what runs before the ranks.
     run_root: str = file_path(
-        "./runs", "one folder per job; on several machines visible under this path on each"
+        "./runs", "folder of all runs, one subfolder per job; the same path on every machine"
     )
-    setup: tuple[str, ...] = key(Words(), (), "shell lines before the launch, in order")
-    container: Container = section(Container)
+    setup: tuple[str, ...] = key(Words(), (), "shell lines to run before the ranks start, in order")
+    container: Container = section(Container, "run the ranks in a container")
     master_interface: str | None = text(
-        None, "the head node's address is taken from it", r"[A-Za-z0-9._@-]{1,32}", "an interface"
+        None,
+        "interface of the first node whose address is the rendezvous endpoint",
+        r"[A-Za-z0-9._@-]{1,32}",
+        "an interface",
     )
-    hosts: tuple[Host, ...] = key(Words(HostEntry()), (), "ssh: machines in node order")
-    identity_file: str | None = file_path(None, "ssh: private key")
-    known_hosts: str | None = file_path(None, "ssh: pinned host keys")
-    shared_fs: bool = boolean(False, "ssh: run_root is one shared folder")
-    patience: float = number(
-        30.0, "ssh: seconds for which a host may be silent while a job is begun", low=1
+    # ssh clusters.
+    hosts: tuple[Host, ...] = key(Words(HostEntry()), (), "ssh: the hosts, in node order")
+    identity_file: str | None = file_path(None, "ssh: private key; empty: the ssh config's")
+    known_hosts: str | None = file_path(
+        None, "ssh: file of known host keys; empty: the ssh config's"
     )
+    shared_fs: bool = boolean(False, "ssh: run_root is a folder that all hosts share")
+    patience: float = number(30.0, "ssh: seconds to wait for a host while a job starts", low=1)
     allow_proxy_command: bool = boolean(
-        False, "ssh: a ProxyCommand of the ssh config may run on this machine"
+        False, "ssh: allow ProxyCommand of the ssh config, which runs on this machine"
     )
-    python: str | None = file_path(None, "interpreter of the ranks")
+    # All kinds: interpreters and environment.
+    python: str | None = file_path(
+        None,
+        "interpreter of the ranks; empty: python (ssh, setup or container), else gptctl's own",
+    )
     engine_python: str | None = file_path(
         None,
-        "Python >= 3.10 that runs gptctl's engine on nodes; empty: the one that runs gptctl, if "
-        "it exists there, else python3 after the setup",
+        "Python >= 3.10 that runs gptctl's engine on the nodes; empty: the one that runs gptctl, "
+        "if it exists there, else python3 after the setup",
     )
     env: Mapping[str, str] = key(
-        Names(), {}, "environment of every rank; a run config's Launch.env wins"
+        Names(), {}, "environment of every rank; Launch.env of a run config overrides it"
     )
 
     @property
@@ -151,7 +198,7 @@ class Cluster:
 
 
 class Profile(NamedTuple):
-    """A cluster with what was found in its file."""
+    """A cluster and the findings of its file."""
 
     cluster: Cluster
     findings: tuple[Finding, ...]
@@ -159,12 +206,14 @@ class Profile(NamedTuple):
 
 
 def profile_folders() -> list[Path]:
-    """The user's own folders, nearest first; the bundled ones come after them."""
+    """The folders of the user's own profiles, in the order in which they are searched."""
+    # ./clusters belongs to the project, the other folder to the user.
     config_home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return [Path("clusters"), Path(config_home) / "gptctl" / "clusters"]
 
 
 def known_profiles() -> dict[str, Path]:
+    """All profiles by name: the first folder wins, and the bundled ones come last."""
     known: dict[str, Path] = {}
     for folder in profile_folders():
         for file in sorted(folder.glob("*.yaml")):
@@ -175,58 +224,79 @@ def known_profiles() -> dict[str, Path]:
 
 
 def find_profile(name: str) -> Path:
+    # A path is taken as it is, so that a profile need not be in a folder of profiles.
     if "/" in name or name.endswith((".yaml", ".yml")):
         return Path(name)
     return choose("cluster", name, known_profiles())
 
 
 def load_profile(name: str) -> Profile:
+    """Read and check a profile; collect its findings instead of stopping at the first."""
     file = find_profile(name)
     found: list[Finding] = []
     tree = read_file(file, found)
+    # An unreadable file is checked as an empty one, so that there is always a cluster to return.
     reading = read_section(Cluster, tree or Map({}, Place(str(file))), found)
     cluster = build(Cluster, {"name": file.stem, **reading.values})
+    # A file that could not be parsed has its own finding: rules would only add false ones.
     judged = reading.judge(_check(cluster, reading)) if tree else []
     return Profile(cluster, in_order([*found, *judged]), reading)
 
 
 def cluster_of_job(folder: Path) -> Cluster:
-    """As it was when the job was submitted."""
+    """The cluster as it was when the job was submitted."""
+    # The profile may have been edited since: the job runs with the frozen copy.
     profile = load_profile(str(folder / "cluster.json"))
     if errors_in(profile.findings):
-        hint = "look at the job on its hosts"
+        hint = "check and stop the job on its hosts by hand"
         raise UserError(f"{folder}/cluster.json is damaged", hint, OUT_OF_REACH, profile.findings)
     return profile.cluster
 
 
 def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
+    yield from _check_hosts(cluster)
+    yield from _check_run_root(cluster)
+    yield from _check_keys(cluster, reading)
+
+
+def _check_hosts(cluster: Cluster) -> Iterator[Finding]:
+    # Host and port identify a host: one address may have several sshd, as with containers.
     hosts = [(host.host, host.port or 22) for host in cluster.hosts]
     if cluster.traits.has_hosts and (not hosts or len(set(hosts)) < len(hosts)):
-        message = "a host is listed twice" if hosts else "no hosts"
-        yield HOSTS.found("hosts", None, message, "list every machine once, in node order")
+        twice = next((name for name, port in hosts if hosts.count((name, port)) > 1), "")
+        message = f"{twice} is listed twice" if hosts else "no hosts are listed"
+        yield HOSTS.found("hosts", None, message, "list every host once, in node order")
+
+
+def _check_run_root(cluster: Cluster) -> Iterator[Finding]:
+    # A relative path would mean another folder on every node, and wherever gptctl starts.
     if not cluster.traits.is_one_machine and not cluster.run_root.startswith("/"):
-        message = f"{cluster.run_root} depends on where gptctl is started"
-        yield RUN_ROOT.found(
-            "run_root", cluster.run_root, message, "write an absolute path that every node sees"
-        )
+        message = f"{cluster.run_root} is a relative path"
+        hint = "use an absolute path that exists on every node"
+        yield RUN_ROOT.found("run_root", cluster.run_root, message, hint)
+    # `/`, `.` and `..`: the folders of jobs would be mixed with other files.
     if not cluster.run_root.strip("/."):
-        yield RUN_ROOT.found(
-            "run_root", cluster.run_root, "it is no folder for runs", "write a folder of your own"
-        )
+        message = f"{cluster.run_root} cannot be the folder of runs"
+        yield RUN_ROOT.found("run_root", cluster.run_root, message, "use a folder of its own")
+
+
+def _check_keys(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
     for option in sorted(filter(is_set_by_gptctl, cluster.sbatch)):
-        yield SBATCH.found(
-            f"sbatch.{option}", None, f"gptctl sets --{option} itself, or cannot use it", OWN_KEY
-        )
+        message = f"gptctl sets --{option} itself, or does not support it"
+        yield SBATCH.found(f"sbatch.{option}", None, message, OWN_KEY)
+    # A key of another kind is often a copy and paste error: the profile still works without it.
     for kind, traits in KINDS.items():
         for name in traits.keys if traits is not cluster.traits else ():
             if name in reading.values:
-                message = f"only a cluster of kind {kind} has it; this one is {cluster.kind}"
-                yield FOREIGN_KEY.found(name, None, message, "delete it, or change the kind")
+                message = f"it is for clusters of kind {kind}, but this one is {cluster.kind}"
+                yield FOREIGN_KEY.found(name, None, message, "delete it, or change kind")
 
 
 def visible_gpus() -> int:
-    """GPUs of this machine that a job may use, by their device files; no driver is asked."""
+    """Count the GPUs of this machine that a job may use."""
+    # Counting device files is instant; importing torch to ask the driver takes seconds.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # An empty value and -1 hide all GPUs, as in CUDA itself.
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     return len(list(Path("/dev").glob("nvidia[0-9]*")))

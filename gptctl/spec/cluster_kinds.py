@@ -1,4 +1,7 @@
-"""The kinds of clusters, as far as checks and plans must know them. How jobs run there: gptctl/backends/."""
+"""The kinds of clusters, as far as checks and plans need them.
+
+How jobs run on each kind: gptctl/backends/.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ from typing import NamedTuple
 
 
 class ClusterKind(NamedTuple):
-    """What is true of all clusters of a kind."""
+    """What all clusters of one kind have in common."""
 
-    backend: str  # module:class
+    backend: str  # module:class, imported only when it is used
     is_one_machine: bool = False  # all nodes of a job are processes of this machine
     has_queue: bool = False  # a scheduler allocates the nodes
     has_hosts: bool = False  # the profile lists the machines

@@ -1,4 +1,7 @@
-"""The `Launch` section: what other launchers take on command lines. The trainer accepts it unread."""
+"""The `Launch` section of a run config: cluster, nodes, rendezvous, script and Slurm options.
+
+The trainer accepts the section, but does not read it.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +32,35 @@ from trainer.config.kinds import (
 from trainer.config.record import record
 from trainer.config.tree import Map, Node, is_null
 
+# How the ranks are started: six forms of torchrun, and torch.distributed.launch.
 STYLES = ("standalone", "c10d", "static", "srun-script", "sbatch", "loop", "launch")
+# Upper bounds that catch typing errors before they become a plan with millions of ranks.
 MAX_NODES = 1 << 16
 MAX_PER_NODE = 1 << 10
+# Job names become folder names, so no `/` and no leading `.` or `-`.
 JOB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+# Neither blanks nor quotes: these values become #SBATCH lines of the job script.
 SLURM_WORD = r"[A-Za-z0-9._,+@:/-]{1,256}"
 
+# sbatch options that gptctl sets itself, or that would break its job script.
 _SET_BY_GPTCTL = (
-    "account array chdir cpus-per-task error help hold input job-name no-requeue nodes ntasks ntasks-per-node "
-    "open-mode output parsable partition quiet requeue signal test-only time usage version wait wrap"
+    "account array chdir cpus-per-task error help hold input job-name no-requeue nodes ntasks "
+    "ntasks-per-node open-mode output parsable partition quiet requeue signal test-only time "
+    "usage version wait wrap"
 ).split()
-OWN_KEY = "use the key or flag for it (--name, --time, --partition, …): `gptctl keys Launch.slurm`"
+OWN_KEY = "use its key or flag (--name, --time, --partition, …): see `gptctl keys Launch.slurm`"
 
 
 def is_set_by_gptctl(option: str) -> bool:
-    """Whether an option of sbatch is not the user's to set; sbatch takes any beginning of a name for the whole."""
+    """Whether users must not set this sbatch option."""
+    # sbatch accepts abbreviations: `part` is `partition`.
     return any(name.startswith(option) for name in _SET_BY_GPTCTL)
 
 
 _ENDPOINT = re.compile(
     r"(?P<host>[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?"
 )
+# D-HH[:MM[:SS]], or MM, MM:SS, HH:MM:SS.
 _TIME = re.compile(r"(?:(?P<days>[0-9]{1,5})-)?(?P<clock>[0-9]{1,6}(?::[0-9]{1,2}){0,2})")
 
 
@@ -59,12 +70,13 @@ class NodeCount:
     def read(self, node: Node) -> int | str:
         text = scalar_text(node, "a number of nodes")
         parts = text.split(":")
+        # `2:4` is a range; more than two parts become 0, which the next check rejects.
         bounds = [read_integer(part) for part in parts] if len(parts) <= 2 else [0]
         if not 1 <= bounds[0] <= bounds[-1] <= MAX_NODES:
             raise BadValue(
                 OUT_OF_RANGE,
-                f"{shown(text)} is not a number of nodes",
-                "write 1 or more, or MIN:MAX such as 2:4",
+                f"invalid number of nodes: {shown(text)}",
+                "use 1 or more, or MIN:MAX such as 2:4",
             )
         return bounds[0] if bounds[0] == bounds[-1] else f"{bounds[0]}:{bounds[1]}"
 
@@ -77,7 +89,7 @@ class NodeCount:
 
 
 class Devices:
-    """`"0,1,2,3"`: the cards to use, each once."""
+    """The GPUs to use, each once, such as `"0,1,2,3"`; numbers or UUIDs."""
 
     def read(self, node: Node) -> tuple[str, ...]:
         devices = tuple(scalar_text(item, "a device") for item in list_items(node))
@@ -85,9 +97,10 @@ class Devices:
             if not re.fullmatch(r"[0-9]{1,4}|(GPU|MIG)-[A-Za-z0-9/-]{1,80}", device):
                 raise BadValue(
                     NOT_A_NAME,
-                    f"{shown(device)} is not a device",
-                    'write numbers, such as "0,1,2,3"',
+                    f"invalid device: {shown(device)}",
+                    'use numbers such as "0,1,2,3", or UUIDs such as GPU-…',
                 )
+        # Two ranks on one GPU would fail much later, in NCCL.
         if len(set(devices)) < len(devices):
             raise BadValue(OUT_OF_RANGE, "a device is listed twice", "list each device once")
         return devices
@@ -97,7 +110,10 @@ class Devices:
 
 
 class Duration:
-    """Slurm's spellings of a time: `90` (minutes), `90:00`, `12:00:00`, `1-12`, `1-12:30`, `1-12:30:00`."""
+    """A time as Slurm writes it.
+
+    `90` (minutes), `90:00`, `12:00:00`, `1-12`, `1-12:30` or `1-12:30:00`.
+    """
 
     def read(self, node: Node) -> str:
         text = scalar_text(node, "a time")
@@ -105,23 +121,25 @@ class Duration:
         if not match:
             raise BadValue(
                 WRONG_TYPE,
-                f"{shown(text)} is not a time",
-                "write 12:00:00, or 1-12:00:00 for a day and a half",
+                f"invalid time: {shown(text)}",
+                "use HH:MM:SS or D-HH:MM:SS, such as 12:00:00 or 1-12:00:00",
             )
         clock = [int(part) for part in match["clock"].split(":")]
         seconds = _seconds(match["days"], clock)
         if any(part > 59 for part in clock[1:]) or (match["days"] is not None and clock[0] > 23):
             raise BadValue(
                 OUT_OF_RANGE,
-                f"{shown(text)} is no time",
-                "use at most 59 minutes or seconds, 23 hours of a day",
+                f"invalid time: {shown(text)}",
+                "use at most 59 minutes, 59 seconds and, after days, 23 hours",
             )
+        # Slurm would read 0 as "no limit".
         if not 0 < seconds < 10 * 366 * 86400:
             raise BadValue(
                 OUT_OF_RANGE,
-                f"{shown(text)} is no time for a job",
-                "use more than nothing, less than ten years",
+                f"invalid time limit: {shown(text)}",
+                "use between 1 second and 10 years",
             )
+        # One spelling for all: equal limits give equal job ids.
         days, rest = divmod(seconds, 86400)
         time = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
         return f"{days}-{time}" if days else time
@@ -134,21 +152,23 @@ def _seconds(days: str | None, clock: list[int]) -> int:
     if days is not None:  # D-HH[:MM[:SS]]
         hours, minutes, seconds = (*clock, 0, 0)[:3]
         return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
-    if len(clock) == 3:
+    if len(clock) == 3:  # HH:MM:SS
         return (clock[0] * 60 + clock[1]) * 60 + clock[2]
-    minutes, seconds = (*clock, 0)[:2]
+    minutes, seconds = (*clock, 0)[:2]  # MM[:SS]
     return minutes * 60 + seconds
 
 
 class Endpoint:
-    """`HOST` or `HOST:PORT`; an IPv6 address in brackets."""
+    """`HOST` or `HOST:PORT`; an IPv6 address needs brackets."""
 
     def read(self, node: Node) -> str:
         text = scalar_text(node, "a host")
         match = _ENDPOINT.fullmatch(text)
         if not match or not 1 <= int(match["port"] or 1) <= 65535:
             raise BadValue(
-                NOT_A_NAME, f"{shown(text)} is not HOST or HOST:PORT", "write it as node-1:29500"
+                NOT_A_NAME,
+                f"invalid endpoint: {shown(text)}",
+                "use HOST or HOST:PORT, such as node-1:29500",
             )
         return text
 
@@ -158,12 +178,15 @@ class Endpoint:
 
 def split_endpoint(endpoint: str) -> tuple[str, int | None]:
     match = _ENDPOINT.fullmatch(endpoint)
-    assert match
+    assert match  # Endpoint.read has checked it
     return match["host"].strip("[]"), int(match["port"]) if match["port"] else None
 
 
 class SecretSource:
-    """`{file: path}` or `{env: NAME}`: where a secret is read on the node, never the secret itself."""
+    """Where the node reads a secret: `{file: path}` or `{env: NAME}`.
+
+    The secret itself is never part of a config: configs are copied and printed.
+    """
 
     def read(self, node: Node) -> dict[str, str]:
         if (
@@ -173,10 +196,11 @@ class SecretSource:
         ):
             (kind, value) = next(iter(node.items.items()))
             if not is_null(value):
+                # Any path is allowed, but a variable must have a name that a shell accepts.
                 pattern = r"[A-Za-z_][A-Za-z0-9_]*" if kind == "env" else ""
                 return {kind: Text(pattern, "a variable name").read(value)}
         raise BadValue(
-            WRONG_TYPE, "a secret is given by reference", "write {file: path} or {env: NAME}"
+            WRONG_TYPE, "a secret must be a reference", "use {file: path} or {env: NAME}"
         )
 
     def schema(self) -> dict[str, Any]:
@@ -190,64 +214,101 @@ class SecretSource:
 
 @record(frozen=True)
 class Rendezvous:
+    """Where and how the ranks of a job meet (torchrun's --rdzv-… and --master-…)."""
+
     backend: str | None = choice(
-        None, ["static", "c10d"], "empty: static for a fixed number of nodes, c10d for MIN:MAX"
+        None,
+        ["static", "c10d"],
+        "static | c10d; empty: static for a fixed number of nodes, c10d for MIN:MAX",
     )
-    id: str | None = text(None, "empty: the job id", JOB_NAME, "a name of letters, digits and ._-")
+    id: str | None = text(
+        None, "rendezvous id; empty: the job id", JOB_NAME, "a name of letters, digits and ._-"
+    )
     endpoint: str | None = key(
-        Endpoint(), None, "HOST:PORT; empty: the first host of the allocation"
+        Endpoint(), None, "HOST or HOST:PORT; empty: the first host of the job"
     )
-    port: int | None = integer(None, "empty: probed on the head node", low=1, high=65535)
+    port: int | None = integer(
+        None, "port of the rendezvous; empty: a free port of the first host", low=1, high=65535
+    )
 
 
 @record(frozen=True)
 class Slurm:
-    partition: str | None = text(None, "", SLURM_WORD, "a partition name")
-    account: str | None = text(None, "", SLURM_WORD, "an account name")
-    time: str | None = key(Duration(), None, "time limit, such as 12:00:00")
-    cpus_per_task: int | None = integer(None, "empty: the profile's", low=1, high=1 << 16)
+    """Options of sbatch that have a key of their own, and `extra` for all others."""
+
+    partition: str | None = text(
+        None, "partition (sbatch --partition); empty: the profile's", SLURM_WORD, "a partition name"
+    )
+    account: str | None = text(
+        None, "account (sbatch --account); empty: the profile's", SLURM_WORD, "an account name"
+    )
+    time: str | None = key(
+        Duration(), None, "time limit, such as 12:00:00; empty: Slurm's default, or none"
+    )
+    cpus_per_task: int | None = integer(
+        None, "CPUs per node (sbatch --cpus-per-task); empty: the profile's", low=1, high=1 << 16
+    )
     requeue: bool | None = key(
         Boolean(),
         None,
-        "go on after preemption, a time limit or a node's failure; empty: yes, but for a script",
+        "requeue after preemption, time limit or node failure; empty: for the trainer only",
     )
     save_before: int | None = integer(
         None,
-        "seconds before the time limit at which the job saves; empty: 120, or a quarter of it",
+        "save this many seconds before the time limit; empty: 120, or a quarter of a short limit",
         low=1,
         high=86400,
     )
     extra: Mapping[str, str] = key(
         Names(pattern=r"[a-z][a-z0-9-]*", form="an sbatch option"),
         {},
-        "further sbatch options, such as {qos: high}",
+        "more sbatch options, such as {qos: high}",
     )
 
 
 @record(frozen=True)
 class Launch:
-    cluster: str = text("local", "name of a profile in clusters/, or a path")
-    nodes: int | str = key(NodeCount(), 1, "a number, or MIN:MAX for an elastic job")
+    """The keys of the section, in the order in which `gptctl keys` prints them."""
+
+    # Where the job runs, and on how many GPUs.
+    cluster: str = text("local", "name or path of a cluster profile")
+    nodes: int | str = key(NodeCount(), 1, "number of nodes, or MIN:MAX for an elastic job")
     gpus_per_node: int | None = integer(
-        None, "ranks per node; empty: the profile's", low=1, high=MAX_PER_NODE
+        None,
+        "ranks per node; empty: from devices, the profile or the layout",
+        low=1,
+        high=MAX_PER_NODE,
     )
-    devices: tuple[str, ...] | None = key(Devices(), None, '"0,1,2,3": also sets gpus_per_node')
-    style: str | None = choice(None, STYLES, f"{' | '.join(STYLES)}; empty: by cluster")
-    rdzv: Rendezvous = section(Rendezvous)
-    max_restarts: int = integer(0, "how often a failed job is started again", low=0, high=1000)
-    job_name: str = text("gpt", "", JOB_NAME, "a name of 1 to 64 letters, digits and ._-")
-    log_dir: str | None = file_path(None, "empty: <run_dir>/logs, else <log_dir>/<job id>")
-    entrypoint: str = text("trainer", "trainer, or a script; its arguments in args")
-    files: tuple[str, ...] = key(Words(), (), "further files and folders to ship with a script")
+    devices: tuple[str, ...] | None = key(
+        Devices(), None, 'GPUs to use on each node, such as "0,1,2,3"; also sets gpus_per_node'
+    )
+    style: str | None = choice(None, STYLES, f"{' | '.join(STYLES)}; empty: by kind of cluster")
+    # How its ranks meet and restart.
+    rdzv: Rendezvous = section(Rendezvous, "where and how the ranks meet")
+    max_restarts: int = integer(0, "how many times a failed job is restarted", low=0, high=1000)
+    job_name: str = text(
+        "gpt",
+        "start of the job id; Slurm's job name",
+        JOB_NAME,
+        "a name of 1 to 64 letters, digits and ._-",
+    )
+    log_dir: str | None = file_path(
+        None, "folder of logs: <log_dir>/<job id>; empty: <run_dir>/logs"
+    )
+    # What runs, and with which files and variables.
+    entrypoint: str = text("trainer", "trainer, or a Python script with its arguments in args")
+    files: tuple[str, ...] = key(Words(), (), "more files and folders to copy with the script")
     args: tuple[str, ...] = key(Words(), (), "arguments of the script")
     env: Mapping[str, str] = key(Names(), {}, "environment of every rank")
     secrets: Mapping[str, Mapping[str, str]] = key(
-        Names(SecretSource(), is_secret=True), {}, "NAME: {file: path} or {env: NAME}"
+        Names(SecretSource(), is_secret=True),
+        {},
+        "secret variables of every rank: NAME: {file: path} or {env: NAME}",
     )
-    slurm: Slurm = section(Slurm)
+    slurm: Slurm = section(Slurm, "options of Slurm; time works on every kind of cluster")
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """Fewest and most nodes; equal unless the job is elastic."""
+        """The fewest and the most nodes; equal unless the job is elastic."""
         fewest, _, most = str(self.nodes).partition(":")
         return int(fewest), int(most or fewest)

@@ -1,5 +1,7 @@
-"""Where files are: the bundled `templates/` and `clusters/` (next to the package in a checkout, inside it in a wheel),
-and the folder in which gptctl keeps its records."""
+"""Find gptctl's own files: the bundled `templates/` and `clusters/`, and the folder of its records.
+
+Bundled files are next to the package in a checkout, and inside it in a wheel.
+"""
 
 from __future__ import annotations
 
@@ -15,38 +17,43 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def folder(name: str) -> Path:
+    """Return a bundled folder, in a wheel or in a checkout."""
     inside = _PACKAGE / name
     return inside if inside.is_dir() else _PACKAGE.parent / name
 
 
 def named_files(name: str, suffix: str = ".yaml") -> dict[str, Path]:
-    """The files of a bundled folder by name, sorted."""
+    """The files of a bundled folder, by name without suffix, sorted."""
     return {file.stem: file for file in sorted(folder(name).glob(f"*{suffix}"))}
 
 
 def choose(what: str, name: str, files: Mapping[str, Path]) -> Path:
-    """The file of that name; a wrong name is answered with the nearest and with all known ones."""
+    """Return the file of that name. An unknown name is an error that lists the known ones."""
     if name in files:
         return files[name]
+    # A misspelt name is the usual case, so the closest one comes first.
     near = closest(name, files)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(
-        f"no {what} is called {name}", f"{hint}known: {', '.join(sorted(files))}", WRONG_USAGE
+        f"unknown {what}: {name}", f"{hint}known: {', '.join(sorted(files))}", WRONG_USAGE
     )
 
 
 def home() -> Path:
+    """The folder in which gptctl keeps its records: $GPTCTL_HOME, or the XDG default."""
     if chosen := os.environ.get("GPTCTL_HOME"):
-        return Path(chosen).absolute()
+        return Path(chosen).absolute()  # a job outlives the current folder
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(state) / "gptctl"
 
 
 def installation_id() -> str:
     """A random id of this user's records, created when it is first needed."""
+    # Several machines may submit to the same ssh hosts: it makes their job ids differ.
     file = home() / "mark"
     with private_files():
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Mode x: of several gptctl that start at once, one creates the file and the others read it.
         with suppress(FileExistsError), open(file, "x", encoding="utf-8") as stream:
             stream.write(os.urandom(8).hex())
     return file.read_text(encoding="utf-8")

@@ -1,4 +1,7 @@
-"""All rules of both programs, gathered from the modules that check them."""
+"""Collect all rules of gptctl and the trainer, for `gptctl rules`.
+
+Each rule is defined in the module that checks it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from importlib import import_module
 
 from trainer.errors import Rule
 
+# Imported only when the rules are listed. A test checks that no module with a rule is missing.
 MODULES = (
     "trainer.config.tree",
     "trainer.config.kinds",
@@ -27,10 +31,13 @@ MODULES = (
 
 
 def all_rules() -> list[Rule]:
+    """All rules, sorted by code."""
+    # A set: some modules import rules of others.
     rules = {
         rule
         for name in MODULES
         for rule in vars(import_module(name)).values()
         if isinstance(rule, Rule)
     }
+    # Codes are stable, so the list is too.
     return sorted(rules, key=lambda rule: rule.code)

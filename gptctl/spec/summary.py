@@ -1,4 +1,7 @@
-"""What a checked config looks like to a person and to a program. Frozen data in, text and plain data out."""
+"""Format a checked config for people (tables, YAML) and for programs (JSON).
+
+Pure: frozen data in, text and plain data out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from trainer.config.sections import RunConfig
 from trainer.estimate import ASSUMPTIONS, GIB, UNKNOWN_VOCAB, Estimate
 from trainer.layout import AXES, Layout, Machines, padded_vocab
 
-# Derived keys that depend on the number of ranks.
+# Keys whose derived values depend on the number of ranks.
 BY_WORLD = (
     "Distributed.dp_degree",
     "Global.global_batch_size",
@@ -27,10 +30,12 @@ BY_WORLD = (
 
 
 def verdict(checked: Checked, is_valid: bool) -> str:
+    """Summarize the findings in a few words: `valid, 2 warnings`."""
     levels = [finding.level for finding in checked.findings]
     counts = [
         count(levels.count(level), level) for level in ("error", "warning") if level in levels
     ]
+    # With --strict, warnings make a valid config fail: say so.
     if checked.is_valid:
         counts.insert(0, "valid" if is_valid else "not valid with --strict")
     return ", ".join(counts)
@@ -41,12 +46,15 @@ def summary(checked: Checked) -> list[tuple[str, str]]:
     resolved, estimated = checked.resolved, checked.estimate
     if resolved is None or estimated is None:
         return []
+    # On CPUs a rank has no GPU of its own.
     run, batch, machines = resolved.run, resolved.batch, checked.machines
     unit = "GPU" if run.Global.device == "gpu" else "rank"
     nodes = f"{count(machines.nodes, 'node')} × {machines.per_node}"
+    # A derived number of ranks is shown with its origin: it may not be what the user expects.
     origin = checked.launch_origins["Launch.gpus_per_node"]
     guess = f" ({origin.removeprefix('derived: ')})" if origin.startswith("derived: ") else ""
     replicas = resolved.layout.data_ranks
+    # Epochs have no length before the data is read; steps have.
     tokens = batch.global_size * run.Data.Train.dataset.max_seq_len
     length = f"{tokens * run.Engine.max_steps:,} in {run.Engine.max_steps:,} updates"
     if run.Engine.run_mode == "epoch":
@@ -63,7 +71,8 @@ def summary(checked: Checked) -> list[tuple[str, str]]:
         ),
         (
             "accumulation",
-            f"{count(batch.accumulate, 'micro-batch', 'micro-batches')} of {batch.micro} per update",
+            f"{count(batch.accumulate, 'micro-batch', 'micro-batches')} of {batch.micro} "
+            "per update",
         ),
         ("tokens", f"{tokens:,} per update; {length}"),
         ("model", _model(resolved)),
@@ -86,14 +95,18 @@ def _stage(resolved: Resolved) -> str:
 
 def _model(resolved: Resolved) -> str:
     model = resolved.run.Model
+    # A character model takes its vocabulary from its text.
     vocab = "vocabulary from the data"
     if model.vocab_size:
-        vocab = f"vocabulary {model.vocab_size} (padded {padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)})"
-    sizes = f"{count(model.num_layers, 'layer')}, hidden {model.hidden_size}, {count(model.num_attention_heads, 'head')}"
+        padded = padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)
+        vocab = f"vocabulary {model.vocab_size} (padded {padded})"
+    layers, heads = count(model.num_layers, "layer"), count(model.num_attention_heads, "head")
+    sizes = f"{layers}, hidden {model.hidden_size}, {heads}"
     return f"{model.name}: {sizes}, {vocab}, {model.max_position_embeddings} positions"
 
 
 def _guess(resolved: Resolved) -> str:
+    # The vocabulary of a character model is known only when its data is read.
     return "" if resolved.run.Model.vocab_size else f", if the data has {UNKNOWN_VOCAB} characters"
 
 
@@ -103,6 +116,7 @@ def _millions(parameters: int) -> str:
 
 def _memory(estimated: Estimate, checked: Checked) -> str:
     limit = f" of {checked.cluster.gpu_memory_gb:g} GiB" if checked.cluster.gpu_memory_gb else ""
+    # Small models need some MiB: in GiB every part would be 0.00.
     size, unit = (GIB, "GiB") if estimated.memory.total >= GIB else (GIB >> 10, "MiB")
     parts = ", ".join(
         f"{part} {getattr(estimated.memory, part) / size:.2f}" for part in estimated.memory._fields
@@ -111,16 +125,19 @@ def _memory(estimated: Estimate, checked: Checked) -> str:
 
 
 def assumptions() -> str:
+    """What the memory estimate assumes, as a list."""
     return "\n".join(["memory is an estimate:", *(f"  · {text}" for text in ASSUMPTIONS)])
 
 
 def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:
+    """The answer of `gptctl validate --json`, and a part of a job's config.json."""
     resolved, estimated = checked.resolved, checked.estimate
     report: dict[str, Any] = {
         "config": checked.name,
         "valid": checked.is_valid,
         "findings": [finding.as_json() for finding in checked.findings],
     }
+    # With errors there may be no layout, and so neither batch sizes nor an estimate.
     if resolved is None or estimated is None:
         return report
     machines, batch = checked.machines, resolved.batch
@@ -153,11 +170,12 @@ def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:
 
 
 def _shown(checked: Checked) -> RunConfig:
-    """The resolved config; an elastic job leaves open what depends on the number of nodes it will have."""
+    """The resolved config, without what an elastic job derives from its number of nodes."""
     assert checked.resolved is not None
     run, origins = checked.resolved.run, checked.resolved.origins
     if not checked.is_elastic:
         return run
+    # Only derived values: what the user wrote stays.
     open_keys = [key for key in BY_WORLD if origins[key].startswith("derived: ")]
 
     def opened(section: str) -> Any:
@@ -170,10 +188,14 @@ def _shown(checked: Checked) -> RunConfig:
 
 
 def resolved_yaml(checked: Checked) -> str:
-    """The resolved config as YAML that loads back, with the origin of every value that is not a default."""
+    """Format the resolved config as YAML, with the origin of every value that is not a default.
+
+    The YAML is valid input: loading it gives the same config.
+    """
     assert checked.resolved is not None
     origins = {**checked.resolved.origins, **checked.launch_origins}
     lines = list(_yaml_lines(RunConfig, _shown(checked), "", origins, 0))
+    # Launch is no part of the trainer's config, so it is added here.
     lines += ["Launch:", *_yaml_lines(type(checked.launch), checked.launch, "Launch", origins, 1)]
     return "\n".join(lines)
 
@@ -184,16 +206,18 @@ def _yaml_lines(
     for name, key in keys_of(cls).items():
         full = f"{path}.{name}" if path else name
         value = getattr(section, name)
+        # Values follow their section as they do in the file.
         if isinstance(key.kind, Section):
             yield f"{'  ' * depth}{name}:"
             yield from _yaml_lines(key.kind.cls, value, full, origins, depth + 1)
             continue
         line = f"{'  ' * depth}{name}: {_yaml_value(value)}".rstrip()
-        origin = " ".join(origins[full].split())  # a flag or file name may hold line ends
+        origin = " ".join(origins[full].split())  # a flag or file name may contain newlines
         yield line if origin == "default" else f"{line:<48}  # {origin}"
 
 
 def _yaml_value(value: Any) -> str:
+    """Format a value as YAML; JSON is a subset of YAML, so strings are quoted as in JSON."""
     if value is None:
         return ""
     if isinstance(value, (dict, tuple)):
@@ -203,11 +227,13 @@ def _yaml_value(value: Any) -> str:
     return str(value)
 
 
+# Strings that need no quotes in YAML, unless they are one of the words that mean another type.
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./-]*")
 _WORDS = frozenset(("null", "none", "true", "false", "yes", "no", "on", "off"))
 
 
 def topo_rows(layout: Layout, machines: Machines, ranks: Iterable[int]) -> Iterator[dict[str, int]]:
+    """The rows of `gptctl topo`: where each rank runs, and its coordinate on every axis."""
     for rank in ranks:
         yield {
             "rank": rank,
@@ -219,8 +245,9 @@ def topo_rows(layout: Layout, machines: Machines, ranks: Iterable[int]) -> Itera
 
 
 def topo_groups(layout: Layout, ranks: Iterable[int]) -> dict[str, list[list[int]]]:
-    """Each group of these ranks once, by axis."""
+    """All groups of these ranks, by axis; each group once."""
     ranks = list(ranks)
+    # Ranks of one group report the same group; a dict drops repetitions and keeps the order.
     return {
         axis: [list(group) for group in dict.fromkeys(layout.group(axis, rank) for rank in ranks)]
         for axis in AXES
@@ -228,16 +255,18 @@ def topo_groups(layout: Layout, ranks: Iterable[int]) -> dict[str, list[list[int
 
 
 def group_text(group: range) -> str:
-    """`0-7`, `0,8`, or `0,8,…,120` for a long one."""
+    """Format the ranks of a group: `0-7`, `0,8`, or `0,8,…,120` for a long one."""
     if len(group) > 2 and group.step == 1:
         return f"{group[0]}-{group[-1]}"
+    # A long group has a constant step: its first two ranks and its last show all of it.
     if len(group) > 4:
         return f"{group[0]},{group[1]},…,{group[-1]}"
     return ",".join(str(rank) for rank in group)
 
 
 def key_rows(prefix: str) -> list[dict[str, str]]:
-    """Every key of a run config below a prefix, with its default and meaning."""
+    """The rows of `gptctl keys`: every key that starts with a prefix, its default and meaning."""
+    # The trainer's sections and ours: to users they are one file.
     everything = {**sections(), "Launch": Launch}
     rows = [row for name, cls in everything.items() for row in _section_rows(cls, name)]
     return [row for row in rows if row["key"].lower().startswith(prefix.lower())]
@@ -247,5 +276,6 @@ def _section_rows(cls: type, path: str) -> Iterator[dict[str, str]]:
     for name, key in keys_of(cls).items():
         if isinstance(key.kind, Section):
             yield from _section_rows(key.kind.cls, f"{path}.{name}")
+        # An empty default means that the value is derived or not set.
         else:
             yield {"key": f"{path}.{name}", "default": _yaml_value(key.default), "meaning": key.doc}

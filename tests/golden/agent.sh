@@ -47,7 +47,7 @@ fi
 # Setup of cluster profile lab.
 {
   module load cuda/12
-} || fail 'in the setup: module load cuda/12'
+} || fail 'setup failed: module load cuda/12'
 
 gptctl_python=/srv/venv/bin/python
 [ "$1" != old ] || fail "$gptctl_python is not Python 3.10 or newer: set engine_python in the profile"

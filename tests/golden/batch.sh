@@ -28,24 +28,24 @@ grep -qs "\"scheduler_id\": \"$SLURM_JOB_ID\"" claim.json || {
   exit 1
 }
 
-# gptctl's engine needs Python 3.10 or newer, and nothing but its standard library.
+# gptctl's engine needs Python 3.10 or newer, and only its standard library.
 runs_engine() { "$1" -S -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null; }
-gptctl_python=/venv/bin/python # the one that gptctl was submitted with
+gptctl_python=/venv/bin/python # the interpreter that ran gptctl submit
 runs_engine "$gptctl_python" || gptctl_python=$(
-  # A subshell: the ranks run the setup themselves, and must not find it done twice.
+  # In a subshell: the ranks run the setup themselves, and must not run it twice.
   {
 
   # Setup of cluster profile lab.
   {
     module load anaconda/3-2023.03
-  } || fail 'in the setup: module load anaconda/3-2023.03'
+  } || fail 'setup failed: module load anaconda/3-2023.03'
   {
     conda activate gpt
-  } || fail 'in the setup: conda activate gpt'
+  } || fail 'setup failed: conda activate gpt'
   } >&2
   command -v python3
 )
 runs_engine "$gptctl_python" || fail "no Python 3.10 or newer for gptctl's engine on $(uname -n):" \
-  'gptctl looks for engine_python of profile lab (not set), then for the interpreter it was submitted with (/venv/bin/python), then for python3 after the setup; set engine_python'
+  'gptctl tries engine_python of profile lab (not set), then the interpreter it was submitted with (/venv/bin/python), then python3 after the setup; set engine_python in the profile'
 # Attempts, restarts, requeueing, stopping and the result are the engine's: it starts launch.sh on every node by srun.
 exec "$gptctl_python" -S engine.pyz srun_node /home/me/work/runs/gpt-3f9a2c

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The same command on each of the 2 nodes.
+# Run the same command on each of the 2 nodes.
 export PYTHONUNBUFFERED=1
 export PYTHONFAULTHANDLER=1
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=3
@@ -8,8 +8,9 @@ export NCCL_DEBUG=WARN
 export NCCL_IB_DISABLE=1
 export NCCL_SOCKET_IFNAME=bond0
 export GLOO_SOCKET_IFNAME=bond0
+# torchrun's default is one thread per rank: share the cores of the node instead.
 gptctl_cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
-export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # 2 ranks share the cores
+export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # for 2 ranks
 torchrun \
   --nnodes=2 --nproc-per-node=2 --max-restarts=0 \
   --rdzv-backend=c10d --rdzv-id=gpt --rdzv-endpoint=10.0.0.46:29400 \

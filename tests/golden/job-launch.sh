@@ -29,8 +29,9 @@ export PYTHONFAULTHANDLER=1
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=3
 export NCCL_DEBUG=WARN
 export GLOO_SOCKET_IFNAME=lo
+# torchrun's default is one thread per rank: share the cores of the node instead.
 gptctl_cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
-export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # 2 ranks share the cores
+export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # for 2 ranks
 export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$GPTCTL_LOG_DIR/nccl_trace_rank_}"
 
 cd /home/me/work || fail "the job's working folder is not here"

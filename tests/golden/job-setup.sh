@@ -29,11 +29,12 @@ export PYTHONFAULTHANDLER=1
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=3
 export NCCL_DEBUG=INFO
 export GLOO_SOCKET_IFNAME=lo
+# torchrun's default is one thread per rank: share the cores of the node instead.
 gptctl_cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
-export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # 2 ranks share the cores
-TOKEN=$(< /home/me/work/t) || fail "a secret cannot be read" # read here, written nowhere
+export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # for 2 ranks
+TOKEN=$(< /home/me/work/t) || fail 'cannot read the secret TOKEN from /home/me/work/t' # never written to a file
 export TOKEN
-[ -n "${MY_KEY:-}" ] || fail MY_KEY "is not set: it holds a secret"
+[ -n "${MY_KEY:-}" ] || fail MY_KEY 'is not set: the secret KEY is read from it'
 export KEY="${MY_KEY:-}"
 export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$GPTCTL_LOG_DIR/nccl_trace_rank_}"
 
@@ -42,10 +43,10 @@ cd /home/me/work || fail "the job's working folder is not here"
 # Setup of cluster profile lab.
 {
   module load cuda/12
-} || fail 'in the setup: module load cuda/12'
+} || fail 'setup failed: module load cuda/12'
 {
   source /venv/bin/activate
-} || fail 'in the setup: source /venv/bin/activate'
+} || fail 'setup failed: source /venv/bin/activate'
 
 # `-m trainer` is the frozen copy.
 export GPTCTL_WORK_DIR=/home/me/work/runs/gpt-3f9a2c/code PYTHONPATH=/home/me/work/runs/gpt-3f9a2c/code"${PYTHONPATH:+:$PYTHONPATH}"

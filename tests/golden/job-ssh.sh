@@ -29,9 +29,10 @@ export PYTHONFAULTHANDLER=1
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=3
 export NCCL_DEBUG=WARN
 export GPTCTL_PRIVATE_DISKS=1
+# torchrun's default is one thread per rank: share the cores of the node instead.
 gptctl_cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
-export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # 2 ranks share the cores
-[ -n "${MY_KEY:-}" ] || fail MY_KEY "is not set: it holds a secret"
+export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # for 2 ranks
+[ -n "${MY_KEY:-}" ] || fail MY_KEY 'is not set: the secret KEY is read from it'
 export KEY="${MY_KEY:-}"
 gptctl_interfaces=(bond0 eth1)
 gptctl_interface=${gptctl_interfaces[$GPTCTL_NODE]}
@@ -46,7 +47,7 @@ cd /home/me/work/runs/gpt-3f9a2c/code || fail "the job's working folder is not h
 # Setup of cluster profile lab.
 {
   module load cuda/12
-} || fail 'in the setup: module load cuda/12'
+} || fail 'setup failed: module load cuda/12'
 
 # `-m trainer` is the frozen copy.
 export GPTCTL_WORK_DIR=/home/me/work/runs/gpt-3f9a2c/code PYTHONPATH=/home/me/work/runs/gpt-3f9a2c/code"${PYTHONPATH:+:$PYTHONPATH}"

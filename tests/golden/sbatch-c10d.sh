@@ -10,14 +10,14 @@ fail() {
   echo "error: $*" >&2
   exit 1
 }
-mapfile -t gptctl_nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?this is to be run inside a Slurm job}")
-[ "${#gptctl_nodes[@]}" -gt 0 ] || fail "scontrol does not name the hosts of $SLURM_JOB_NODELIST"
+mapfile -t gptctl_nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?run this inside a Slurm job}")
+[ "${#gptctl_nodes[@]}" -gt 0 ] || fail "scontrol cannot list the hosts of $SLURM_JOB_NODELIST"
 MASTER_ADDR=$(ip -4 -o address show dev bond0 | awk '{ sub("/.*", "", $4); print $4; exit }')
-[ -n "$MASTER_ADDR" ] || fail "${gptctl_nodes[0]} has no address on "bond0
+[ -n "$MASTER_ADDR" ] || fail "${gptctl_nodes[0]} has no IPv4 address on master_interface "bond0
 MASTER_PORT=29400
 export MASTER_ADDR MASTER_PORT
 
-# Node id, hosts, head node, number of nodes: the first four lines of the output.
+# The first four lines of the output: node id, hosts, first host, number of nodes.
 echo "${SLURM_NODEID:-0}"
 echo "${gptctl_nodes[*]}"
 echo "${gptctl_nodes[0]}"
@@ -31,19 +31,22 @@ export NCCL_DEBUG=WARN
 export NCCL_IB_DISABLE=1
 export NCCL_SOCKET_IFNAME=bond0
 export GLOO_SOCKET_IFNAME=bond0
+# torchrun's default is one thread per rank: share the cores of the node instead.
 gptctl_cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
-export OMP_NUM_THREADS=$((gptctl_cores > 4 ? gptctl_cores / 4 : 1)) # 4 ranks share the cores
-[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" # srun does not take it over by itself
+export OMP_NUM_THREADS=$((gptctl_cores > 4 ? gptctl_cores / 4 : 1)) # for 4 ranks
+# srun does not inherit --cpus-per-task from sbatch since Slurm 22.05.
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 
 # Setup of cluster profile lab.
 {
   module load anaconda/3-2023.03
-} || fail 'in the setup: module load anaconda/3-2023.03'
+} || fail 'setup failed: module load anaconda/3-2023.03'
 {
   conda activate gpt
-} || fail 'in the setup: conda activate gpt'
+} || fail 'setup failed: conda activate gpt'
 
-# One torchrun on every node. What stands in single quotes is expanded there; PET_… are options of torchrun.
+# Start one torchrun on every node. The text in single quotes is expanded there;
+# torchrun reads PET_… variables as options.
 # shellcheck disable=SC2016
 srun --nodes="${#gptctl_nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1 \
   bash -c 'PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)) exec "$@"' node \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One part for each node: paste it there, or print it alone with --node.
+# One part for each node: run it there. `--node N` prints one part alone.
 
 # Node 0: 10.0.0.46
 export PYTHONUNBUFFERED=1
@@ -9,8 +9,9 @@ export NCCL_DEBUG=WARN
 export NCCL_IB_DISABLE=1
 export NCCL_SOCKET_IFNAME=bond0
 export GLOO_SOCKET_IFNAME=bond0
+# torchrun's default is one thread per rank: share the cores of the node instead.
 gptctl_cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
-export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # 2 ranks share the cores
+export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # for 2 ranks
 torchrun \
   --nnodes=2 --nproc-per-node=2 --node-rank=0 \
   --master-addr=10.0.0.46 --master-port=29500 --max-restarts=0 \
@@ -25,8 +26,9 @@ export NCCL_DEBUG=WARN
 export NCCL_IB_DISABLE=1
 export NCCL_SOCKET_IFNAME=bond0
 export GLOO_SOCKET_IFNAME=bond0
+# torchrun's default is one thread per rank: share the cores of the node instead.
 gptctl_cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
-export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # 2 ranks share the cores
+export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # for 2 ranks
 torchrun \
   --nnodes=2 --nproc-per-node=2 --node-rank=1 \
   --master-addr=10.0.0.46 --master-port=29500 --max-restarts=0 \

@@ -99,4 +99,4 @@ def test_a_failing_setup_line_stops_the_script(slurm, tmp_path) -> None:
         file.write("setup: ['no_such_module load x']\n")
     ended = slurm("sbatch")
     assert ended.returncode != 0
-    assert "error: in the setup: no_such_module load x" in ended.stderr
+    assert "error: setup failed: no_such_module load x" in ended.stderr

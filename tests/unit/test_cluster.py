@@ -123,7 +123,7 @@ def test_gpus_per_node_tells_its_origin(check, tmp_path, monkeypatch) -> None:
     cases = {
         f"Launch: {{cluster: {profile}}}\n": (2, "profile c"),
         "Launch: {devices: '0,1,2'}\n": (3, "derived: devices"),
-        "Distributed: {dp_degree: 4}\n": (4, "derived: as many ranks as the degrees ask for"),
+        "Distributed: {dp_degree: 4}\n": (4, "derived: as many ranks as the degrees need"),
     }
     for text, (number, origin) in cases.items():
         checked = check(text)

@@ -215,7 +215,7 @@ def test_one_thing_that_is_not_right(changed: dict, expected: tuple[str, str]) -
 def test_a_node_that_told_nothing_little_or_something_else() -> None:
     nodes = [
         NodeFacts("n0", no_access="/runs does not exist"),
-        NodeFacts("n1", failed="setup: in the setup: module load x", last_line="module: not found"),
+        NodeFacts("n1", failed="setup: setup failed: module load x", last_line="module: not found"),
         NodeFacts("n2", failed="python: /nowhere does not exist"),
         NodeFacts("n3", last_line="Killed"),
         NodeFacts("n4", without("torch", "numpy", "gpus")),
@@ -226,7 +226,7 @@ def test_a_node_that_told_nothing_little_or_something_else() -> None:
     assert list(rows)[-1] == ("", "same python")
     assert rows["", "same python"].found == "3.11.2 on n4, n6; 3.12.1 on n5"
     assert rows["n0", "run_root"].found == "/runs does not exist"
-    assert rows["n1", "setup"].found == "in the setup: module load x; module: not found"
+    assert rows["n1", "setup"].found == "setup failed: module load x; module: not found"
     assert rows["n2", "python"].found == "/nowhere does not exist"
     assert rows["n3", "node"].found == "it reported nothing; last line of its output: Killed"
     assert "importing torch did not finish" in rows["n4", "torch"].found

@@ -192,7 +192,7 @@ def test_a_template_of_the_users_replaces_ours(tmp_path) -> None:
     (own / "launch.sh.j2").write_text("echo {{ job_name }} {{ world }}\n")
     assert render(plan, LAUNCH, [own / "launch.sh.j2"]) == "echo gpt 2\n"
     (own / "other.j2").write_text("")
-    with pytest.raises(UserError, match="replaces no template"):
+    with pytest.raises(UserError, match="does not replace any template"):
         render(plan, LAUNCH, [own / "other.j2"])
 
 
@@ -201,10 +201,10 @@ def test_a_template_of_the_users_replaces_ours(tmp_path) -> None:
     [
         (
             "a\n{{ jobb_id }}\n{{ wrld }}\n",
-            ["mine.sh.j2:2: there is no variable jobb_id; did you mean job_id?", ":3:", "world"],
+            ["mine.sh.j2:2: unknown variable jobb_id; did you mean job_id?", ":3:", "world"],
         ),
         ("{{ job_id \n", ["mine.sh.j2:1"]),
-        ("{% include 'nothing.j2' %}\n", ["there is no template nothing.j2", "launch.sh.j2"]),
+        ("{% include 'nothing.j2' %}\n", ["unknown template: nothing.j2", "launch.sh.j2"]),
         ("{{ 1 / 0 }}\n", ["mine.sh.j2:1", "division by zero"]),
         ("a\n{{ env.no_such_name }}\n", ["mine.sh.j2:2", "no_such_name"]),
         ("{{ job_id.__class__.__mro__ }}\n", ["unsafe"]),

@@ -109,7 +109,7 @@ def test_wrong_gpus_and_no_python(doctor: Doctor) -> None:
 def test_a_setup_line_that_fails_in_a_folder_with_a_hostile_name(doctor: Doctor) -> None:
     root = doctor.lab.shared / f"it's $(touch {doctor.folder}/executed) % ; here"
     rows = doctor.rows(1, setup=["true", "echo no such module >&2; false"], run_root=str(root))
-    assert rows["setup", "node2"]["found"] == "in the setup: echo no such module >&2; false; no such module"
+    assert rows["setup", "node2"]["found"] == "setup failed: echo no such module >&2; false; no such module"
     assert rows["run_root", ""]["state"] == "ok"
     assert not root.exists()
     assert not (doctor.folder / "executed").exists()
@@ -162,7 +162,7 @@ def test_an_error_of_sbatch_is_shown_as_it_is(doctor: Doctor) -> None:
 
 def test_a_profile_that_is_wrong(doctor: Doctor) -> None:
     rows = doctor.rows(1, run_root="runs")
-    assert "runs depends on where gptctl is started" in rows["profile", ""]["found"]
+    assert "runs is a relative path" in rows["profile", ""]["found"]
     rows = doctor.rows(1, sbatch={"output": "mine"})
     assert "gptctl sets --output itself" in rows["profile", ""]["found"]
 

@@ -143,7 +143,7 @@ def test_what_a_job_reads_is_missing_on_one_host(desk: Desk) -> None:
     [
         ("echo bad things >&2; exit 5", "ssh2: the setup exited with code 5"),
         ("if then (", "ssh1: the setup exited with code 2"),
-        ("false", "ssh2: in the setup: "),
+        ("false", "ssh2: setup failed: "),
         pytest.param("sleep 1000", "ssh2: the setup did not finish in", marks=pytest.mark.long),
     ],
 )
