@@ -148,7 +148,7 @@ def test_no_rank_ever_started(job: Job, capsys: pytest.CaptureFixture[str]) -> N
     assert print_failure(job.files)
     text = capsys.readouterr().out
     assert "attempt 1: no rank ever started" in text
-    assert "node 1 ended with exit 127" in text
+    assert "launch script of node 1: exit 127" in text
     assert "  torchrun: command not found\n" in text
     assert not print_failure(job.files, attempt=0)
     assert "attempt 0: nothing has failed" in capsys.readouterr().out
