@@ -1,7 +1,7 @@
-# Two commands do everything from an empty machine with Python >= 3.10:
+# Two commands are enough, on any machine with Python >= 3.10:
 #   make demo    runs the main job            make test    runs what CI runs: lint, types, tests
-# For the hand: make quick (at most 60 s), make lab (a cluster to try).
-# Big counts and slow faults: make test-long. Timings: make bench, make bench-peers.
+# While you work: make quick (unit tests, at most 60 s), make lab (a Slurm cluster to try things on).
+# Slow tests: make test-long. Timings: make bench, make bench-peers.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -14,21 +14,21 @@ help:
 	@sed -n '1,4s/^# *//p' Makefile
 
 $(VENV)/bin/python:
-	@echo "== making a virtual environment in $(VENV)"
-	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed, this is " + sys.version.split()[0] + ": set PYTHON=python3.x") if sys.version_info < (3, 10) else None'
+	@echo "== creating a virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is required, but this is " + sys.version.split()[0] + ": set PYTHON=python3.x") if sys.version_info < (3, 10) else None'
 	@$(PYTHON) -m venv $(VENV) || { \
 	  rm -rf $(VENV); \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	    echo "== installing python3-venv"; apt-get update -qq && apt-get install -qq -y python3-venv && $(PYTHON) -m venv $(VENV); \
 	  else \
-	    echo "python3 -m venv does not work here: install python3-venv"; exit 1; \
+	    echo "error: python3 -m venv failed: install python3-venv"; exit 1; \
 	  fi; }
 
-# On a terminal pip shows what it downloads and installs; a log gets its errors only.
+# On a terminal pip shows its progress; in a log only its errors.
 PIP_INSTALL = quiet=-q; [ ! -t 1 ] || quiet=; \
   $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt
 
-# PYTHONDONTWRITEBYTECODE would leave every start to compile again: imports take twice as long.
+# With PYTHONDONTWRITEBYTECODE every start would compile again, and imports would take twice as long.
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "== installing gptctl and torch (a minute or two)"
 	@$(PIP_INSTALL) -e '.[train]'
@@ -37,7 +37,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(READY): $(VENV)/.ready
-	@echo "== installing what the tests need"
+	@echo "== installing the packages that tests need"
 	@$(PIP_INSTALL) -e '.[train,test]'
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -qq $(VENV)/lib || true
 	@touch $@
@@ -64,8 +64,8 @@ define TRY_NEXT
 endef
 export TRY_NEXT
 
-# Scripts are checked with shellcheck; tests/lab is a real Slurm with real ssh hosts. As root on Debian they are installed,
-# and no daemon is started. Elsewhere the tests that need them say so and are skipped.
+# shellcheck checks the scripts; tests/lab runs a real Slurm and real ssh hosts. As root on Debian, install what they need
+# without starting a daemon. Elsewhere, tests that need them are skipped and say why.
 LAB_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins slurmdbd munge mariadb-server \
                 openssh-server openssh-client iproute2 util-linux procps
 .PHONY: tools
@@ -83,20 +83,20 @@ tools:
 	    trap "rm -f $$policy" EXIT; trap 'exit 130' INT TERM; \
 	    printf '#!/bin/sh\nexit 101\n' > $$policy; chmod 755 $$policy; \
 	  fi; \
-	  { install "$$@" || { apt-get update -qq && install "$$@"; }; } > /dev/null 2>&1 || echo "== cannot be installed: $$*"; \
+	  { install "$$@" || { apt-get update -qq && install "$$@"; }; } > /dev/null 2>&1 || echo "== cannot install: $$*"; \
 	done
 
-# A shell on the login node of a cluster that lives as long as the shell: make lab LAB='--nodes 4 --ssh 3 --accounting'
+# A shell on the login node of a cluster that stops when the shell exits: make lab LAB='--nodes 4 --ssh 3 --accounting'
 .PHONY: lab
 lab: $(READY) tools
 	@$(BIN)/python -m tests.lab $(LAB)
 
-# Most tests wait for processes more than they compute: two at a time, but for those that measure.
+# Most tests wait for processes, so two run at a time; benchmarks run alone.
 JOBS ?= 2
 test: $(READY) tools lint types
 	@echo "== all tests, $(JOBS) at a time"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not long and not gpu' --ignore=tests/bench
-	@echo "== budgets"
+	@echo "== benchmarks with time limits"
 	@$(BIN)/python -m pytest -m 'not long and not gpu' tests/bench
 
 quick: $(READY) lint types
@@ -104,7 +104,7 @@ quick: $(READY) lint types
 	@$(BIN)/python -m pytest tests/unit
 
 test-long: $(READY)
-	@echo "== big counts and slow faults"
+	@echo "== slow tests"
 	@$(BIN)/python -m pytest -m long -s
 
 bench: $(READY)
@@ -114,9 +114,9 @@ bench: $(READY)
 	@$(BIN)/python tests/bench/parallel.py
 	@$(BIN)/python tests/bench/launch.py
 
-# Hugging Face's Trainer and Lightning, in an environment of their own.
+# Hugging Face's Trainer and Lightning, in a separate environment.
 $(VENV)-peers/.ready: | $(VENV)/bin/python
-	@echo "== installing the peers"
+	@echo "== installing Hugging Face Trainer and Lightning"
 	@$(PYTHON) -m venv $(VENV)-peers
 	@$(VENV)-peers/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch numpy pyyaml transformers accelerate lightning
 	@env -u PYTHONDONTWRITEBYTECODE $(VENV)-peers/bin/python -m compileall -qq $(VENV)-peers/lib || true

@@ -1,4 +1,4 @@
-"""What the tests share: a config from text, and gptctl as a person runs it."""
+"""Fixtures for all tests: check a config given as text, and run gptctl as a user does."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import pytest
 from gptctl.spec.check import Checked, check_config
 from trainer.config import Override
 
-# An example that takes long on a busy machine is no failure.
+# A busy machine may be slow: that must not fail a property test.
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
 
-# Whoever starts the tests in the background has it ignored, and so would everything that they start.
+# A shell starts background jobs with SIGINT ignored, and child processes inherit that. Tests that
+# press Ctrl-C need the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Nothing of the user's own is looked at, whoever starts a process.
+# Tests and the processes they start must not read the user's own files.
 for _elsewhere in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "GPTCTL_HOME"):
     os.environ.pop(_elsewhere, None)
 
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def check(tmp_path: Path) -> Callable[..., Checked]:
-    """Checks the text of a run config with `-o` overrides, as `gptctl validate` does."""
+    """Check the text of a run config with `-o` overrides, as `gptctl validate` does."""
 
     def check_text(text: str, *overrides: str) -> Checked:
         file = tmp_path / "run.yaml"
@@ -43,7 +44,7 @@ def check(tmp_path: Path) -> Callable[..., Checked]:
 
 @pytest.fixture
 def gptctl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the installed command in an empty folder with an empty home."""
+    """Run the installed command in an empty folder with an empty home."""
 
     def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).with_name("gptctl")), *arguments]

@@ -1,4 +1,7 @@
-"""The command line. Verbs parse, call and print; each is imported when it is used, so that one more costs nothing."""
+"""The command line. A verb parses its options, calls the layers below and prints the answer.
+
+A verb's module is imported only when the verb runs, so another verb does not slow down start-up.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from trainer.errors import WRONG_USAGE, UserError
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-INTERRUPTED = 130
-BUG = 70
-READER_GONE = 141  # as a program that dies of SIGPIPE
+INTERRUPTED = 130  # what a shell reports for a program killed by SIGINT: 128 + 2
+BUG = 70  # EX_SOFTWARE of sysexits.h
+BROKEN_PIPE = 141  # what a shell reports for a program killed by SIGPIPE: 128 + 13
 
-# Section -> verb -> (module of gptctl.cli, summary). The summary is the first line of the verb's help.
+# Section -> verb -> (module of gptctl.cli, summary). The summary is the first line of the verb's
+# help; it is repeated here so that `gptctl --help` need not import the verbs.
 VERBS = {
     "Start here": {
         "init": ("config", "Write a commented run config to start from."),
@@ -46,7 +50,7 @@ VERBS = {
         "topo": ("config", "Show where every rank runs, and the members of its groups."),
         "keys": ("config", "List the keys of run configs, their defaults and meanings."),
         "schema": ("config", "Print the JSON Schema of run configs, for editors."),
-        "rules": ("config", "List the rules behind the codes of findings."),
+        "rules": ("config", "List the rules that findings refer to by code."),
         "render": ("submit", "Print the command line or script that launches a config."),
         "completion": ("config", "Print the completion script of a shell."),
     },
@@ -61,12 +65,15 @@ class LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in MODULE_OF:
             return None
+        # The group is imported first, so it cannot import the verbs itself without a cycle.
         module = import_module(f"gptctl.cli.{MODULE_OF[name]}")
+        # A function called `list` would hide the builtin in its module.
         found = getattr(module, f"{name}_verb" if name == "list" else name)
         assert isinstance(found, click.Command)
         return found
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        # One width for all sections: their summaries start in the same column.
         width = max(map(len, MODULE_OF))
         for section, verbs in VERBS.items():
             with formatter.section(section):
@@ -74,7 +81,7 @@ class LazyGroup(click.Group):
                 formatter.write_dl(rows)
 
     def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Without importing the verbs."""
+        """Complete the name of a verb without importing the verbs."""
         from click.shell_completion import CompletionItem
 
         summaries = {verb: text for verbs in VERBS.values() for verb, (_, text) in verbs.items()}
@@ -88,7 +95,9 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="\b\nExamples:\n  gptctl init\n  gptctl validate config\n  gptctl submit --nodes 2 --follow",
+    # \b keeps the line breaks. `options.examples` is not used here: importing it costs start-up.
+    epilog="\b\nExamples:\n  gptctl init\n  gptctl validate config\n"
+    "  gptctl submit --nodes 2 --follow",
 )
 @click.version_option(__version__, prog_name="gptctl")
 @click.pass_context
@@ -100,24 +109,27 @@ def cli(context: click.Context) -> None:
 
 
 def main() -> None:
-    """The entry point: the one place where exceptions become messages and exit codes."""
+    """Run gptctl. Only here do exceptions become messages and exit codes."""
     _make_streams_safe()
     try:
         code = _run()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has exited: nobody is left to tell
-        code = READER_GONE
+    except BrokenPipeError:  # the reader (head, less) has exited: print nothing
+        code = BROKEN_PIPE
     except OSError as error:
         code = WRONG_USAGE
         with suppress(OSError):
-            what = f"cannot use {error.filename}" if error.filename else "cannot write the output"
+            what = (
+                f"cannot access {error.filename}" if error.filename else "cannot write the output"
+            )
             print(f"error: {what}: {error.strerror}", file=sys.stderr)
     _abandon_broken_streams()
-    os._exit(code)  # unloading modules would be a tenth of a short command's time
+    # Skip the interpreter's clean-up: it takes a tenth of the time of a short command.
+    os._exit(code)
 
 
 def _make_streams_safe() -> None:
-    """A closed stream swallows what is written to it, and a terminal without × gets an escape."""
+    """Replace closed streams by /dev/null; escape characters that the terminal cannot show."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
@@ -125,7 +137,7 @@ def _make_streams_safe() -> None:
 
 
 def _abandon_broken_streams() -> None:
-    """A stream that cannot be flushed would make the interpreter exit with a code of its own."""
+    """Redirect streams that cannot be flushed, so that they do not change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -137,8 +149,8 @@ def _run() -> int:
     try:
         code = cli(prog_name="gptctl", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except SystemExit:  # click's answer to a broken pipe
-        return READER_GONE
+    except SystemExit:  # click raises it on a broken pipe
+        return BROKEN_PIPE
     except click.ClickException as error:
         if "--json" not in sys.argv:
             error.show()
@@ -148,7 +160,7 @@ def _run() -> int:
         return _report(error)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except OSError:
+    except OSError:  # `main` reports it: flushing stdout can raise it, too
         raise
     except Exception as error:
         return _report_bug(error)
@@ -157,7 +169,8 @@ def _run() -> int:
 def _report(error: UserError) -> int:
     from gptctl.cli import ui
 
-    if "--json" in sys.argv:  # a program that asked for JSON gets JSON
+    # A program that asked for JSON must be able to parse errors, too.
+    if "--json" in sys.argv:
         ui.print_json(error.as_json())
     else:
         ui.print_error(error)

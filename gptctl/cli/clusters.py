@@ -1,4 +1,7 @@
-"""The verbs about clusters: profiles, ssh hosts, and whether jobs can run."""
+"""The verbs for clusters: cluster profiles, ssh hosts, and checks that jobs can run.
+
+Imports inside a verb keep `--help` and completion fast: a verb loads what it uses.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,16 @@ def clusters() -> None:
 @clusters.command("list", epilog=examples("gptctl clusters list", "gptctl clusters list --json"))
 @as_json_option
 def list_clusters(as_json: bool) -> None:
-    """List the profiles in ./clusters, in the user's config folder, and the bundled ones."""
+    """List cluster profiles: those in ./clusters, your own, and the bundled ones."""
     from gptctl.cli import ui
     from gptctl.spec.cluster import known_profiles, load_profile
     from trainer.errors import errors_in
 
     rows = []
     for name, file in known_profiles().items():
+        # Load by path: by name, every folder would be searched again for each profile.
         profile = load_profile(str(file))
+        # One broken file must not hide the other profiles.
         kind = "invalid" if errors_in(profile.findings) else profile.cluster.kind
         rows.append({"cluster": name, "kind": kind, "file": str(file)})
     if as_json:
@@ -45,12 +50,13 @@ def list_clusters(as_json: bool) -> None:
 @click.argument("name", shell_complete=complete_cluster)
 @as_json_option
 def show_cluster(name: str, as_json: bool) -> None:
-    """Show every value of a profile, and the line it comes from."""
+    """Show every value of a cluster profile, and the line that sets it."""
     from gptctl.cli import ui
     from gptctl.spec.cluster import load_profile
 
     profile = load_profile(name)
     values, written = asdict(profile.cluster), profile.reading.values
+    # To stderr: stdout stays valid JSON. An invalid profile is still shown, to help fix it.
     ui.print_findings(profile.findings, to_stderr=True)
     places = {key: str(place) for key, place in profile.reading.places.items() if key in written}
     if as_json:
@@ -70,7 +76,7 @@ def show_cluster(name: str, as_json: bool) -> None:
 @click.argument("name", shell_complete=complete_cluster)
 @as_json_option
 def check_cluster(name: str, as_json: bool) -> int:
-    """Check a profile, and for a local one that jobs can run here.
+    """Check a cluster profile; for a local one, also check this machine.
 
     Exit code 0: valid; 1: invalid.
     """
@@ -82,6 +88,7 @@ def check_cluster(name: str, as_json: bool) -> int:
     from trainer.errors import errors_in
 
     profile = load_profile(name)
+    # The file first, then what it refers to: paths and programs on this machine.
     findings = [*profile.findings, *check_profile(profile.cluster, this_site())]
     errors = len(errors_in(findings))
     if as_json:
@@ -90,6 +97,7 @@ def check_cluster(name: str, as_json: bool) -> int:
     else:
         ui.print_findings(findings)
         verdict = "ready"
+        # Only `doctor` connects to other machines; this check must be quick and work offline.
         if not profile.cluster.traits.is_one_machine:
             verdict = f"the profile is valid; check the cluster: gptctl doctor --cluster {name}"
         ui.print_text(f"{profile.cluster.name}: {count(errors, 'error') if errors else verdict}")
@@ -104,14 +112,14 @@ def check_cluster(name: str, as_json: bool) -> int:
     metavar="NAME",
     default="local",
     show_default=True,
-    help="Cluster profile: a name or a path.",
+    help="Check this cluster profile: a name or a path.",
     shell_complete=complete_cluster,
 )
 @click.option(
     "--nodes",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Number of nodes to check; default: 2 on Slurm, all on ssh.",
+    help="Check this many nodes; default: 2 on Slurm, all on ssh.",
 )
 @click.option(
     "--timeout",
@@ -119,7 +127,7 @@ def check_cluster(name: str, as_json: bool) -> int:
     metavar="SECONDS",
     default=120.0,
     show_default=True,
-    help="Slurm: how long the job of the check may wait for nodes.",
+    help="On Slurm, wait this long for nodes.",
 )
 @as_json_option
 def doctor(cluster: str, nodes: int | None, timeout: float, as_json: bool) -> int:
@@ -135,17 +143,20 @@ def doctor(cluster: str, nodes: int | None, timeout: float, as_json: bool) -> in
     from gptctl.doctor.rows import merged, tally
     from gptctl.jobs.submit import this_site
 
+    # `say` prints what is being checked to stderr: a Slurm job may take minutes to start.
     report = examine(DoctorRequest(cluster, nodes, timeout, this_site(), ui.say))
     if as_json:
         ui.print_json([row.as_json() for row in report.rows])
         return report.exit_code
+    # JSON has every row; a person reads one row for all nodes with the same answer.
     rows = merged(report.rows)
     cells = [[row.check, row.node, row.state, row.found] for row in rows]
     title = f"{report.cluster}: {tally(rows)}"
     ui.print_table(title, ["check", "node", "state", "found"], cells)
+    # Fixes are listed below the table: they are too long for a column.
     if to_do := [row for row in rows if row.state != "ok"]:
         named = [(f"{row.check}{f' ({row.node})' if row.node else ''}", row.fix) for row in to_do]
-        ui.print_pairs("what to do", named)
+        ui.print_pairs("fixes", named)
     return report.exit_code
 
 
@@ -161,48 +172,54 @@ def hosts() -> None:
 def trust(cluster: str, yes: bool, as_json: bool) -> int:
     """Show the host keys of a cluster's hosts, and pin new ones.
 
-    Compare the fingerprints with those on the machines themselves:
-    ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub. A changed key is never pinned. With --json
-    nothing is asked, and new keys are pinned only with --yes.
+    Compare the fingerprints with those on the hosts themselves:
+    ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub. A changed key is never pinned. --json never
+    asks: it pins new keys only with --yes.
     """
     from gptctl.cli import ui
     from gptctl.remote.connection import JumpHosts
 
     rows: list[dict[str, str]] = []
     problems: list[UserError] = []
+    # One connection to each jump host serves all hosts behind it.
     jump_hosts = JumpHosts()
-    for routes in by_distance(routes_of(cluster)):  # a jump host is trusted before those behind it
+    # Pin a jump host before the hosts behind it: they can only be reached through a trusted one.
+    for routes in by_distance(routes_of(cluster)):
         shown = ask_keys(routes, jump_hosts, problems)
         if shown and not as_json:
             cells = [list(row_of(key).values()) for key in shown]
             ui.print_table("host keys", ["host", "key", "state"], cells)
         rows += pin_new(shown, yes, as_json)
+    # Problems come last: one unreachable host must not stop the others from being pinned.
     if as_json:
         ui.print_json({"keys": rows, "problems": [problem.message for problem in problems]})
     for problem in problems:
         ui.print_error(problem)
+    # Raised after everything was printed: the user sees the state of all hosts.
     if changed := [row["host"] for row in rows if row["state"] == "changed"]:
         hint = (
-            "this may be an attack; only if you know why the key changed, delete its line from "
-            "known_hosts"
+            "this may be an attack; if you know why the key changed, delete its line from "
+            "known_hosts and run this command again"
         )
         raise UserError(f"the key of {', '.join(changed)} has CHANGED", hint, ANSWER_IS_NO)
     return OUT_OF_REACH if problems else 0
 
 
 def pin_new(shown: list[ShownKey], yes: bool, as_json: bool) -> list[dict[str, str]]:
-    """Rows of these keys, after pinning the new ones if the user agrees."""
+    """Pin the new keys if the user agrees; return the rows of all keys."""
     from gptctl.cli import ui
     from gptctl.remote.known_hosts import pin
     from gptctl.text import count
 
     new = [key for key in shown if key.state == "new"]
+    # With --json there may be nobody to ask: a question would block a program.
     is_agreed = bool(new) and (
         yes or (not as_json and agrees(f"pin {count(len(new), 'new key')}?"))
     )
     if new and not is_agreed and not as_json:
-        hint = "run it again when you have compared the fingerprints"
+        hint = "compare the fingerprints, then run this command again"
         raise UserError("no key was pinned", hint)
+    # Pin each key right away: hosts behind this one need it in the next round.
     for key in new if is_agreed else ():
         route = key.route
         text = f"{key.key.get_name()} {key.key.get_base64()}"
@@ -217,6 +234,7 @@ def pin_new(shown: list[ShownKey], yes: bool, as_json: bool) -> list[dict[str, s
 def agrees(question: str) -> bool:
     try:
         return click.confirm(question, err=True)
+    # Ctrl-C, or no stdin to read an answer from: a script needs --yes.
     except click.Abort:
         hint = "--yes pins new keys without asking"
         raise UserError("no answer", hint, WRONG_USAGE) from None
@@ -225,6 +243,7 @@ def agrees(question: str) -> bool:
 def row_of(shown: ShownKey) -> dict[str, str]:
     from gptctl.remote.connection import fingerprint
 
+    # The SHA256 fingerprint, in the form that ssh-keygen prints: people compare the two.
     return {"host": shown.route.name, "key": fingerprint(shown.key), "state": shown.state}
 
 
@@ -234,6 +253,7 @@ def routes_of(cluster: str) -> list[Route]:
     from trainer.errors import errors_in
 
     profile = load_profile(cluster)
+    # Stop here: an invalid profile may name the wrong hosts.
     if errors_in(profile.findings):
         raise UserError(f"profile {cluster} is invalid", findings=profile.findings)
     if not profile.cluster.traits.has_hosts:
@@ -243,12 +263,13 @@ def routes_of(cluster: str) -> list[Route]:
 
 
 def by_distance(routes: list[Route]) -> list[list[Route]]:
-    """Each host once; hosts that are reached through others come after them."""
+    """Group routes by the number of jump hosts before them; each host appears once."""
     rounds: list[dict[tuple[str, int], Route]] = []
     for route in routes:
         for depth, hop in enumerate((*route.jumps, route)):
             while len(rounds) <= depth:
                 rounds.append({})
+            # Hosts often share a jump host: keep the first route to it.
             rounds[depth].setdefault((hop.host, hop.port), hop._replace(jumps=route.jumps[:depth]))
     return [list(hops.values()) for hops in rounds]
 
@@ -258,8 +279,10 @@ def ask_keys(
 ) -> list[ShownKey]:
     from gptctl.remote.connection import in_parallel, shown_key
 
+    # A host that is down takes seconds to time out: ask all of them at once.
     answers = in_parallel(lambda route: shown_key(route, jump_hosts), routes)
     for answer in answers:
+        # An unreachable host is expected and reported; any other exception is a bug.
         if isinstance(answer, UserError):
             problems.append(answer)
         elif isinstance(answer, Exception):

@@ -1,4 +1,7 @@
-"""The verbs about run configs."""
+"""The verbs for run configs: check, explain and create them. They start nothing.
+
+Imports inside a verb keep `--help` and completion fast: a verb loads what it uses.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError, in_order
 if TYPE_CHECKING:
     from gptctl.spec.check import Checked
 
-MAX_LISTED = 1 << 17
+MAX_LISTED = 1 << 17  # ranks; nobody reads a longer table, and it takes long to print
 
 
 @click.command(
@@ -31,7 +34,7 @@ MAX_LISTED = 1 << 17
 )
 @config_options
 @click.option("--strict", is_flag=True, help="Treat warnings as errors.")
-@click.option("--resolved", is_flag=True, help="Print every value and where it came from.")
+@click.option("--resolved", is_flag=True, help="Print every value and where it comes from.")
 @as_json_option
 @click.pass_obj
 def validate(
@@ -40,8 +43,8 @@ def validate(
     """Check a run config and its layout, and report every mistake.
 
     CONFIG is a path or a bare name: `config` finds config.yaml, config.yml, configs.yaml or
-    configs/config.yaml. Nothing is submitted. On a Slurm cluster, Slurm is asked whether it would
-    accept the job.
+    configs/config.yaml. This command submits nothing. On a Slurm cluster it also asks Slurm
+    whether it would accept the job.
 
     Exit code 0: valid; 1: invalid; 2: wrong usage or an unreadable file.
     """
@@ -50,6 +53,7 @@ def validate(
 
     checked = check_arguments(**arguments)
     starts = ""
+    # An invalid config has no job that Slurm could be asked about.
     if checked.is_valid and checked.cluster.traits.has_queue:
         from gptctl.jobs.submit import this_site
 
@@ -57,11 +61,13 @@ def validate(
         refused, starts = backend.expected_start(checked, this_site())
         checked = checked._replace(findings=in_order([*checked.findings, *refused]))
     has_warnings = any(finding.level == "warning" for finding in checked.findings)
+    # --strict changes the answer, not the level of a finding: a warning stays a warning.
     valid = checked.is_valid and not (strict and has_warnings)
     if as_json:
         answer = {**summary.as_json(checked, with_config=resolved), "valid": valid}
         ui.print_json({**answer, "scheduler": starts} if starts else answer)
     elif resolved and checked.is_valid:
+        # Findings go to stderr here: stdout is YAML that can be used as a config.
         ui.print_findings(checked.findings, to_stderr=True)
         ui.print_text(summary.resolved_yaml(checked))
     else:
@@ -78,8 +84,10 @@ def _print_summary(checked: Checked, valid: bool, starts: str) -> None:
     if not checked.is_valid:
         ui.print_text(title)
         return
+    # An invalid config has no layout or memory estimate: its summary ends above.
     rows = summary.summary(checked)
     ui.print_pairs(title, [*rows, ("Slurm", starts)] if starts else rows)
+    # Estimates are only as good as their assumptions. On stderr, since they are not an answer.
     ui.say(summary.assumptions())
 
 
@@ -99,6 +107,7 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
 
     checked = check_arguments(**arguments)
     if not checked.is_valid or checked.resolved is None:
+        # Warnings would only distract: without a layout there is nothing else to show.
         errors = [finding for finding in checked.findings if finding.level == "error"]
         raise UserError(f"{checked.name} has no valid layout", findings=errors)
     layout, machines = checked.resolved.layout, checked.machines
@@ -108,10 +117,12 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
         message = f"{layout.world:,} ranks are too many to list"
         raise UserError(message, "choose one with --rank", WRONG_USAGE)
     ranks = [rank] if rank is not None else range(layout.world)
+    # With --rank only that row is computed: the layout may have millions of ranks.
     rows = list(summary.topo_rows(layout, machines, ranks))
     if as_json:
         ui.print_json({"ranks": rows, "groups": summary.topo_groups(layout, ranks)})
         return
+    # Groups from the innermost axis out: mp, whose ranks should share a node, comes first.
     columns = ["node", "rank", "local", *AXES, *(f"{axis} group" for axis in reversed(AXES))]
     cells = [
         [row["node"], row["rank"], row["local_rank"], *(row[axis] for axis in AXES)]
@@ -132,7 +143,7 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
     "--output", metavar="FILE", default="config.yaml", show_default=True, help="File to write."
 )
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
-@click.option("--list", "list_them", is_flag=True, help="List the configs instead.")
+@click.option("--list", "list_them", is_flag=True, help="List the configs; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --list: print JSON.")
 def init(name: str | None, output: str, force: bool, list_them: bool, as_json: bool) -> None:
     """Write a commented run config to start from.
@@ -142,6 +153,7 @@ def init(name: str | None, output: str, force: bool, list_them: bool, as_json: b
     from gptctl.cli import ui
     from gptctl.spec.resources import choose, named_files
 
+    # The first comment line of each config is its description: there is no list to maintain.
     configs = named_files("templates/configs")
     if list_them:
         texts = {each: file.read_text(encoding="utf-8") for each, file in configs.items()}
@@ -151,13 +163,15 @@ def init(name: str | None, output: str, force: bool, list_them: bool, as_json: b
     name = name or "char-gpt"
     text = choose("config", name, configs).read_text(encoding="utf-8")
     try:
+        # "x" fails if the file exists. A check beforehand could lose a race with another process.
         with open(output, "w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         hint = "use --output FILE, or --force to overwrite it"
-        raise UserError(f"{output} exists", hint, WRONG_USAGE) from None
+        raise UserError(f"{output} already exists", hint, WRONG_USAGE) from None
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}", "", WRONG_USAGE) from None
+    # Stdout gets the path only, for `$(gptctl init)`.
     ui.print_text(output)
     ui.say(f"wrote {name}; next: gptctl validate {output}")
 
@@ -174,6 +188,8 @@ def schema() -> None:
     from gptctl.spec.launch import Launch
     from trainer.config.schema import run_schema
 
+    # For editors with a YAML language server, which complete keys and mark mistakes.
+    # The trainer knows its own sections; Launch belongs to gptctl, and is added here.
     ui.print_json(run_schema({"Launch": Launch}))
 
 
@@ -185,11 +201,12 @@ def schema() -> None:
 def keys(prefix: str, as_json: bool) -> None:
     """List the keys of run configs, their defaults and meanings.
 
-    PREFIX selects the keys that start with it.
+    PREFIX shows only the keys that start with it.
     """
     from gptctl.cli import ui
     from gptctl.spec.summary import key_rows
 
+    # An unknown prefix is wrong usage: an empty table would look like an answer.
     rows = key_rows(prefix)
     if not rows:
         raise UserError(f"no key starts with {prefix}", "`gptctl keys` lists them all", WRONG_USAGE)
@@ -204,10 +221,11 @@ def keys(prefix: str, as_json: bool) -> None:
 @click.argument("code", required=False)
 @as_json_option
 def rules(code: str | None, as_json: bool) -> None:
-    """List the rules behind the codes of findings."""
+    """List the rules that findings refer to by code."""
     from gptctl.cli import ui
     from gptctl.spec.rules import all_rules
 
+    # Codes are upper case, but people type l002.
     chosen = [rule for rule in all_rules() if code is None or rule.code == code.upper()]
     if not chosen:
         raise UserError(f"there is no rule {code}", "`gptctl rules` lists them", WRONG_USAGE)
@@ -231,7 +249,9 @@ def completion(context: click.Context, shell: str) -> None:
     """Print the completion script of a shell."""
     from click.shell_completion import get_completion_class
 
+    # click has the scripts for these three shells; `click.Choice` allows no other.
     found = get_completion_class(shell)
     assert found is not None
+    # The script calls gptctl with this variable set; click then answers instead of running a verb.
     root = context.find_root().command
     click.echo(found(root, {}, "gptctl", "_GPTCTL_COMPLETE").source())

@@ -1,4 +1,4 @@
-"""Following a job until it ends: its lines, its state meanwhile, and a summary at the end."""
+"""Follow a job until it ends: print its lines, changes of its state, and a closing summary."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from gptctl.logs.stream import Lines, Show
     from gptctl.logs.terminal_view import TerminalView
 
-Update = Callable[[str], None]  # takes the state of the job
+Update = Callable[[str], None]  # called about once a second with the state of the job
 
 
 class Watched:
-    """A job that is followed: says its state while it is not running, and when that changes."""
+    """The state of a followed job: reports it while the job is not running, and when it changes."""
 
     def __init__(
         self, session: Session, record: JobRecord, say: Callable[[str], None], update: Update
@@ -42,7 +42,9 @@ class Watched:
         state = self._session.state_of(self._record)
         if is_final(state):
             return True
-        words = str(state).partition(", expected")[0]  # which is another moment in every answer
+        # Slurm estimates the start again in every answer: a new estimate alone is not news.
+        words = str(state).partition(", expected")[0]
+        # Do not report RUNNING if it is the first state: the log lines show it.
         if words != self._said and (self._said or state.state != RUNNING):
             self._said = words
             self._say(f"{self._record.id}: {state}")
@@ -53,7 +55,8 @@ class Watched:
 def follow_job(
     session: Session, record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "text"
 ) -> int:
-    """Follow until the job ends; the exit code is that of the job."""
+    """Follow until the job ends; return the exit code of the job."""
+    # Log lines are written to the buffer below, and must not overtake text printed before.
     sys.stdout.flush()
     if style == "text" and sys.stdout.isatty():
         return follow_on_terminal(session, record, wanted, lines)
@@ -61,43 +64,46 @@ def follow_job(
     from gptctl.logs.show import Printer
 
     printer = Printer(sys.stdout.buffer, style, say=ui.say)
-    # A program that reads stderr gets the closing lines only.
+    # Counts of ranks are for people: a program that reads stderr gets only changes of the state.
     update = rank_lines(record, printer.say) if sys.stderr.isatty() else no_update
-    if not stay_until_over(session, record, wanted, lines, printer, update):
-        return say_it_is_running(record)
+    if not follow_until_over(session, record, wanted, lines, printer, update):
+        return report_still_running(record)
     return close_plainly(session, record)
 
 
 def follow_on_terminal(session: Session, record: JobRecord, wanted: Wanted, lines: Lines) -> int:
-    """Short lines, with the progress of the training below them, and a summary at the end."""
+    """Print short lines, a progress bar below them, and a summary at the end."""
     from gptctl.cli import ui
     from gptctl.logs.show import Printer
     from gptctl.logs.terminal_view import TerminalView
 
     screen, files = ui.TerminalScreen(), files_of(record)
     printer = Printer(sys.stdout.buffer, coloured=screen.has_colours, say=ui.say)
-    # Who searches for lines gets them as they are.
+    # With --grep or --errors, show the matching lines as they are.
     view = TerminalView(
         printer, screen, files, followed(record), condenses=not (lines.grep or lines.errors)
     )
     update = view.update if screen.is_in_place else rank_lines(record, view.say)
     try:
-        is_over = stay_until_over(session, record, wanted, lines, view, update)
-    finally:  # whatever happens, the terminal is left clean
+        is_over = follow_until_over(session, record, wanted, lines, view, update)
+    finally:  # remove the progress bar even after an error or Ctrl-C
         view.close()
     return (
-        close_with_summary(session, record, files, view) if is_over else say_it_is_running(record)
+        close_with_summary(session, record, files, view)
+        if is_over
+        else report_still_running(record)
     )
 
 
-def stay_until_over(
+def follow_until_over(
     session: Session, record: JobRecord, wanted: Wanted, lines: Lines, show: Show, update: Update
 ) -> bool:
-    """False if the user interrupts it."""
+    """Follow until the job ends; return False if the user presses Ctrl-C."""
     from gptctl.logs.stream import follow
 
     watched = Watched(session, record, show.say, update)
     try:
+        # On ssh clusters the backend copies new log lines here in the background.
         with session.backend_of(record).following(record):
             follow(files_of(record), wanted, lines, show, watched.is_over)
     except KeyboardInterrupt:
@@ -106,7 +112,7 @@ def stay_until_over(
 
 
 def no_update(state: str) -> None:
-    return
+    return  # for output that shows no counts of ranks
 
 
 def rank_lines(record: JobRecord, say: Callable[[str], None]) -> Update:
@@ -121,12 +127,13 @@ def followed(record: JobRecord) -> Any:
     from gptctl.logs.terminal_view import FollowedJob
 
     config = (read_json(record.run_folder / "config.json") or {}).get("resolved", {})
-    by_epochs = config.get("Engine", {}).get("run_mode") == "epoch"  # the trainer counts its steps
+    by_epochs = config.get("Engine", {}).get("run_mode") == "epoch"
+    # An epoch's number of steps depends on the data: only the trainer knows it, and logs it.
     total = 0 if by_epochs else report.max_steps(record)
     return FollowedJob(record.id, record.world, total, bool(record.output_dir), record.created)
 
 
-def say_it_is_running(record: JobRecord) -> int:
+def report_still_running(record: JobRecord) -> int:
     from gptctl.cli import ui
     from gptctl.jobs import report
 
@@ -139,6 +146,7 @@ def close_plainly(session: Session, record: JobRecord) -> int:
     from gptctl.engine.run_folder import FAILED
     from gptctl.jobs.state import exit_code
 
+    # Copy the last lines here, so that `logs --failed` has them.
     session.catch_up(record)
     state = session.state_of(record)
     ui.say(f"{record.id}: {state}")
@@ -155,6 +163,7 @@ def close_with_summary(
     from gptctl.logs.outcome import outcome_rows
 
     session.catch_up(record)
+    # Ask after copying: the result of a remote job may be among the last files.
     state = session.state_of(record)
     code = exit_code(state)
     rows = outcome_rows(outcome_of(session, record, files, state, view.total_steps), view.history)
@@ -170,8 +179,10 @@ def outcome_of(
     from gptctl.logs.rank_count import first_start
     from gptctl.logs.tables import failure_line, failure_of
 
+    # Read from files of the run folder: they are complete once the job has ended.
     folder = RunFolder(record.local_dir)
     result, started = folder.result(), first_start(files)
+    # A job that lost its nodes has no result: it ends when gptctl notices.
     ended = result.ended if result and result.ended else time.time()
     status = (read_json(Path(record.output_dir) / "status.json") or {}) if record.output_dir else {}
     step = status.get("step")
@@ -190,17 +201,17 @@ def outcome_of(
 
 
 def checkpoint_steps(session: Session, record: JobRecord) -> tuple[int, ...]:
-    """In the output folder, wherever that is. A host that is down must not cost the summary."""
-
+    """Find the steps of the checkpoints in the output folder, on whichever host it is."""
     names: list[str] = []
     if record.output_dir:
+        # A host that is down must not prevent the summary.
         with suppress(UserError, OSError):
             _, names = session.backend_of(record).checkpoints(record)
     return tuple(int(found[1]) for name in names if (found := re.fullmatch(r"step_(\d+)", name)))
 
 
 def short_path(path: str) -> str:
-    """Relative to the current folder if it is inside: short enough for a line."""
+    """Make a path relative to the current folder if it is inside, so that it fits on a line."""
     with suppress(OSError, ValueError):
         return str(Path(path).relative_to(os.getcwd()))
     return path

@@ -1,4 +1,7 @@
-"""The verbs that look after jobs."""
+"""The verbs for submitted jobs: list, inspect, stop, wait for and fetch them.
+
+Imports inside a verb keep `--help` and completion fast: a verb loads what it uses.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from gptctl.backends import JobState
     from gptctl.jobs.store import JobRecord
 
-RECENT = 20  # jobs that `list` shows
+RECENT = 20  # jobs that `list` shows: the state of each may need a query
 
 
 @click.command("list", epilog=examples("gptctl list", "gptctl list --all --json"))
@@ -33,8 +36,10 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
     from gptctl.text import count
 
     records = session.store.records(None if show_all else RECENT)
+    # All at once: one query to Slurm answers for all of its jobs.
     rows = report.rows(records, session.backends)
     session.report_damage()
+    # JSON has the plain numbers; the columns below are formatted for people.
     if as_json:
         ui.print_json(rows)
         return
@@ -45,6 +50,7 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
     cells = [[row[key] for key in fields] for row in rows]
     hidden = len(session.store.ids()) - len(rows)
     older = f"; {count(hidden, 'older one')} with --all" if hidden else ""
+    # The reason is last: it is the longest, and often empty.
     columns = ["job", "state", "ranks", "cluster", "created", "reason"]
     ui.print_table(f"{count(len(rows), 'job')}{older}", columns, cells)
 
@@ -62,6 +68,7 @@ def status(session: Session, job: str | None, as_json: bool) -> None:
     from gptctl.jobs import report
 
     record = session.find(job)
+    # Copy new files first: the state of the ranks is read from them.
     session.catch_up(record)
     facts = report.status(record, session.backends)
     if as_json:
@@ -79,21 +86,23 @@ def status(session: Session, job: str | None, as_json: bool) -> None:
 )
 @job_argument(required=True)
 @click.argument("prefix", required=False)
-@click.option("--script", "show_script", is_flag=True, help="Print its scripts.")
+@click.option("--script", "show_script", is_flag=True, help="Print the scripts that run it.")
 @as_json_option
 @click.pass_obj
 def show(session: Session, job: str, prefix: str | None, show_script: bool, as_json: bool) -> None:
     """Show what a job was started with, and where each value came from.
 
-    PREFIX selects config keys, such as Launch or Optimizer.lr, and environment variables.
+    PREFIX selects config keys and environment variables by their start: Launch, Optimizer.lr.
     """
     from gptctl.cli import ui
     from gptctl.engine.run_folder import read_json
     from gptctl.jobs import report
 
     record = session.find(job)
+    # All of this is read from the run folder: without it there is nothing to show.
     require_folder(record)
     if show_script:
+        # Byte for byte: the output can be saved and run.
         ui.print_exactly("\n".join(report.scripts(record)))
         return
     values = report.origins(record, prefix or "")
@@ -109,6 +118,7 @@ def show(session: Session, job: str, prefix: str | None, show_script: bool, as_j
     if prefix is None:
         facts = report.status(record, session.backends)
         ui.print_pairs(f"job {record.id}", report.pairs(facts))
+        # Most values are defaults. Show what was chosen; a PREFIX shows the defaults, too.
         values = [row for row in values if row[2] not in ("default", "")]
     cells = [[key, "" if value is None else value, origin] for key, value, origin in values]
     ui.print_table("values", ["key", "value", "from"], cells)
@@ -116,26 +126,29 @@ def show(session: Session, job: str, prefix: str | None, show_script: bool, as_j
 
 @click.command(epilog=examples("gptctl cancel gpt-3f9a2c", "gptctl cancel gpt-3f9a2c --now"))
 @click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
-@click.option("--now", is_flag=True, help="Kill it without letting it save.")
+@click.option("--now", is_flag=True, help="Kill the ranks at once; save no checkpoint.")
 @as_json_option
 @click.pass_obj
 def cancel(session: Session, jobs: tuple[str, ...], now: bool, as_json: bool) -> int:
     """Stop jobs; the trainer saves a checkpoint first.
 
-    It has 30 seconds for that. gptctl returns when no process of the jobs is left.
+    The trainer has 30 seconds to save. The command returns when all processes of the jobs have
+    exited.
     """
     from gptctl.cli import ui
     from gptctl.jobs.state import may_run
 
+    # Find all jobs before stopping one: after a typing error nothing is stopped.
     records = [session.find(job) for job in jobs]
     answers = []
     problems: list[UserError] = []
     for record in records:
         if may_run(record, session.backends):
+            # Stopping can take half a minute: say what the command waits for.
             ui.say(f"stopping {record.id} …")
             try:
                 session.backend_of(record).cancel(record, now)
-            except UserError as error:  # the others are stopped all the same
+            except UserError as error:  # stop the other jobs anyway
                 problems.append(error)
         answers.append({"job": record.id, "state": session.state_of(record).state})
     if as_json:
@@ -144,20 +157,24 @@ def cancel(session: Session, jobs: tuple[str, ...], now: bool, as_json: bool) ->
         ui.print_text("\n".join(f"{answer['job']}: {answer['state']}" for answer in answers))
     for problem in problems:
         ui.print_error(problem)
+    # The most serious problem decides, as if the jobs had been stopped one by one.
     return max((problem.exit_code for problem in problems), default=0)
 
 
 @click.command(epilog=examples("gptctl wait", "gptctl wait gpt-3f9a2c --timeout 600 && echo done"))
 @job_argument(required=False)
 @click.option(
-    "--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Give up after this time."
+    "--timeout",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Stop waiting after this time.",
 )
 @as_json_option
 @click.pass_obj
 def wait(session: Session, job: str | None, timeout: float | None, as_json: bool) -> int:
     """Wait until a job ends; exit with its status.
 
-    Without JOB: the latest job. Exit code 0: completed; 1: it ended otherwise, or not in time.
+    Without JOB: the latest job. Exit code 0: the job completed; 1: it did not, or not in time.
     """
     from gptctl.cli import ui
     from gptctl.jobs import report
@@ -165,6 +182,7 @@ def wait(session: Session, job: str | None, timeout: float | None, as_json: bool
     record = session.find(job)
     try:
         code = wait_for(session, record, timeout, quiet=as_json)
+    # Ctrl-C ends the waiting, not the job: tell the user so.
     except KeyboardInterrupt:
         ui.say(report.still_running(record))
         return INTERRUPTED
@@ -180,6 +198,7 @@ def wait_for(
     from gptctl.jobs.state import exit_code, is_final
 
     state = session.state_of(record)
+    # A job that has ended needs no connection to its hosts.
     if not is_final(state):
         with session.backend_of(record).following(record):
             state = _wait_until_final(session, record, timeout)
@@ -197,14 +216,19 @@ def _wait_until_final(session: Session, record: JobRecord, timeout: float | None
     shown = ""
     while not is_final(state := session.state_of(record)):
         is_unknown = state.state == UNKNOWN
+        # The reason changes often while a job is pending: report a new state only.
         if state.state != shown:
             shown = state.state
             ui.say(f"{record.id}: {state if is_unknown else shown}")
+        # Retry while the cluster may answer later; otherwise waiting would never end.
         if is_unknown and not session.backend_of(record).may_answer_later(record):
             raise UserError(f"{record.id}: {state.reason}", "", OUT_OF_REACH)
         if deadline and time.monotonic() > deadline:
             message = f"{record.id} is still {state.state}"
-            raise UserError(message, "wait longer, or cancel it", ANSWER_IS_NO)
+            raise UserError(
+                message, f"wait longer, or stop it: gptctl cancel {record.id}", ANSWER_IS_NO
+            )
+        # Short for local jobs. Backends limit how often they really query a scheduler.
         time.sleep(0.2)
     return state
 
@@ -215,11 +239,9 @@ def _wait_until_final(session: Session, record: JobRecord, timeout: float | None
     )
 )
 @job_argument(required=False)
+@click.option("--to", "target", metavar="DIR", help="Copy to this folder instead of the job's own.")
 @click.option(
-    "--to", "target", metavar="DIR", help="Copy to this folder; default: the job's own folder."
-)
-@click.option(
-    "--checkpoints/--no-checkpoints", default=True, help="Copy checkpoints too (default)."
+    "--checkpoints/--no-checkpoints", default=True, help="Copy checkpoints, too (default)."
 )
 @as_json_option
 @click.pass_obj
@@ -228,12 +250,13 @@ def fetch(
 ) -> int:
     """Copy what a job wrote on its ssh hosts to this machine.
 
-    That is logs, metrics and checkpoints, or what a script left in its folder. Files that are here
-    already are not copied again, and an interrupted copy continues where it stopped.
+    That is logs, metrics and checkpoints, or what a script wrote to its folder. Files that are
+    already here are not copied again, and an interrupted copy resumes where it stopped.
     """
     from gptctl.cli import ui
 
     record = session.find(job)
+    # The backend reports through `ui.progress`: only `ui` may print.
     fetched = session.backend_of(record).fetch(record, target, checkpoints, ui.progress)
     if as_json:
         ui.print_json(fetched._asdict())

@@ -1,4 +1,4 @@
-"""The verb `logs`: which job, which files, which lines; `follow.py` follows a job."""
+"""The verb `logs`: choose the job, its files and the lines to print. `follow.py` follows a job."""
 
 from __future__ import annotations
 
@@ -18,65 +18,73 @@ if TYPE_CHECKING:
     from gptctl.logs.files import LogFiles, Wanted
     from gptctl.logs.stream import Lines
 
-ANSWERS = ("failed", "list_them", "metrics")  # options whose answer is a report, not lines
+# Options that print a report instead of log lines. At most one makes sense at a time.
+REPORT_OPTIONS = ("failed", "list_them", "metrics")
 
 
 @click.command(
-    epilog=examples("gptctl logs --follow", "gptctl logs gpt-3f9a2c --rank 0,3,8-11 --tail 20")
+    epilog=examples(
+        "gptctl logs --follow",
+        "gptctl logs gpt-3f9a2c --rank 0,3,8-11 --tail 20",
+        "gptctl logs gpt-3f9a2c --failed",
+    )
 )
 @job_argument(required=False)
 @click.option(
     "-f", "--follow", is_flag=True, help="Follow until the job ends; exit with the job's status."
 )
-@click.option("--rank", metavar="0,3,8-11", help="Only these ranks.")
-@click.option("--node", type=click.IntRange(min=0), help="Only this node and its ranks.")
-@click.option("--attempt", type=click.IntRange(min=0), help="This attempt instead of the latest.")
-@click.option("--all-attempts", is_flag=True, help="Every attempt.")
 @click.option(
-    "--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of every file."
+    "--tail", type=click.IntRange(min=0), metavar="N", help="Show the last N lines of each file."
+)
+@click.option("--rank", metavar="0,3,8-11", help="Show these ranks only.")
+@click.option(
+    "--failed", is_flag=True, help="Show which rank failed first, why, and which ranks followed."
+)
+@click.option("--errors", is_flag=True, help="Show only errors and their tracebacks.")
+@click.option(
+    "--grep", "pattern", metavar="RE", help="Show lines that match this regular expression."
 )
 @click.option(
-    "--since", metavar="T", help="Only lines since then: 90s, 5m, 2h, 07:30, 2026-11-16T07:30."
+    "--since", metavar="T", help="Show lines since then: 90s, 5m, 2h, 07:30 or 2026-11-16T07:30."
+)
+@click.option("--metrics", is_flag=True, help="Print a table of steps, losses and speeds.")
+@click.option(
+    "--node", type=click.IntRange(min=0), metavar="N", help="Show this node and its ranks only."
 )
 @click.option(
-    "--grep", "pattern", metavar="RE", help="Only lines with a match of this regular expression."
+    "--attempt", type=click.IntRange(min=0), metavar="N", help="Show this attempt, not the latest."
 )
+@click.option("--all-attempts", is_flag=True, help="Show every attempt.")
+@click.option("--list", "list_them", is_flag=True, help="List the log files and their ranks.")
+@click.option("--raw", is_flag=True, help="Print the files as they are, without prefixes.")
 @click.option(
-    "--errors", is_flag=True, help="Only lines that look like errors, with their tracebacks."
-)
-@click.option(
-    "--failed", is_flag=True, help="Who failed first, how, and its last lines; then who followed."
-)
-@click.option(
-    "--list", "list_them", is_flag=True, help="The files, with what became of their ranks."
-)
-@click.option("--metrics", is_flag=True, help="A table of step, loss, rates and learning rate.")
-@click.option(
-    "--raw", is_flag=True, help="The bytes of the files, with neither prefix nor cleaning."
-)
-@click.option(
-    "--json", "as_json", is_flag=True, help="One object a line, or a report for programs."
+    "--json", "as_json", is_flag=True, help="Print JSON: one object per line, or one report."
 )
 @click.pass_obj
 def logs(session: Session, /, job: str | None, **asked: Any) -> int:
     """Show the logs of all ranks in one stream.
 
-    Those of nodes and the scheduler are included. Without JOB: the latest job. A log file can be given instead of JOB. --follow also works before a job has started, and
-    includes ranks and attempts as they start; Ctrl-C stops following, not the job. On a terminal,
-    --follow shortens long records and shows the progress; --raw shows every line.
+    Without JOB: the latest job. JOB can also be the path of a log file. The logs of nodes and of
+    the scheduler are included. --follow works before the job starts, and adds ranks and attempts
+    as they start; Ctrl-C stops following, not the job. On a terminal, --follow shortens long
+    records and shows the progress; --raw shows every line.
     """
+    # Check options first: a clash is reported even if the job cannot be found.
     check_options(asked)
     if job is not None and os.path.isfile(job):
         return show_file(job, asked)
+    # Imported late: `--help` and wrong usage must not pay for it.
     from gptctl.cli.follow import follow_job
 
     record = session.find(job)
     files = files_of(record)
+    # Following starts before the folder check: a pending job has no folder yet.
     if asked["follow"]:
         return follow_job(
             session, record, wanted_of(asked, record.per_node), lines_of(asked), style_of(asked)
         )
     require_folder(record)
+    # Copy new lines of remote hosts first; everything below reads local files.
     session.catch_up(record)
     if asked["failed"]:
         return show_failure(session, record, files, asked)
@@ -86,8 +94,9 @@ def logs(session: Session, /, job: str | None, **asked: Any) -> int:
 
 
 def check_options(asked: dict[str, Any]) -> None:
-    """Options that contradict each other are named, not silently ignored."""
-    reports = [f"--{name.removesuffix('_them')}" for name in ANSWERS if asked[name]]
+    """Reject options that contradict each other, instead of ignoring one of them."""
+    # `list` is a Python builtin, so the parameter is called `list_them`.
+    reports = [f"--{name.removesuffix('_them')}" for name in REPORT_OPTIONS if asked[name]]
     clashes = [
         (len(reports) > 1, " and ".join(reports)),
         (bool(reports and asked["follow"]), f"{''.join(reports[:1])} and --follow"),
@@ -97,12 +106,13 @@ def check_options(asked: dict[str, Any]) -> None:
     ]
     for clash, names in clashes:
         if clash:
-            raise UserError(f"{names} do not go together", "leave one of them out", WRONG_USAGE)
+            raise UserError(f"{names} cannot be combined", "omit one of them", WRONG_USAGE)
 
 
 def wanted_of(asked: dict[str, Any], per_node: int | None) -> Wanted:
     from gptctl.logs.files import Wanted, parse_ranks
 
+    # `is not None`: an empty --rank (an unset shell variable) must be an error, not all ranks.
     ranks = parse_ranks(asked["rank"]) if asked["rank"] is not None else None
     return Wanted(ranks, asked["node"], per_node, asked["attempt"], asked["all_attempts"])
 
@@ -112,6 +122,7 @@ def lines_of(asked: dict[str, Any]) -> Lines:
     from gptctl.logs.match import Grep
     from gptctl.logs.stream import Lines
 
+    # An empty --since or --grep is parsed too, for the same reason as --rank.
     return Lines(
         tail=asked["tail"],
         since=parse_since(asked["since"]) if asked["since"] is not None else None,
@@ -128,10 +139,12 @@ def style_of(asked: dict[str, Any]) -> Any:
 def show_file(path: str, asked: dict[str, Any]) -> int:
     from gptctl.logs.local_files import LocalFile
 
+    # Both need records of the job: which ranks failed, and whether it has ended.
     if asked["failed"] or asked["follow"]:
         raise UserError(
             f"{path} is a file, not a job", "--follow and --failed need a job", WRONG_USAGE
         )
+    # A file has no job that could still write to it.
     return answer(LocalFile(Path(path)), wanted_of(asked, None), asked, is_over=lambda: True)
 
 
@@ -142,6 +155,7 @@ def answer(
     from gptctl.logs.show import show_logs
 
     if asked["list_them"]:
+        # Only this report needs the job's state, and on Slurm that is a query: ask for it last.
         print_list(files, wanted, asked["as_json"], is_over())
     elif asked["metrics"]:
         print_metrics(files, wanted, asked["as_json"])
@@ -169,6 +183,7 @@ def print_metrics(files: LogFiles, wanted: Wanted, as_json: bool = False) -> Non
     from gptctl.logs.tables import metric_rows, metric_table
     from gptctl.text import count
 
+    # JSON keeps full numbers; the table rounds them.
     rows = metric_rows(files, wanted)
     if as_json:
         ui.print_json(rows)
@@ -179,11 +194,12 @@ def print_metrics(files: LogFiles, wanted: Wanted, as_json: bool = False) -> Non
 def print_failure(
     files: LogFiles, attempt: int | None = None, as_json: bool = False, **of_job: str
 ) -> bool:
-    """Returns whether anything has failed."""
+    """Print the failure report, and return whether anything has failed."""
     from gptctl.cli import ui
     from gptctl.logs.tables import failure_report
 
     report = failure_report(files, attempt, of_job.get("state", ""))
+    # The state of the job explains failures that no rank caused, such as a time limit.
     if as_json:
         ui.print_json({**of_job, **report.as_json()})
     else:
@@ -194,11 +210,13 @@ def print_failure(
 def show_failure(
     session: Session, record: JobRecord, files: LogFiles, asked: dict[str, Any]
 ) -> int:
-    """The job's state comes first: a rank that exits first is not to blame for a time limit."""
+    """Print the state of the job, then which rank failed first."""
     from gptctl.cli import ui
 
+    # The state comes first: the first rank to exit did not cause a time limit or a cancellation.
     state = session.state_of(record)
     if not asked["as_json"]:
         ui.print_text(f"{record.id}: {state}")
     print_failure(files, asked["attempt"], asked["as_json"], **state._asdict())
+    # The report was printed, so the command succeeded, whatever the job did.
     return 0

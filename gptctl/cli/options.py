@@ -1,4 +1,4 @@
-"""What verbs share: arguments that name a config or a job, their completion, and the layout of help pages."""
+"""What verbs share: config and job arguments, their completion, and the layout of help pages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def examples(*lines: str) -> str:
-    """The end of a help page."""
+    """Format the examples that end a help page."""
+    # \b stops click from joining the lines into one paragraph.
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def complete_override(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[str]:
+    # Completers import late: pressing Tab must answer at once.
     from gptctl.spec.summary import key_rows
 
     return [f"{row['key']}=" for row in key_rows(incomplete)]
@@ -70,25 +72,27 @@ override_option = click.option(
 cluster_option = click.option(
     "--cluster",
     metavar="NAME",
-    help="Cluster profile: a name or a path.",
+    help="Use this cluster profile: a name or a path.",
     shell_complete=complete_cluster,
 )
 
 
 def config_options(verb: F) -> F:
-    """CONFIG and the options that say where and how it runs, in the order of the help page."""
+    """Add CONFIG and the options that set its layout and cluster."""
+    # Decorators apply from the bottom up: the last one here comes first on the help page.
     for option in (
         override_option,
         cluster_option,
-        click.option("--gpus-per-node", metavar="G", help="Ranks per node."),
-        click.option("--nodes", metavar="N", help="Number of nodes, or MIN:MAX."),
+        click.option("--gpus-per-node", metavar="G", help="Set the number of ranks per node."),
+        click.option("--nodes", metavar="N", help="Set the number of nodes, or MIN:MAX."),
         click.argument("config", required=False, type=click.Path()),
     ):
         verb = option(verb)
     return verb
 
 
-# Flags that set a key of Launch.
+# Each of these flags sets a key of Launch, so it is checked and recorded like the config's own.
+# Options that gptctl does not interpret go to `slurm.extra`, and from there to sbatch unchanged.
 FLAGS = {
     "nodes": "nodes",
     "gpus_per_node": "gpus_per_node",
@@ -111,11 +115,12 @@ FLAGS = {
     "max_restarts": "max_restarts",
 }
 
-# The sections of the help pages of submit, render and rerun, and the order of their options.
+# The sections of the help pages of submit, render and rerun, most used options first.
+# A verb shows those of these options that it has.
 SECTIONS = {
     "Layout": ("nodes", "gpus_per_node", "cluster", "devices", "overrides"),
     "Job": ("follow", "wait_for_it", "name", "time", "max_restarts", "resume", "config_option"),
-    "Run": ("dry_run", "variables", "log_dir", "style", "template", "node", "as_json", "help"),
+    "Run": ("dry_run", "variables", "log_dir", "style", "template", "node", "as_json"),
     "Slurm": (
         *("partition", "account", "qos", "constraint", "mem", "nodelist", "exclude"),
         *("reservation", "comment", "requeue", "after", "sbatch_options"),
@@ -124,42 +129,45 @@ SECTIONS = {
 
 
 def launch_options(verb: F) -> F:
-    """Further options of the verbs that start a job or print how to; `SECTIONS` orders them."""
+    """Add the options that `submit` and `render` share; `SECTIONS` orders them."""
+    # The values stay text here: config rules check them together, and report every mistake at once.
     for option in (
         click.option("-c", "--config", "config_option", metavar="CONFIG", help="Same as CONFIG."),
-        click.option("--devices", "--gpus", metavar="0,1,…", help="GPUs to use on every node."),
-        click.option("--name", metavar="NAME", help="Name of the job."),
+        click.option("--devices", "--gpus", metavar="0,1,…", help="Use these GPUs on every node."),
+        click.option("--name", metavar="NAME", help="Set the name of the job."),
         click.option(
-            "--time", metavar="T", help="Time limit: 90 (minutes), 12:00:00 or 1-12:00:00."
+            "--time", metavar="T", help="Set a time limit: 90 (minutes), 12:00:00 or 1-12:00:00."
         ),
-        click.option("--partition", metavar="P", help="Partition."),
-        click.option("--account", metavar="A", help="Account."),
-        click.option("--nodelist", metavar="HOSTS", help="Use these hosts only."),
-        click.option("--exclude", metavar="HOSTS", help="Use none of these hosts."),
-        click.option("--qos", metavar="Q", help="Quality of service."),
+        click.option("--partition", metavar="P", help="Submit to this partition."),
+        click.option("--account", metavar="A", help="Charge this account."),
+        click.option("--nodelist", metavar="HOSTS", help="Use only these hosts."),
+        click.option("--exclude", metavar="HOSTS", help="Do not use these hosts."),
+        click.option("--qos", metavar="Q", help="Set the quality of service."),
         click.option("--constraint", metavar="C", help="Use only nodes with these features."),
-        click.option("--mem", metavar="M", help="Memory per node, such as 200G."),
-        click.option("--reservation", metavar="R", help="Reservation."),
-        click.option("--comment", metavar="TEXT", help="Comment."),
+        click.option("--mem", metavar="M", help="Request this memory per node, such as 200G."),
+        click.option("--reservation", metavar="R", help="Use this reservation."),
+        click.option("--comment", metavar="TEXT", help="Attach a comment."),
         click.option(
             "--sbatch",
             "sbatch_options",
             metavar="NAME=VALUE",
             multiple=True,
-            help="Any other option of sbatch; repeatable.",
+            help="Pass any other option to sbatch; repeatable.",
         ),
         click.option(
             "--after",
             metavar="JOB",
             multiple=True,
-            help="Start when that job has completed; repeatable.",
+            help="Start after that job completes; repeatable.",
         ),
         click.option(
             "--requeue/--no-requeue",
             default=None,
-            help="Continue after preemption, a time limit or a node failure.",
+            help="Resume after preemption, a time limit or a node failure.",
         ),
-        click.option("--log-dir", "--log_dir", metavar="DIR", help="Folder for the logs."),
+        click.option(
+            "--log-dir", "--log_dir", metavar="DIR", help="Write the logs to this folder."
+        ),
         click.option(
             "--env",
             "variables",
@@ -170,11 +178,11 @@ def launch_options(verb: F) -> F:
         click.option(
             "--style",
             metavar="STYLE",
-            help="standalone, c10d, static or launch; on Slurm also srun-script, sbatch or loop.",
+            help="Use standalone, c10d, static, launch; on Slurm also srun-script, sbatch, loop.",
         ),
         click.option("--max-restarts", metavar="K", help="Restart a failed job up to K times."),
         click.option(
-            "--template", metavar="PATH", help="Your own template, or a folder of templates."
+            "--template", metavar="PATH", help="Use your own template, or a folder of templates."
         ),
     ):
         verb = option(verb)
@@ -182,10 +190,11 @@ def launch_options(verb: F) -> F:
 
 
 class LaunchCommand(click.Command):
-    """A verb that launches jobs: its options in sections, and after `--` a script with its arguments."""
+    """A verb that launches jobs: options in sections; a script and its arguments after `--`."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
+        # Split here: click would take the words after -- for CONFIG.
         if "--" in args:
             at = args.index("--")
             args, words = args[:at], args[at + 1 :]
@@ -196,13 +205,20 @@ class LaunchCommand(click.Command):
         return rest
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in sections; -h is the last option of the last section."""
         options = {param.name: param for param in self.get_params(context)}
-        for section, names in SECTIONS.items():
-            known = [options[name] for name in names if name in options]
+        sections = [
+            (section, [options[name] for name in names if name in options])
+            for section, names in SECTIONS.items()
+        ]
+        shown = [(section, known) for section, known in sections if known]
+        # Not in SECTIONS: click chooses the parameter's name, and changes it between versions.
+        if help_option := self.get_help_option(context):
+            shown[-1][1].append(help_option)
+        for section, known in shown:
             records = [record for option in known if (record := option.get_help_record(context))]
-            if records:
-                with formatter.section(f"{section} options"):
-                    formatter.write_dl(records)
+            with formatter.section(f"{section} options"):
+                formatter.write_dl(records)
 
 
 def typed_overrides(
@@ -212,9 +228,10 @@ def typed_overrides(
     script: Sequence[str] = (),
     sbatch_options: tuple[str, ...] = (),
 ) -> list[Override]:
-    """What was typed, as layers over the config: `-o` first, since flags win. Reports every mistake at once."""
+    """Turn what was typed into overrides of the config; report every mistake at once."""
     from trainer.config import Override
 
+    # Collect the mistakes instead of stopping at the first one.
     wrong: list[UserError] = []
     typed: list[Override] = []
 
@@ -225,17 +242,20 @@ def typed_overrides(
             except UserError as error:
                 wrong.append(error)
 
+    # Later overrides win: a flag beats -o.
     add(Override.parse, overrides)
-    # What was typed wins over a number in the config.
+    # --devices beats gpus_per_node of the config: an empty value makes it follow from the list.
     if flags.get("devices") and not flags.get("gpus_per_node"):
         typed.append(Override("Launch.gpus_per_node", "", f"--devices {flags['devices']}"))
     given = [name for name, value in flags.items() if value is not None]
     add(lambda name: _flag_override(name, flags[name]), given)
     add(_variable_override, variables)
     add(_sbatch_override, sbatch_options)
+    # `verbatim`: a script named `1e3` or `null` is a file name, not YAML.
     if script:
         typed.append(Override("Launch.entrypoint", script[0], f"-- {script[0]}", verbatim=True))
         typed.append(Override("Launch.args", tuple(script[1:]), f"-- {script[0]}"))
+    # Equal hints are shown once; dict keeps their order.
     if wrong:
         hints = dict.fromkeys(error.hint for error in wrong if error.hint)
         message = "; ".join(error.message for error in wrong)
@@ -249,8 +269,10 @@ def _flag_override(name: str, value: str | bool | None) -> Override:
     key, flag = f"Launch.{FLAGS[name]}", f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return Override(key, str(value), flag if value else f"--no-{name}")
-    if not value or not value.strip():  # an unset shell variable must not choose another world
+    # An empty value is probably an unset shell variable: it must not change the layout silently.
+    if not value or not value.strip():
         raise UserError(f"{flag} is empty", "write a value, or omit the flag", WRONG_USAGE)
+    # sbatch parses these values itself: do not read them as YAML.
     is_verbatim = key.startswith("Launch.slurm.extra.")
     return Override(key, value, f"{flag} {value}", verbatim=is_verbatim)
 
@@ -259,6 +281,7 @@ def _variable_override(text: str) -> Override:
     from trainer.config import Override
 
     name, equals, value = text.partition("=")
+    # A name that a shell cannot set would be lost on the way to the ranks.
     if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
         raise UserError(f"--env {text[:200]}: not a variable", "write NAME=value", WRONG_USAGE)
     return Override(f"Launch.env.{name}", value, f"--env {name}", verbatim=True)
@@ -277,18 +300,21 @@ def _sbatch_override(text: str) -> Override:
 def with_dependencies(
     sbatch_options: tuple[str, ...], jobs: Sequence[str], session: Session
 ) -> tuple[str, ...]:
-    """Options of sbatch that start a job after these jobs, or never if one of them fails."""
+    """Add the options of sbatch that start a job after these jobs have completed."""
+    # sbatch keeps only one --dependency: join the user's own with those of --after.
+    # Both forms end up in one comma-separated list, which means: after all of them.
     prefix = "dependency="
     asked = [option.partition("=")[2] for option in sbatch_options if option.startswith(prefix)]
     others = tuple(option for option in sbatch_options if not option.startswith(prefix))
     wanted = [text for text in (*asked, dependency_on(jobs, session)) if text]
     if not wanted:
         return others
+    # If a job before it fails, Slurm cancels this one. Without the option it would pend forever.
     return (*others, f"{prefix}{','.join(wanted)}", "kill-on-invalid-dep=yes")
 
 
 def dependency_on(jobs: Sequence[str], session: Session) -> str:
-    """By gptctl's id or the scheduler's; completed jobs need not be waited for."""
+    """Build the value of --dependency for these jobs, named by gptctl's id or the scheduler's."""
     from gptctl.engine.run_folder import COMPLETED
     from gptctl.jobs.state import is_final
 
@@ -296,12 +322,14 @@ def dependency_on(jobs: Sequence[str], session: Session) -> str:
     for job in jobs:
         record = session.store.find(job)
         state = session.state_of(record)
+        # Only a scheduler can hold a job back: other clusters start it at once.
         if "scheduler_id" not in record.handle:
             message = f"--after {job}: it runs on {record.cluster}, which has no queue"
             raise UserError(message, f"wait for it first: gptctl wait {record.id}", WRONG_USAGE)
         if is_final(state) and state.state != COMPLETED:
             hint = f"run it again (gptctl rerun {record.id}), or omit --after"
             raise UserError(f"--after {job}: that job is {state}", hint, ANSWER_IS_NO)
+        # Slurm forgets completed jobs after a while, and rejects a dependency on them.
         if not is_final(state):
             ids.append(str(record.handle["scheduler_id"]))
     return f"afterok:{':'.join(ids)}" if ids else ""
@@ -335,7 +363,7 @@ def check_job(
     after: tuple[str, ...],
     **flags: str | bool | None,
 ) -> tuple[Checked, list[Override]]:
-    """The checked config of a job, and the overrides for its trainer. A script needs no config."""
+    """Check the config of a job; return it with the overrides for its trainer."""
     from gptctl.spec.check import check_config, find_config
 
     if config and config_option:
@@ -344,10 +372,13 @@ def check_job(
     if after:
         sbatch_options = with_dependencies(sbatch_options, after, session)
     typed = typed_overrides(flags, overrides, variables, script, sbatch_options)
+    # A script needs no config; config.yaml in the current folder may have nothing to do with it.
     path = None if script and not named else find_config(named)
     checked = check_config(path, typed)
+    # The cluster is known only now: the config may name it.
     if after and not checked.cluster.traits.has_queue:
         hint = f"wait for it first: gptctl wait {after[0]}"
         message = f"--after {after[0]}: {checked.cluster.name} has no queue"
         raise UserError(message, hint, WRONG_USAGE)
+    # The trainer gets `-o` only: flags set keys of Launch, which it does not read.
     return checked, typed_overrides({}, overrides)

@@ -1,4 +1,4 @@
-"""What one command works with: the job store, and the backends it talks to. Created by the group, passed to every verb."""
+"""The job store and the backends of one command. The group creates a Session for the verb."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 class Session:
+    # Both are created when first used: `gptctl keys` needs neither the store nor a backend.
     @cached_property
     def backends(self) -> Backends:
         from gptctl.backends import Backends
@@ -24,11 +25,12 @@ class Session:
 
     @cached_property
     def store(self) -> Store:
-        """The job store, after settling what a killed gptctl may have left."""
+        """Open the job store, and clean up after any gptctl that was killed during a submit."""
         from gptctl.cli import ui
         from gptctl.jobs.store import Store
         from gptctl.jobs.submit import settle
 
+        # Before any verb reads it: a half-submitted job must not be listed or chosen as the latest.
         store = Store()
         for note in settle(store, self.backends):
             ui.say(f"note: {note}")
@@ -48,13 +50,14 @@ class Session:
         return is_final(self.state_of(record))
 
     def find(self, name: str | None) -> JobRecord:
-        """A job by its id; without one the latest, which is then named."""
+        """Find a job by its id. Without one, take the latest job and print its id."""
         from gptctl.cli import ui
 
         try:
             record = self.store.find(name)
-        finally:
+        finally:  # damaged records may be the reason why a job is not found
             self.report_damage()
+        # The user must see which job was chosen, before a verb stops or shows it.
         if name is None:
             ui.say(f"job {record.id}")
         return record
@@ -66,17 +69,19 @@ class Session:
             ui.say(f"note: {note}")
 
     def catch_up(self, record: JobRecord) -> None:
-        """Copy new logs of a job on other machines here, and say what is missing."""
+        """Copy new log lines from other hosts to this machine, and report what is missing."""
         from gptctl.cli import ui
 
         try:
             for words in self.backend_of(record).catch_up(record):
                 ui.say(words)
-        except UserError as error:  # what is here can be shown all the same
+        # A warning, not an error: the verb can still show what was copied before.
+        except UserError as error:
             ui.say(error.message)
 
 
 def require_folder(record: JobRecord) -> None:
+    # Users delete run folders to free space; the record in the store remains.
     if not record.run_folder.is_dir():
         message = f"the folder of {record.id} is missing: {record.local_dir}"
         raise UserError(message, "", OUT_OF_REACH)
@@ -85,4 +90,5 @@ def require_folder(record: JobRecord) -> None:
 def files_of(record: JobRecord) -> LogFiles:
     from gptctl.logs.local_files import LocalLogFiles
 
+    # Always local: backends copy remote logs to this folder, so readers need no network.
     return LocalLogFiles(Path(record.log_dir), record.run_folder)

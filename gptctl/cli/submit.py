@@ -1,4 +1,7 @@
-"""The verbs that start jobs, or print how to."""
+"""The verbs that start jobs, or print how to start them: submit, render and rerun.
+
+Imports inside a verb keep `--help` and completion fast: a verb loads what it uses.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,13 @@ if TYPE_CHECKING:
     from gptctl.spec.check import Checked
 
 follow_option = click.option(
-    "-f", "--follow", is_flag=True, help="Follow its logs; exit with the job's status."
+    "-f", "--follow", is_flag=True, help="Follow the logs; exit with the job's status."
 )
 wait_option = click.option(
-    "--wait", "wait_for_it", is_flag=True, help="Wait for its end; exit with the job's status."
+    "--wait",
+    "wait_for_it",
+    is_flag=True,
+    help="Wait until the job ends; exit with the job's status.",
 )
 
 
@@ -44,8 +50,8 @@ wait_option = click.option(
 )
 @config_options
 @launch_options
-@click.option("--resume", metavar="JOB", help="Start from the newest checkpoint of that job.")
-@click.option("--dry-run", is_flag=True, help="Print exactly what would run; start nothing.")
+@click.option("--resume", metavar="JOB", help="Resume from the newest checkpoint of that job.")
+@click.option("--dry-run", is_flag=True, help="Print what would run; start nothing.")
 @follow_option
 @wait_option
 @as_json_option
@@ -63,19 +69,24 @@ def submit(
 ) -> int:
     """Check a run config, freeze what the job needs, and start it.
 
-    CONFIG is a path or a bare name, as for validate; the default is config.yaml. To run a script
-    of your own instead of the bundled trainer, write it and its arguments after `--`; it needs no
-    config. If anything is wrong, nothing is written. Every job gets a folder of its own.
+    CONFIG is a path or a bare name, as for validate; the default is config.yaml. To run your own
+    script instead of the bundled trainer, give it and its arguments after `--`; it needs no config.
+    If a check fails, nothing is written. Every job gets its own folder.
     """
     from gptctl.jobs.submit import prepare, this_site
 
+    # Checked first: a contradiction must not cost a query to the scheduler.
     if dry_run and (follow or wait_for_it):
-        raise UserError("a dry run starts nothing", "omit --follow and --wait", WRONG_USAGE)
+        raise UserError(
+            "a dry run starts nothing to wait for", "omit --follow and --wait", WRONG_USAGE
+        )
     if resume is not None:
+        # As an override it is checked, recorded and shown like any other value.
         checkpoints = resumable_output(resume, session)
         arguments["overrides"] += (f"Engine.save_load.ckpt_dir={checkpoints}",)
     checked, overrides = check_job(session, **arguments)
     templates = template_places(template, checked.path)
+    # A dry run prepares the job exactly as a submit does, so that it shows what would really run.
     prepared = prepare(checked, session.store, session.backends, this_site(), overrides, templates)
     if dry_run:
         show_dry_run(prepared, as_json)
@@ -92,7 +103,11 @@ def submit(
 )
 @config_options
 @launch_options
-@click.option("--node", type=click.IntRange(min=0), help="Static: print this node's command only.")
+@click.option(
+    "--node",
+    type=click.IntRange(min=0),
+    help="With --style static, print the command of this node only.",
+)
 @as_json_option
 @click.pass_obj
 def render(
@@ -101,8 +116,8 @@ def render(
     """Print the command line or script that launches a config.
 
     Styles: standalone, c10d, static, launch (torch.distributed.launch); on a Slurm cluster also
-    srun-script, sbatch and loop. The script runs your files in place: there is no job and no run
-    folder.
+    srun-script, sbatch and loop. The script runs your files in place: gptctl creates neither a job
+    nor a run folder.
     """
     from gptctl.cli import ui
     from gptctl.jobs.submit import this_site
@@ -110,11 +125,13 @@ def render(
     from gptctl.planning.render import script_of
 
     checked, overrides = check_job(session, **arguments)
-    refuse_invalid(checked, "is not rendered")
+    refuse_invalid(checked)
     backend = session.backends.of(checked.cluster.kind)
     plan = backend.plan(checked, this_site(), overrides=overrides)
+    # Checked here: the number of nodes is known only after planning.
     if node is not None and node >= plan.nodes:
         raise UserError(f"there is no node {node}", f"use 0 to {plan.nodes - 1}", WRONG_USAGE)
+    # Findings go to stderr below: stdout can be saved as a script.
     text = rendered(plan, script_of(plan.style), template_places(template, checked.path), node)
     if as_json:
         ui.print_json({"style": plan.style, "plan": plan.as_json(), "text": text})
@@ -146,13 +163,15 @@ def rerun(
 ) -> int:
     """Submit a job again from its saved files.
 
-    The new job has the same config, cluster profile and code, and a run folder of its own.
+    The new job uses the same config, cluster profile and code, in its own run folder.
     """
     from gptctl.jobs.rerun import prepare_rerun
     from trainer.config import Override
 
+    # A script after -- belongs to every LaunchCommand, but here the job has its own.
     if script:
         raise UserError("rerun takes no script", "use -o Launch.args=…", WRONG_USAGE)
+    # Parse before searching for the job: a mistake in -o is reported without touching the store.
     typed = [Override.parse(text) for text in overrides]
     record = session.find(job)
     prepared = prepare_rerun(record, session.store, session.backends, typed)
@@ -160,34 +179,41 @@ def rerun(
 
 
 def template_places(template: str | None, config: Path | None) -> list[Path]:
-    """The user's templates: the one that was named, then a folder `templates` beside the config."""
+    """Find the user's templates: the named one, then the folder `templates` beside the config."""
+    # A named template must exist and be used: falling back to the bundled one would hide a typo.
     if template is not None and not Path(template).exists():
-        hint = "name a file such as launch.sh.j2, or a folder"
+        hint = "give a file such as launch.sh.j2, or a folder"
         raise UserError(f"there is no template {template}", hint, WRONG_USAGE)
     if template and Path(template).is_dir() and not any(Path(template).glob("*.j2")):
         hint = "put a file such as launch.sh.j2 there"
         raise UserError(f"{template} contains no templates", hint, WRONG_USAGE)
+    # Any project may have a folder `templates`: without *.j2 files it is not meant for gptctl.
     beside = config.parent / "templates" if config else None
     named = [Path(template)] if template else []
     return [*named, *([beside] if beside and any(beside.glob("*.j2")) else [])]
 
 
-def refuse_invalid(checked: Checked, what: str) -> None:
+def refuse_invalid(checked: Checked) -> None:
+    # A script from an invalid config would fail later, on the cluster.
     if not checked.is_valid:
-        raise UserError(f"{checked.name} {what}", findings=checked.findings)
+        raise UserError(f"{checked.name} is invalid", findings=checked.findings)
 
 
 def resumable_output(job: str, session: Session) -> str:
+    """Return the output folder of a job that has ended and left a checkpoint."""
     record = session.find(job)
+    # gptctl does not know what a user's own script saves, or where.
     if not record.output_dir:
         hint = "only the bundled trainer can resume"
-        raise UserError(f"{record.id} ran a script of its own", hint, WRONG_USAGE)
+        raise UserError(f"{record.id} did not run the bundled trainer", hint, WRONG_USAGE)
+    # Two jobs would train from the same point, and the old one may still write checkpoints.
     if not session.is_over(record):
-        raise UserError(f"{record.id} has not ended", f"gptctl cancel {record.id}", ANSWER_IS_NO)
+        hint = f"stop it first: gptctl cancel {record.id}"
+        raise UserError(f"{record.id} is still running", hint, ANSWER_IS_NO)
     folder, names = session.backend_of(record).checkpoints(record)
     if not any(name.startswith("step_") for name in names):
         hint = "submit without --resume"
-        raise UserError(f"{record.id} left no checkpoint in {folder}", hint)
+        raise UserError(f"no checkpoint of {record.id} in {folder}", hint)
     return folder
 
 
@@ -200,6 +226,7 @@ def show_dry_run(prepared: Prepared, as_json: bool) -> None:
         return
     ui.print_findings(prepared.findings, to_stderr=True)
     for name, text in prepared.scripts.items():
+        # The titles go to stderr: stdout has the scripts only.
         where = f"on {plan.nnodes} node(s) of cluster {plan.cluster}"
         ui.say(f"# {plan.remote_dir}/{name}, {where}:")
         ui.print_exactly(text)
@@ -212,17 +239,20 @@ def send_and_stay(
     from gptctl.jobs import report
     from gptctl.jobs.submit import submit as send
 
+    # Warnings before the job starts: the user can still press Ctrl-C.
     ui.print_findings(prepared.findings, to_stderr=True)
     sent = send(prepared, session.store, session.backends)
+    # Ctrl-C came after the point of no return: the job exists, and the user must know.
     if sent.was_interrupted:
         ui.say(report.still_running(sent.record))
         return INTERRUPTED
+    # The job runs, so this is a warning: an error would make scripts submit it again.
     if sent.problem:
         ui.say(f"warning: {sent.record.id} was started, but there was a problem: {sent.problem}")
-    return accompany(session, prepared, sent.record, as_json, follow, wait_for_it)
+    return stay_with(session, prepared, sent.record, as_json, follow, wait_for_it)
 
 
-def accompany(
+def stay_with(
     session: Session,
     prepared: Prepared,
     record: JobRecord,
@@ -230,7 +260,7 @@ def accompany(
     follow: bool,
     wait_for_it: bool,
 ) -> int:
-    """Print what was submitted, and stay with it if asked to. An interrupt leaves the job alone."""
+    """Print what was submitted, then follow or wait if asked to. Ctrl-C does not stop the job."""
     from gptctl.cli import ui
     from gptctl.cli.follow import follow_job
     from gptctl.cli.jobs import wait_for
@@ -239,13 +269,15 @@ def accompany(
     from gptctl.logs.stream import Lines
 
     try:
-        if as_json and wait_for_it and not follow:  # one object, when all of it is known
+        # One JSON object, so wait first: it includes the final state.
+        if as_json and wait_for_it and not follow:
             code = wait_for(session, record, None, quiet=True)
             announce(prepared, record, as_json, **session.state_of(record)._asdict())
             return code
         announce(prepared, record, as_json)
         if follow:
             style = "json" if as_json else "text"
+            # All attempts: the job has just started, so this shows it from its beginning.
             return follow_job(session, record, Wanted(all_attempts=True), Lines(), style)
         return wait_for(session, record, None) if wait_for_it else 0
     except KeyboardInterrupt:
@@ -261,10 +293,12 @@ def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: str
 
     plan = prepared.plan
     endpoint = RunFolder(record.local_dir).endpoint()
+    # `ending` has the final state, if the caller has waited for it.
     facts = {**report.submitted(record, endpoint), **ending}
     if as_json:
         ui.print_json(facts)
         return
+    # Before the ranks start, the rendezvous address may not be chosen yet.
     later = (
         f"{plan.master_addr or 'the first allocated host'}:{plan.master_port or '(a free port)'}"
     )
@@ -277,4 +311,5 @@ def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: str
         ("logs", record.log_dir),
         ("follow", facts["follow"]),
     ]
+    # Only jobs with a scheduler have an id there: drop empty rows.
     ui.print_pairs(f"job {record.id}", [(name, text) for name, text in shown if text])

@@ -1,4 +1,7 @@
-"""The only printer: rich on a terminal, plain text when piped, JSON when asked. Data goes to stdout, talk to stderr."""
+"""The only module that prints: rich on a terminal, plain text when piped, JSON when asked.
+
+Data goes to stdout, messages to stderr.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ from typing import Any
 from gptctl.text import CONTROL, clean
 from trainer.errors import Finding, UserError
 
-SAY_EVERY = 5.0  # seconds between two words about progress
+SAY_EVERY = 5.0  # seconds between two progress messages in a log
 _COLOURS = {"error": "bold red", "warning": "yellow", "notice": "cyan", "hint": "green"}
 
 
 def print_json(value: Any) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False)
+    # Escape control characters that JSON allows: they could still act on a terminal.
     print(
         CONTROL.sub(
             lambda found: "".join(f"\\u{ord(character):04x}" for character in found[0]), text
@@ -32,12 +36,13 @@ def print_text(text: str) -> None:
     print(clean(text))
 
 
-Progress = Callable[[int], None]  # told how many bytes have come
+Progress = Callable[[int], None]  # called with the number of bytes just transferred
 
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Progress]:
-    """Of something long: a bar on a terminal, a line now and then elsewhere."""
+    """Show the progress of a transfer: a bar on a terminal, otherwise a line every few seconds."""
+    # rich is imported where it is used: it costs more time than most commands take.
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
@@ -61,20 +66,18 @@ def progress(title: str, total: int) -> Iterator[Progress]:
 
 
 class TerminalScreen:
-    """Stdout, which is a terminal: boxes, and one line at the bottom that is updated in place.
-
-    The cursor waits in the first column of that line. A window that gets narrower wraps the line,
-    and clearing from the cursor to the end of the screen still removes all of it.
-    """
+    """Stdout as a terminal: boxes, and one line at the bottom that is updated in place."""
 
     def __init__(self) -> None:
         self._drawn = ""
+        # A dumb terminal cannot move the cursor: it gets no line that is updated in place.
         self.is_in_place = os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
         self.has_colours = self.is_in_place and not os.environ.get("NO_COLOR")
 
     @property
     def width(self) -> int:
-        """One less than the window has: a full line would scroll some terminals."""
+        """The columns that a line may use."""
+        # One less than the window has: some terminals scroll when a line is full.
         return terminal_width() - 1
 
     def draw(self, text: str) -> None:
@@ -83,6 +86,8 @@ class TerminalScreen:
             shown = clean(text)
             if self.has_colours:
                 shown = re.sub("━+", "\x1b[32m\\g<0>\x1b[0m", shown)
+            # The cursor stays in the first column. If the window gets narrower, the line wraps, and
+            # clearing from the cursor to the end of the screen still removes all of it.
             self._write(f"\r{shown}\x1b[J\r")
 
     def erase(self) -> None:
@@ -95,13 +100,14 @@ class TerminalScreen:
         print_box(title, text)
 
     def _write(self, text: str) -> None:
-        # To the bytes below: log lines are written there, too, and must keep their order.
+        # Log lines are written to the same buffer: using it directly keeps the order.
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()
 
 
 def terminal_width() -> int:
-    """Of the window as it is now, even if COLUMNS still has an old width."""
+    """Return the current width of the window."""
+    # COLUMNS may be outdated after the window was resized: ask the terminal first.
     with suppress(OSError, ValueError):
         if columns := os.get_terminal_size(sys.stdout.fileno()).columns:
             return columns
@@ -109,7 +115,7 @@ def terminal_width() -> int:
 
 
 def print_box(title: str, body: str | Sequence[tuple[str, str]], colour: str = "cyan") -> None:
-    """A text, or names and texts, in a frame. For terminals only."""
+    """Print a text, or a table of names and texts, in a frame. For terminals only."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
@@ -124,19 +130,23 @@ def print_box(title: str, body: str | Sequence[tuple[str, str]], colour: str = "
     frame = Panel(
         content, title=Text(clean(title)), title_align="left", border_style=colour, expand=False
     )
+    # rich would prefer COLUMNS to the real width.
     sys.stdout.flush()
     Console(width=terminal_width(), highlight=False).print(frame)
 
 
 def print_exactly(text: str) -> None:
-    """A script, byte for byte. Control characters cannot be in it: what it was rendered from was checked."""
+    """Print a script byte for byte."""
+    # Not cleaned: the values it was rendered from were checked for control characters.
     sys.stdout.write(text)
 
 
 def say(text: str) -> None:
-    """Talk: on stderr, so that stdout stays data."""
-    sys.stdout.flush()  # one terminal or log shows both, in the order they were written
-    with suppress(OSError):  # talk that cannot be said changes no answer
+    """Print a message to stderr, so that stdout has only data."""
+    # A terminal or log that shows both streams gets them in the order of writing.
+    sys.stdout.flush()
+    # A message that cannot be printed does not change the result.
+    with suppress(OSError):
         print(clean(text), file=sys.stderr)
 
 
@@ -156,7 +166,7 @@ def print_error(error: UserError) -> None:
 
 
 def _print_marked(line: str, stream: Any) -> None:
-    """One line whose first word (error:, hint:, …) is coloured on a terminal."""
+    """Print a line; on a terminal its first word (error:, hint:, …) is coloured."""
     line = clean(line)
     if not stream.isatty():
         print(line, file=stream)
@@ -166,11 +176,12 @@ def _print_marked(line: str, stream: Any) -> None:
 
     word, _, rest = line.partition(":")
     marked = Text.assemble((f"{word}:", _COLOURS.get(word, "")), rest)
+    # soft_wrap: let the terminal wrap, so that a copied path or command has no line break.
     Console(file=stream, highlight=False).print(marked, soft_wrap=True)
 
 
 def print_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
-    """A short report: one name and one text a line."""
+    """Print a short report: one name and one text per line."""
     width = max((len(name) for name, _ in pairs), default=0)
     if not sys.stdout.isatty():
         print(clean(title))
@@ -198,9 +209,10 @@ def print_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], by_first: bool = False
 ) -> None:
-    """A table; `by_first` draws a line where the first column changes."""
+    """Print a table; `by_first` draws a line where the first column changes."""
     cells = [[clean(str(cell)) for cell in row] for row in rows]
     if not sys.stdout.isatty():
+        # Plain columns for pipes and tests: no frames, no colours, no wrapping.
         widths = [
             max([len(name), *(len(row[index]) for row in cells)])
             for index, name in enumerate(columns)
@@ -220,6 +232,7 @@ def print_table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
+    # The first column starts at the left edge, like the title.
     table.pad_edge = False
     for index, name in enumerate(columns):
         table.add_column(name, overflow="fold", no_wrap=index == 0)

@@ -1,7 +1,10 @@
-"""The per-rank logs of a job: read, merged by time, followed, filtered, and asked who failed first.
+"""The per-rank logs of a job: read, merge by time, follow and filter them; find who failed first.
 
-    show_logs(LocalLogFiles(log_dir, run_dir), Wanted(ranks=parse_ranks("0,3")), Lines(grep=Grep("loss")))
+    files = LocalLogFiles(log_dir, run_dir)
+    show_logs(files, Wanted(ranks=parse_ranks("0,3")), Lines(grep=Grep("loss")))
 
-`files` says what a transport offers, `stream` merges and follows, `show` writes lines, `tables` has the other answers.
-Nothing here knows `gptctl.cli`.
+`files` defines what a transport must offer, `stream` merges and follows, `show` writes lines,
+`tables` makes the reports. Nothing here imports `gptctl.cli`.
 """
+
+# No imports here: a verb loads only the modules it uses.

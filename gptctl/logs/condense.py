@@ -1,6 +1,6 @@
-"""Shortens records for a terminal: short steps, no config dump, the sample text as one piece.
+"""Shorten records for a terminal: short step lines, no config dump, the sample text in one piece.
 
-Pure: the lines of one log file go in, pieces come out. Nothing is lost: the file has every line.
+Pure: the lines of one log file go in, pieces come out. The log file itself keeps every line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from gptctl.logs.files import Kind
 from gptctl.logs.progress import Evaluation
 from trainer.logline import TrainLine, parse_train_line
 
-LONGEST_RECORD = 1000  # lines; a longer one is none of the known ones, and must not be held back
+# Lines. A longer record is not one of the known ones: show it instead of waiting for its end.
+LONGEST_RECORD = 1000
 _STAMP = re.compile(r"\[\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d)(?:,\d+)?\] \[ *([A-Z]+)\] +- ")
 _CONFIG = re.compile(r"Resolved config:\s*$")
 _SAMPLE = re.compile(r"(?:A sample,|Sample text) (after .*:)\s*$")
@@ -23,7 +24,9 @@ _END_OF_SAMPLE = re.compile(r"The training process is complete\.")
 _TRACEBACK = "Traceback (most recent call last):"
 _CHILD_FAILED = re.compile(r"torch\.distributed\.elastic\.\S*\.ChildFailedError:")
 _RULER = re.compile(r"={20,}\s*")
+# Ten digits or more: no step count or rate of a training is that long.
 _LONG_NUMBER = re.compile(r"(?<![.\d])\d{10}")
+# Bounded repetitions: any script can log such a line, with digits without end.
 _EVALUATION = re.compile(
     r"\b(valid|test) step (\d{1,12}), epoch: \d+, batch: \d+, "
     r"loss: ([-+]?(?:\d{1,300}(?:\.\d{1,300})?|inf|nan)), speed: "
@@ -36,7 +39,7 @@ class Hidden(NamedTuple):
 
 
 class RankDetail(NamedTuple):
-    """A line that every rank logs about itself; on a terminal the one of rank 0 is enough."""
+    """A line that every rank logs about itself; a terminal shows that of rank 0 only."""
 
 
 class Sample(NamedTuple):
@@ -47,10 +50,10 @@ Piece = str | TrainLine | Evaluation | Hidden | RankDetail | Sample
 
 
 class OpenRecord(Protocol):
-    """A record of several lines of which the first has been read."""
+    """A record of several lines, after its first line was read."""
 
     def takes(self, text: str) -> bool:
-        """Whether the next line belongs to it."""
+        """Add the next line if it belongs to the record; return whether it does."""
 
     def pieces(self) -> Iterator[Piece]: ...
 
@@ -71,21 +74,25 @@ class OpenConfig:
 
 
 class OpenSample:
-    """The sample text. The trainer stamps each of its lines, or only the first: the second tells."""
+    """The sample text that the trainer logs after training."""
 
     def __init__(self, title: str) -> None:
+        # The first line, empty here, is the title's own. Whether lines have a stamp shows later.
         self._title, self._lines, self._is_stamped = title, [""], False
 
     def takes(self, text: str) -> bool:
         stamp = _STAMP.match(text)
         message = text[stamp.end() :] if stamp else text
+        # The trainer stamps every line or only the first. The second line shows which, and a line
+        # of the other form ends the sample.
         if len(self._lines) == 1:
             self._is_stamped = bool(stamp)
         is_next = bool(stamp) != self._is_stamped or bool(stamp and stamp[2] != "INFO")
+        # A trainer that stamps every line gives no other sign of the end.
         is_next = is_next or bool(_END_OF_SAMPLE.match(message) or _SAMPLE.match(message))
         if is_next or len(self._lines) > LONGEST_RECORD:
             return False
-        # Spaces at the ends of lines would make the box as wide as the window.
+        # Trailing spaces would make the box as wide as the window.
         self._lines.append(message.rstrip())
         return True
 
@@ -94,10 +101,7 @@ class OpenSample:
 
 
 class OpenReport:
-    """torchrun's traceback and table after a rank has failed, which repeat what the ranks have logged.
-
-    Any other traceback in a node's log is shown.
-    """
+    """torchrun's traceback and table after a failure, which repeat what the ranks have logged."""
 
     def __init__(self) -> None:
         self._lines, self._is_report, self._num_rulers = [_TRACEBACK], False, 0
@@ -107,6 +111,7 @@ class OpenReport:
         is_part = self._is_report or text.startswith(" ")
         if not is_part or self._num_rulers == 2 or len(self._lines) > LONGEST_RECORD:
             return False
+        # The table has a line of = at its start and at its end.
         self._num_rulers += bool(_RULER.fullmatch(text))
         self._lines.append(text)
         return True
@@ -114,15 +119,16 @@ class OpenReport:
     def pieces(self) -> Iterator[Piece]:
         if self._is_report:
             yield Hidden(len(self._lines), "lines of torchrun's report")
-        else:
+        else:  # another traceback in a node's log is news: show it
             yield from self._lines
 
 
 class Condenser:
-    """Of one log file."""
+    """Turns the lines of one log file into pieces."""
 
     def __init__(self, kind: Kind, number: int) -> None:
         self._kind = kind
+        # Lines of rank 0 are shown in full; the other ranks log the same about themselves.
         self._detail = f"rank {number}: " if kind == "rank" and number else None
         self._open: OpenRecord | None = None
 
@@ -130,6 +136,7 @@ class Condenser:
         if self._open and self._open.takes(text):
             return
         yield from self.close()
+        # The JSON style writes a record of several lines in one: it is complete at once.
         record = _json_record(text)
         if record and (opened := _open_stamped(record[0])):
             for line in record[1:]:
@@ -141,7 +148,7 @@ class Condenser:
             yield from self._begin(text)
 
     def close(self) -> Iterator[Piece]:
-        """The record that was being read: another one begins, or the job has ended."""
+        """Return what was read of the open record: the next one begins, or the job has ended."""
         opened, self._open = self._open, None
         if opened:
             yield from opened.pieces()
@@ -159,12 +166,13 @@ class Condenser:
         elif found := _EVALUATION.search(text):
             yield Evaluation(found[1], int(found[2]), float(found[3]))
         else:
+            # The time without the date is enough to watch a job; INFO is the normal case.
             level = "" if not stamp or stamp[2] == "INFO" else f"{stamp[2]}: "
             yield f"{stamp[1]} {level}{message}" if stamp else text
 
 
 def _open_stamped(message: str) -> OpenRecord | None:
-    """The record of several lines that begins with this message of the trainer."""
+    """Open the record of several lines that begins with this message, if any does."""
     if _CONFIG.match(message):
         return OpenConfig()
     found = _SAMPLE.match(message)
@@ -172,12 +180,14 @@ def _open_stamped(message: str) -> OpenRecord | None:
 
 
 def _train_line(text: str) -> TrainLine | None:
-    """Any script may write such a line. Numbers that no training has would take hours to parse."""
+    """Parse a train line, if this is one."""
+    # Any script may write such a line, and parsing huge numbers could take hours.
     return None if _LONG_NUMBER.search(text) else parse_train_line(text)
 
 
 def _json_record(text: str) -> list[str]:
-    """The lines of a record in the trainer's JSON style, which writes it in one line."""
+    """Return the lines of a record in the trainer's JSON style; empty for any other line."""
+    # Parse only candidates: most lines are not JSON, and a terminal must keep up with the job.
     if text.startswith('{"time": "') and "\\n" in text:
         with suppress(ValueError, KeyError, AttributeError):
             return [str(line) for line in json.loads(text)["message"].split("\n")]

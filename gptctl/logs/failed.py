@@ -1,6 +1,6 @@
-"""How the ranks of an attempt ended: what they recorded, who failed first, and who only fell with it.
+"""How the ranks of an attempt exited: which failed first, and which failed as a consequence.
 
-Pure: records in, frozen data out. Printing and reading is done in `report.py`.
+Pure: records in, frozen data out. `tables.py` makes the text.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from gptctl.engine.run_folder import json_lines
 
-PEER_IS_GONE = 3  # the trainer's exit code when another rank has failed
+PEER_FAILED = 3  # the trainer's exit code when another rank has failed
 
 
 class RankRun(NamedTuple):
-    """One process of a rank, from its start to its end as far as they were recorded."""
+    """One process of a rank, with its start and its exit as far as they were recorded."""
 
     rank: int
     node: int | None = None
@@ -27,7 +27,8 @@ class RankRun(NamedTuple):
     exit: int | None = None
     signal: int | None = None
     max_rss_mb: float | None = None
-    was_killed: bool = False  # left no end although its node's launch script has one
+    # Its exit is not recorded, but its node's launch script has exited: killed with its watcher.
+    was_killed: bool = False
     round: int = 0  # counts the restarts by torchrun
 
     @property
@@ -40,8 +41,9 @@ class RankRun(NamedTuple):
 
     @property
     def is_victim(self) -> bool:
-        """Ended as ranks end when another one has failed."""
-        return self.signal == signal.SIGTERM or self.exit == PEER_IS_GONE
+        """Whether it exited as ranks do when another rank has failed."""
+        # torchrun stops the other ranks with SIGTERM; the trainer exits with its own code.
+        return self.signal == signal.SIGTERM or self.exit == PEER_FAILED
 
     @property
     def how(self) -> str:
@@ -49,22 +51,24 @@ class RankRun(NamedTuple):
             return signal_name(self.signal)
         if self.exit is not None:
             return f"exit {self.exit}"
-        return "killed, no end recorded" if self.was_killed else "running"
+        return "killed, no exit recorded" if self.was_killed else "running"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first rank that failed, the others in the order of their ends, and what the launch scripts answered."""
+    """The first rank that failed, the others by time of exit, and the exit codes of nodes."""
 
     first: RankRun | None
     cascade: tuple[RankRun, ...]
-    silent: tuple[RankRun, ...]  # started, and nothing since: running, or their machine is gone
+    # Started, but no exit recorded: still running, or lost with their node.
+    silent: tuple[RankRun, ...]
     ranks_started: int
     node_exits: Mapping[int, int]
 
     @property
     def first_node(self) -> int | None:
-        """The node to look at when no rank is to blame."""
+        """The first node that failed, if no rank did."""
+        # A launch script can fail before it starts ranks: the setup, a missing interpreter.
         failing = sorted(node for node, code in self.node_exits.items() if code)
         return None if self.first or not failing else failing[0]
 
@@ -89,12 +93,16 @@ class Failure:
 
 
 def find_failure(runs: Iterable[RankRun], node_exits: Mapping[int, int]) -> Failure:
-    """Who failed first: by the time of the end; victims only if nobody failed otherwise."""
+    """Find the rank that failed first, by the time of its exit."""
+    # Only the last process of each rank counts: torchrun restarted the earlier ones.
     latest = {run.rank: run for run in runs}
     newest_round = max((run.round for run in latest.values()), default=0)
     failed = [run for run in latest.values() if run.has_failed]
+    # A failure in an earlier round did not end the job, unless it is the only one.
     failed = [run for run in failed if run.round == newest_round] or failed
     never = float("inf")
+    # Victims come last, even if they exited earlier by their node's clock: they are never the
+    # cause. An unknown time sorts after all known ones.
     failed.sort(
         key=lambda run: (run.is_victim, never if run.ended is None else run.ended, run.rank)
     )
@@ -105,17 +113,18 @@ def find_failure(runs: Iterable[RankRun], node_exits: Mapping[int, int]) -> Fail
 
 
 def node_exits(records: Mapping[str, bytes]) -> dict[int, int]:
-    """The exit codes of the nodes' launch scripts."""
+    """Return the exit codes of the launch scripts, by node."""
     codes = {}
     for name, data in records.items():
         text = data.strip()
+        # A full disk or a crash can leave the file empty or torn: ignore it.
         if name.endswith(".exit") and text.isdigit() and len(text) < 6:
             codes[int(name.split(".")[1])] = int(text)
     return codes
 
 
 def rank_runs(records: Mapping[str, bytes]) -> list[RankRun]:
-    """The processes of all ranks, those of one rank in their order."""
+    """Return the processes of all ranks; those of one rank in the order of their starts."""
     finished = node_exits(records)
     runs: list[RankRun] = []
     for name in records:
@@ -133,11 +142,13 @@ def _runs_of_node(events: Iterable[Mapping[str, Any]]) -> list[RankRun]:
         if rank is None:
             continue
         if event.get("event") == "start":
+            # A second start of the same rank is a restart by torchrun.
             begun = current.get(rank)
             if begun:
                 done.append(begun)
             current[rank] = _described(rank, event, 0 if begun is None else begun.round + 1)
         elif event.get("event") == "end":
+            # The record of the start may be lost: keep the exit anyway.
             run = current.get(rank) or _described(rank, event, 0)._replace(started=None)
             current[rank] = run._replace(
                 ended=_number(event.get("time")),
@@ -161,11 +172,13 @@ def _described(rank: int, event: Mapping[str, Any], number: int) -> RankRun:
 
 
 def _whole(value: Any) -> int | None:
+    # bool is a subclass of int, but `true` is not a rank.
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _number(value: Any) -> float | None:
-    """A finite one: JSON as Python reads it knows NaN and Infinity."""
+    """Return a finite number, else None."""
+    # Python's JSON parser accepts NaN and Infinity, and times that no date can show.
     is_number = (
         isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
     )

@@ -1,6 +1,6 @@
-"""What a log file is, where its bytes come from, and which files a reader wants. Knows neither paths nor protocols.
+"""What a log file is, and which files a reader wants. Knows neither paths nor protocols.
 
-`LogFiles` is all that a transport has to offer; `local.py` has the one for local paths.
+`LogFiles` is what a transport must offer; `local_files.py` implements it for local paths.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from gptctl.engine.run_folder import json_lines
 from trainer.errors import WRONG_USAGE, UserError
 
 Kind = Literal["rank", "node", "batch", "file"]
+# Lines of the same time are shown in this order.
 ORDER: tuple[Kind, ...] = ("rank", "node", "batch", "file")
-HIGHEST_RANK = 9_999_999
+HIGHEST_RANK = 9_999_999  # the seven digits of _NAME
 _NAME = re.compile(r"workerlog\.(\d{1,7})|node\.(\d{1,7})\.log|(batch)\.log")
 
 
@@ -26,9 +27,10 @@ class LogFile(NamedTuple):
     name: str
     size: int
     changed: float
-    identity: tuple[int, ...] = ()  # device and inode; empty where a transport knows none
+    identity: tuple[int, ...] = ()  # device and inode; empty if a transport has none
 
     def grown(self, size: int, changed: float) -> LogFile:
+        # Not _replace, which is slower: this runs for every file that grew, on every scan.
         return LogFile(
             self.attempt, self.kind, self.number, self.name, size, changed, self.identity
         )
@@ -43,25 +45,25 @@ class LogFile(NamedTuple):
 
 
 class LogFiles(Protocol):
-    """The files of one job. Whatever is missing or out of reach is left out or empty; nothing raises."""
+    """The log files of a job. Missing or unreachable files are omitted or empty; nothing raises."""
 
     def attempts(self) -> list[int]: ...
 
     def scan(self, first: int = 0) -> list[LogFile]:
-        """The log files of the attempts from `first` on, as they are now; called once per tick."""
+        """List the log files of the attempts from `first` on; called on every tick."""
 
     def read(self, file: LogFile, offset: int, size: int) -> bytes:
-        """At most `size` bytes; of exactly this file, even if it has lost its name since the scan."""
+        """Read at most `size` bytes of this very file, even if it was renamed since the scan."""
 
     def release(self, file: LogFile) -> None:
-        """The file is not needed for now; a later read opens it afresh."""
+        """Close the file; a later read opens it again."""
 
     def records(self, attempt: int) -> dict[str, bytes]:
-        """The `ranks.<n>.jsonl` and `node.<n>.exit` of an attempt."""
+        """Read the files `ranks.<n>.jsonl` and `node.<n>.exit` of an attempt."""
 
 
 def kind_of(name: str) -> tuple[Kind, int] | None:
-    """What a file of an attempt's folder holds, by its name."""
+    """Tell from its name what a file in an attempt's folder contains; None if it is not a log."""
     found = _NAME.fullmatch(name)
     if not found:
         return None
@@ -70,14 +72,16 @@ def kind_of(name: str) -> tuple[Kind, int] | None:
 
 
 def parse_ranks(text: str) -> tuple[range, ...]:
-    """`0,3,8-11`, kept as ranges: how far they reach costs nothing."""
+    """Parse ranks and ranges such as `0,3,8-11`."""
+    # Kept as ranges: 0-9999999 must not become a list.
     chosen = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,7})(?:\s*-\s*(\d{1,7}))?\s*", part, re.ASCII)
         if not found or int(found[2] or found[1]) < int(found[1]):
             raise UserError(
-                f"--rank {text[:100]}: {part.strip()[:40]!r} is neither a rank nor a range up to {HIGHEST_RANK}",
-                "write ranks and ranges with commas, such as 0,3,8-11",
+                f"--rank {text[:100]}: {part.strip()[:40]!r} is not a rank or range "
+                f"from 0 to {HIGHEST_RANK}",
+                "separate ranks and ranges with commas, such as 0,3,8-11",
                 WRONG_USAGE,
             )
         chosen.append(range(int(found[1]), int(found[2] or found[1]) + 1))
@@ -86,7 +90,7 @@ def parse_ranks(text: str) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which files: all, or some ranks, or one node; of the latest attempt, or one, or all."""
+    """Which files to read: all, some ranks or one node; of the latest, one or all attempts."""
 
     ranks: tuple[range, ...] | None = None
     node: int | None = None
@@ -100,26 +104,29 @@ class Wanted:
         return 0 if self.all_attempts else max(attempts, default=0)
 
     def now(self, files: LogFiles) -> list[LogFile]:
-        """The wanted files that are there now."""
+        """List the wanted files that exist now."""
         listed = files.scan()
+        # The newest attempt that has logs: a new attempt without any would show nothing.
         newest = max((file.attempt for file in listed), default=0)
         one = None if self.all_attempts else newest if self.attempt is None else self.attempt
         return self.choose(files, (file for file in listed if one in (None, file.attempt)))
 
     def choose(self, files: LogFiles, listed: Iterable[LogFile]) -> list[LogFile]:
-        """The wanted ones, in their order: by attempt, ranks first."""
+        """Choose the wanted files, sorted by attempt, ranks first."""
         chosen, nodes = [], {}
         for file in listed:
             if self.attempt not in (None, file.attempt):
                 continue
+            # Read the records once per attempt, and only if a node was asked for.
             if self.node is not None and file.attempt not in nodes:
                 nodes[file.attempt] = node_of_ranks(files.records(file.attempt))
             if self._has(file, nodes.get(file.attempt, {})):
                 chosen.append(file)
         return sorted(chosen, key=lambda file: file.place)
 
-    def is_sure(self, files: LogFiles, file: LogFile) -> bool:
-        """Whether it is known on which node a rank is; a log file is there before the record that tells."""
+    def is_placed(self, files: LogFiles, file: LogFile) -> bool:
+        """Whether the records say on which node a rank runs."""
+        # A log file appears before its record: a file that is not wanted now may be wanted later.
         return (
             self.node is None
             or file.kind != "rank"
@@ -134,6 +141,7 @@ class Wanted:
         if self.node is None:
             return True
         if file.kind == "rank":
+            # Ranks are numbered node by node. The record wins, since elastic jobs may differ.
             guess = file.number // self.per_node if self.per_node else None
             return nodes.get(file.number, guess) == self.node
         return file.kind == "node" and file.number == self.node

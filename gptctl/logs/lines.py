@@ -1,6 +1,6 @@
-"""From bytes to lines: assembling whole lines from appends, the times that lines carry, the start of the last N lines.
+"""From bytes to lines: assemble whole lines, read their timestamps, find the last N lines.
 
-Knows nothing of files, only of bytes; lines stay bytes here, and only `readable` makes text of them.
+Knows bytes, not files. Lines stay bytes, for speed; only `readable` turns them into text.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from functools import lru_cache
 from gptctl.text import clean
 from trainer.errors import WRONG_USAGE, UserError
 
-LONGEST_LINE = 64 << 10
-LONGEST_WALK = 1000  # lines that are searched backwards for a time
+LONGEST_LINE = 64 << 10  # bytes; limits the memory that one file can take
+MAX_LINES_SEARCHED = 1000  # for the nearest timestamp
 
-# Ours and ISO's `2026-11-16 04:25:43,446`, perhaps in brackets, in colour or first in a JSON object, and glog's
-# `E1116 06:54:39.123000`.
+# The trainer's and ISO's `2026-11-16 04:25:43,446`, perhaps in brackets, in colour or first in a
+# JSON object; and glog's `E1116 06:54:39.123000`.
 _STAMP = re.compile(
     rb"(?:\x1b?\[[\d;]*m)*(?:\[rank\d+\]: ?)?(?:\[|\{\"time\": \")?"
     rb"(?:(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)?"
@@ -28,22 +28,22 @@ _STAMP = re.compile(
 
 
 class Assembler:
-    """Appends go in, blocks of whole lines come out, the same for any cutting of the stream.
+    """Takes chunks of a file and returns blocks of whole lines, however the file is cut in chunks.
 
-    NULs (the gaps of a torn file) are dropped. Of a line over `longest` bytes only the newest state of its progress bar
-    is kept, or its beginning and how much was cut, so that memory stays bounded.
+    NULs (the gaps of a torn file) are dropped. To bound memory, a line over `longest` bytes is cut:
+    only the newest state of its progress bar is kept, or its start and the number of bytes cut.
     """
 
     def __init__(self, longest: int = LONGEST_LINE) -> None:
         self._longest = longest
-        self._open = (
-            bytearray()
-        )  # after the last newline; of a long line: its newest text between two \r
+        # The bytes after the last newline; of a long line, its newest text between two \r.
+        self._open = bytearray()
         self._long = False
         self._cut = 0  # bytes of that text that were not kept
-        self._over = False  # a \r has come after it: the next byte begins a new text
+        self._over = False  # a \r came after it: the next byte starts a new text
 
     def feed(self, data: bytes) -> bytes:
+        # maxsize means raw: every byte is kept.
         if b"\0" in data and self._longest != sys.maxsize:
             data = data.replace(b"\0", b"")
         end = data.rfind(b"\n") + 1
@@ -58,7 +58,7 @@ class Assembler:
         return block
 
     def close(self) -> bytes:
-        """What is left: a line whose newline has not come."""
+        """Return the rest: a line without a newline."""
         line = self.newest()
         self._open.clear()
         self._long, self._cut, self._over = False, 0, False
@@ -88,7 +88,8 @@ class Assembler:
             self._cut += max(0, len(text) - room)
 
     def _shortened(self, block: bytes) -> bytes:
-        """Whole lines with the long ones cut; steps from newline to newline as far as a line may reach."""
+        """Cut the long lines of a block."""
+        # Jump from newline to newline, each time as far as a line may reach: few steps per block.
         position = 0
         while len(block) - position > self._longest:
             end = block.rfind(b"\n", position, position + self._longest + 1)
@@ -104,27 +105,28 @@ class Assembler:
 
 
 def readable(line: bytes) -> str:
-    """A line as it may reach a terminal: the newest state of a progress bar, no control sequences."""
+    """Make a line safe for a terminal: no control sequences, only the newest state of a bar."""
     if b"\r" in line:
         line = next((text for text in reversed(line.split(b"\r")) if text), b"")
     text = line.decode("utf-8", "replace")
+    # Almost all lines are printable, and isprintable is much faster than cleaning.
     return text if text.isprintable() else clean(text)
 
 
 class Clock:
-    """The times of one file's lines, read in their order."""
+    """The timestamps of one file's lines, read in order."""
 
     def __init__(self, changed: float) -> None:
-        self.now = float("-inf")  # of the last line that was visited
+        self.now = float("-inf")  # the time of the last visited line
         self._changed = changed
         self._seen = 0
 
     def start(self, block: bytes) -> None:
-        """A block begins; what stands before the first time of all goes with it."""
+        """Start a block. Lines before the first timestamp of a file get that timestamp."""
         self._seen = 0
         if self.now == float("-inf"):
             position = 0
-            for _ in range(LONGEST_WALK):
+            for _ in range(MAX_LINES_SEARCHED):
                 if (stamp := self.stamp(block, position)) is not None:
                     self.now = stamp
                     return
@@ -133,10 +135,11 @@ class Clock:
                     return
 
     def visit(self, block: bytes, start: int, end: int) -> float | None:
-        """The time that the line carries; `now` becomes it, or that of the nearest line before it."""
+        """Return the timestamp of a line; set `now` to it, or to the nearest one before."""
         stamp = nearest = self.stamp(block, start)
+        # Search backwards only to the last visited line: no line is looked at twice.
         before, walk = start, 0
-        while nearest is None and before > self._seen and walk < LONGEST_WALK:
+        while nearest is None and before > self._seen and walk < MAX_LINES_SEARCHED:
             before = block.rfind(b"\n", 0, before - 1) + 1
             nearest = self.stamp(block, before)
             walk += 1
@@ -155,6 +158,7 @@ class Clock:
         return seconds if seconds is None or not part else seconds + int(part) / 10 ** len(part)
 
 
+# Cached: many lines of many ranks have the same second.
 @lru_cache(maxsize=4096)
 def _seconds(moment: bytes, zone: bytes | None) -> float | None:
     try:
@@ -170,7 +174,9 @@ def _seconds(moment: bytes, zone: bytes | None) -> float | None:
 
 @lru_cache(maxsize=4096)
 def _glog_seconds(moment: bytes, changed: float) -> float | None:
-    """glog writes no year: the latest one that does not lie after the file's last change (a day is forgiven)."""
+    """Parse a time of glog, which has no year."""
+    # Take the latest year in which the time is not after the file's last change. One day of
+    # tolerance allows for time zones and clocks that differ.
     year = time.localtime(changed).tm_year
     for candidate in (year + 1, year, year - 1):
         text = b"%d-%b-%b %b" % (candidate, moment[:2], moment[2:4], moment[5:])
@@ -181,7 +187,7 @@ def _glog_seconds(moment: bytes, changed: float) -> float | None:
 
 
 def parse_since(text: str, now: float | None = None) -> float:
-    """`90s`, `5m`, `2h`, `1d` ago, `07:30` of the last 24 hours, or a date or time of ISO 8601, as seconds."""
+    """Parse `90s`, `5m`, `2h`, `1d` (ago), `07:30` (of the last 24 hours) or an ISO 8601 time."""
     now = time.time() if now is None else now
     if found := re.fullmatch(r"(\d{1,9})([smhd])", text.strip(), re.ASCII):
         return now - int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
@@ -191,10 +197,11 @@ def parse_since(text: str, now: float | None = None) -> float:
             hour, minute, second = (int(part) for part in (text.strip() + ":00").split(":")[:3])
             when = today.replace(hour=hour, minute=minute, second=second)
             return (when - timedelta(days=when.timestamp() > now)).timestamp()
+        # Python 3.10 does not accept Z.
         return datetime.fromisoformat(re.sub("Z$", "+00:00", text.strip())).timestamp()
     except (ValueError, OverflowError):
         raise UserError(
-            f"--since {text[:60]!r} is no time",
+            f"--since {text[:60]!r}: invalid time",
             "write how long ago (90s, 5m, 2h, 1d), a time (07:30) or a date (2026-11-16T07:30)",
             WRONG_USAGE,
         ) from None
@@ -203,7 +210,8 @@ def parse_since(text: str, now: float | None = None) -> float:
 def start_of_last(
     count: int, size: int, read: Callable[[int, int], bytes], block: int = 1 << 16
 ) -> int:
-    """Where the last `count` lines begin, reading backwards; `read` takes an offset and a size."""
+    """Find the offset of the last `count` lines; `read` takes an offset and a size."""
+    # Read backwards: the file may have gigabytes before these lines.
     if count <= 0:
         return size
     end, missing = size, count
@@ -211,7 +219,7 @@ def start_of_last(
         begin = max(0, end - block)
         data = read(begin, end - begin)
         if end == size and data.endswith(b"\n"):
-            missing += 1  # the newline at the very end closes the last line
+            missing += 1  # the newline at the end of the file belongs to the last line
         newlines = data.count(b"\n")
         if newlines >= missing:
             position = len(data)

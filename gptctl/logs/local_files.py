@@ -1,6 +1,6 @@
-"""Log files on local paths. Descriptors stay open, so that a file that was renamed or removed is read to its end.
+"""Log files on local paths.
 
-A scan asks an open file for its size by `lseek`, a tenth of the price of a `stat`.
+Descriptors stay open, so that a file that was renamed or removed is still read to its end.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from pathlib import Path
 
 from gptctl.logs.files import Kind, LogFile, kind_of
 
-LARGEST_RECORD = 16 << 20
+LARGEST_RECORD = 16 << 20  # bytes; more than any job writes, and bounded if a file is damaged
 SPARE_DESCRIPTORS = 32  # left for everything else this process opens
+# Exactly the names that gptctl writes: other files in these folders are ignored.
 _FOLDER = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
 _RECORD = re.compile(r"ranks\.\d{1,7}\.jsonl|node\.\d{1,7}\.exit", re.ASCII)
 
 
 class Descriptors:
-    """Open files by identity; the oldest makes room when there are too many."""
+    """Open files by identity. If there are too many, the oldest are closed."""
 
     def __init__(self, path_of: Callable[[LogFile], str]) -> None:
         self.by_identity: dict[tuple[int, ...], int] = {}
@@ -35,7 +36,7 @@ class Descriptors:
             if descriptor is None:
                 descriptor = self._opened(file)
             return b"" if descriptor is None else os.pread(descriptor, size, offset)
-        except OSError:
+        except OSError:  # removed, or the file system is unreachable for now: try on the next tick
             return b""
 
     def _opened(self, file: LogFile) -> int | None:
@@ -54,14 +55,16 @@ class Descriptors:
     def _make_room(self) -> None:
         if not self._most:
             self._most = max(4, _raised_limit() - SPARE_DESCRIPTORS)
+        # A dict keeps insertion order: its first key is the file opened first.
         while len(self.by_identity) >= self._most:
             self.release(next(iter(self.by_identity)))
 
 
 def _raised_limit() -> int:
-    """The number of files this process may open, after asking for more."""
+    """Raise the limit of open files if possible, and return it."""
     import resource
 
+    # The usual soft limit of 1024 is less than the ranks of a large job.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wish = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
     if soft != resource.RLIM_INFINITY and soft < wish:
@@ -72,9 +75,10 @@ def _raised_limit() -> int:
 
 
 def _open_exactly(path: str, identity: tuple[int, ...]) -> int | None:
-    """Opens the file of this identity: at its path, or wherever a rotation in the same folder has moved it."""
+    """Open the file with this identity, even if it was renamed in its folder."""
     if (descriptor := _open_if_same(path, identity)) is not None:
         return descriptor
+    # Log rotation renames a file between the scan and the read: search for its inode.
     with os.scandir(os.path.dirname(path)) as entries:
         moved = [entry.path for entry in entries if entry.inode() == identity[1]]
     return _open_if_same(moved[0], identity) if moved else None
@@ -82,9 +86,8 @@ def _open_exactly(path: str, identity: tuple[int, ...]) -> int | None:
 
 def _open_if_same(path: str, identity: tuple[int, ...]) -> int | None:
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        )  # a pipe must not hang us
+        # O_NONBLOCK: opening a named pipe must not hang.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     status = os.fstat(descriptor)
@@ -95,18 +98,18 @@ def _open_if_same(path: str, identity: tuple[int, ...]) -> int | None:
 
 
 class LocalLogFiles:
-    """The logs of a job below `log_dir`, and what its ranks have recorded below `run_dir`."""
+    """The logs of a job in `log_dir`, and the records of its ranks in `run_dir`."""
 
     def __init__(self, log_dir: Path, run_dir: Path) -> None:
         self._log_dir, self._run_dir = log_dir, run_dir
         self._descriptors = Descriptors(
             lambda file: f"{log_dir}/attempt-{file.attempt}/{file.name}"
         )
-        self._last: dict[
-            int, dict[str, LogFile]
-        ] = {}  # by attempt and name, as the last scan saw them
+        # Files of the last scan, by attempt and name.
+        self._last: dict[int, dict[str, LogFile]] = {}
 
     def attempts(self) -> list[int]:
+        # An attempt that failed before its first log line has records only.
         return sorted({*_attempts(self._log_dir), *_attempts(self._run_dir)})
 
     def scan(self, first: int = 0) -> list[LogFile]:
@@ -135,6 +138,8 @@ class LocalLogFiles:
             for entry in entries:
                 name = entry.name
                 file = before.get(name)
+                # lseek on an open file costs a tenth of a stat. The inode shows whether the name
+                # still belongs to the same file.
                 if file and file.identity[1] == entry.inode() and file.identity in open_files:
                     size = os.lseek(open_files[file.identity], 0, os.SEEK_END)
                     now[name] = file if size == file.size else file.grown(size, time.time())
@@ -144,7 +149,7 @@ class LocalLogFiles:
 
 
 class LocalFile:
-    """One log file by its path, as if it were a job with nothing else."""
+    """One log file by its path, as a job with a single file."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path.absolute())
@@ -172,6 +177,7 @@ def _described(path: str, attempt: int, kind: Kind, number: int) -> LogFile | No
         status = os.stat(path)
     except OSError:
         return None
+    # Folders and pipes may have the name of a log.
     if not stat.S_ISREG(status.st_mode):
         return None
     identity = (status.st_dev, status.st_ino)
@@ -181,6 +187,7 @@ def _described(path: str, attempt: int, kind: Kind, number: int) -> LogFile | No
 
 
 def _attempts(folder: Path) -> list[int]:
+    # A pending job has no folder yet.
     try:
         names = os.listdir(folder)
     except OSError:

@@ -1,7 +1,7 @@
-"""Which lines of a block are wanted: all, those that match an expression, those that look like errors.
+"""Select the lines of a block: all, those that match an expression, or those that look like errors.
 
-A matcher takes a block of whole lines and gives the bounds of the wanted ones. Big blocks are searched as a whole
-for bytes that a wanted line must hold; only lines around a hit are looked at.
+A matcher takes a block of whole lines and returns the bounds of the selected ones. For speed, it
+searches the whole block for bytes that a match must contain, and examines only lines around a hit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 from trainer.errors import WRONG_USAGE, UserError
 
 Span = tuple[int, int]  # start and end of a line in its block, without the newline
-SPARSE = 2000  # bytes per hit from which it pays to look at the lines of the hits one by one
+SPARSE = 2000  # bytes per hit; with fewer hits, examining only their lines is faster
 
-# Where a line ends changes what these find, so that they must see each line alone: \A \Z (?!…) (?<!…) (?>…) x++
+# The end of a line changes what these match, so they must search each line alone:
+# \A \Z (?!…) (?<!…) (?>…) x++
 _NEEDS_LINES = re.compile(r"\\[AZz]|\(\?<?!|\(\?>|\(\?\(|[*+?}]\+|\(\?[a-zA-Z]*-")
 
 
@@ -34,7 +35,11 @@ def every_line(block: bytes, start: int = 0) -> Iterator[Span]:
 
 
 def lines_with(block: bytes, needles: Iterable[bytes]) -> Iterator[Span]:
-    """The lines that hold any of the needles, each once; a needle may begin with the newline before it."""
+    """Find the lines with any of the needles, each once, in order.
+
+    A needle may start with the newline before its line.
+    """
+    # The next hit of each needle; the smallest is the next line.
     hits = {needle: hit for needle in needles if (hit := block.find(needle)) >= 0}
     while hits:
         needle = min(hits, key=hits.__getitem__)
@@ -52,12 +57,13 @@ def _line_at(block: bytes, position: int) -> Span:
 
 
 class Grep:
-    """A Python regular expression over raw bytes; a match lies within one line, whose bounds are `^` and `$`."""
+    """A Python regular expression over raw bytes. It matches within one line."""
 
     def __init__(self, pattern: str) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about what later Pythons will read otherwise
+                warnings.simplefilter("ignore")  # syntax that later Pythons will read differently
+                # MULTILINE: ^ and $ match at the ends of each line of a block.
                 self._regex = re.compile(pattern.encode("utf-8", "surrogateescape"), re.MULTILINE)
                 self._needles = _needles(pattern)
         except (re.error, RecursionError, OverflowError) as error:
@@ -66,15 +72,16 @@ class Grep:
                 if isinstance(error, re.error) and error.pos is not None
                 else ""
             )
-            what = error.msg if isinstance(error, re.error) else "the expression is too big"
+            what = error.msg if isinstance(error, re.error) else "the expression is too large"
             raise UserError(
                 f"--grep {pattern[:100]!r}{at}: {what}",
-                "it is a Python regular expression; put \\ before a character that stands for itself",
+                "use a Python regular expression; escape special characters with \\",
                 WRONG_USAGE,
             ) from None
         self._by_line = bool(_NEEDS_LINES.search(pattern))
 
     def __call__(self, block: bytes) -> Iterator[Span]:
+        # `in` and `count` run at memory speed; a regular expression is many times slower.
         present = [needle for needle in self._needles if needle in block]
         if self._needles and not present:
             return iter(())
@@ -90,7 +97,8 @@ class Grep:
         return ((start, end) for start, end in spans if search(block[start:end]))
 
     def _anywhere(self, block: bytes) -> Iterator[Span]:
-        """Searches across lines; what is found may span two of them, so its first line is searched again alone."""
+        """Search the block as one text, which saves a call per line."""
+        # A match may span two lines, so its first line is searched again alone.
         last = len(block) - block.endswith(b"\n")
         position, search = 0, self._regex.search
         while position <= last:
@@ -104,24 +112,20 @@ class Grep:
 
 
 def _needles(pattern: str) -> tuple[bytes, ...]:
-    """Bytes of which every match must hold at least one; none if the expression does not say."""
+    """Find byte strings of which every match must contain at least one; none if that is unknown."""
     try:
         parser = importlib.import_module(
             "re._parser" if sys.version_info >= (3, 11) else "sre_parse"
         )
         parsed = parser.parse(pattern.encode("utf-8", "surrogateescape"), re.MULTILINE)
         return () if parsed.state.flags & re.IGNORECASE else _needed(parsed)
-    except (
-        ImportError,
-        AttributeError,
-        TypeError,
-        ValueError,
-    ):  # not a public part of Python: do without
+    # The parser is not a public part of Python: without it, search without needles.
+    except (ImportError, AttributeError, TypeError, ValueError):
         return ()
 
 
 def _needed(parsed: Any) -> tuple[bytes, ...]:
-    """The most telling choice of needles: the longest run of plain bytes, or one for each side of a `|`."""
+    """Choose the most selective needles: the longest literal, or one for each side of a `|`."""
     best: tuple[bytes, ...] = ()
     run = b""
     for operation, argument in [*parsed, ("END", None)]:
@@ -137,6 +141,7 @@ def _needed(parsed: Any) -> tuple[bytes, ...]:
         elif str(operation) in ("MAX_REPEAT", "MIN_REPEAT") and argument[0] > 0:
             found = _needed(argument[2])
         elif str(operation) == "BRANCH":
+            # Each side needs a needle of its own. With many sides the search would be slower.
             sides = [_needed(side) for side in argument[1]]
             found = (
                 tuple(needle for side in sides for needle in side)
@@ -148,37 +153,40 @@ def _needed(parsed: Any) -> tuple[bytes, ...]:
 
 
 def _worth(needles: tuple[bytes, ...]) -> int:
+    # The shortest needle has the most hits, so it decides the speed.
     return min((len(needle) for needle in needles), default=0)
 
 
 _ERROR = re.compile(
-    rb"\b(?:ERROR|FATAL|CRITICAL)\b|\b\w*(?:Error|Exception)\b|\berror:|NCCL WARN|Fatal Python error"
-    rb"|CUDA error|[Oo]ut [Oo]f [Mm]emory|oom-kill|\bKilled\b|Segmentation fault|Bus error|core dumped|\b[Ss]ignal:? \d"
-    rb"|death signal|\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|ILL|FPE|INT|HUP)\b|\bloss[:=]? *[-+]?(?:nan|inf)\b"
+    rb"\b(?:ERROR|FATAL|CRITICAL)\b|\b\w*(?:Error|Exception)\b|\berror:|NCCL WARN"
+    rb"|Fatal Python error|CUDA error|[Oo]ut [Oo]f [Mm]emory|oom-kill|\bKilled\b"
+    rb"|Segmentation fault|Bus error|core dumped|\b[Ss]ignal:? \d|death signal"
+    rb"|\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|ILL|FPE|INT|HUP)\b|\bloss[:=]? *[-+]?(?:nan|inf)\b"
     rb"|^(?:\[rank\d+\]: ?)?\[?[EF]\d{4} \d\d:\d\d:\d\d"
 )
-_ERROR_NEEDLES = (  # every match of _ERROR holds one of them
-    *b"ERROR FATAL CRITICAL rror Exception Killed oom-kill ignal SIG nan inf [E0 [E1 [F0 [F1 \nE \nF".split(
-        b" "
-    ),
+# Every match of _ERROR contains one of them.
+_ERROR_NEEDLES = (
+    *b"ERROR FATAL CRITICAL rror Exception Killed oom-kill ignal SIG nan inf".split(),
+    *(b"[E0", b"[E1", b"[F0", b"[F1", b"\nE", b"\nF"),
     *(b"NCCL WARN", b"f memory", b"f Memory", b"egmentation fault", b"core dumped", b"Traceback ("),
 )
 _TRACEBACK = b"Traceback (most recent call last)"
-_RANK = re.compile(rb"\[rank\d+\]: ?")  # torch puts it before every line of a traceback
+_RANK = re.compile(rb"\[rank\d+\]: ?")  # torch adds it to every line of a traceback
 
 
 class Errors:
-    """Lines that look like errors, and tracebacks as a whole: keeps in mind whether the last block ended in one."""
+    """Selects lines that look like errors, and whole tracebacks, even across blocks."""
 
     def __init__(self) -> None:
         self._in_traceback = False
 
     def __call__(self, block: bytes) -> Iterator[Span]:
-        done = 0  # everything before it is decided
+        done = 0  # lines before this offset are decided
         if self._in_traceback:
             for span in self._traceback(block, 0):
                 yield span
                 done = span[1] + 1
+        # The first line has no newline before it, which the needles for glog need.
         for start, end in chain([_line_at(block, 0)], lines_with(block, _ERROR_NEEDLES)):
             line = block[start:end]
             if start < done:
@@ -192,7 +200,7 @@ class Errors:
                 done = end + 1
 
     def _traceback(self, block: bytes, position: int) -> Iterator[Span]:
-        """Its head and what is indented, up to and with the first line that is not: the exception."""
+        """Select its first line, the indented lines, and the exception, which ends it."""
         self._in_traceback = True
         for start, end in every_line(block, position):
             yield start, end

@@ -1,4 +1,4 @@
-"""The closing summary of a followed job, and what to try next. Pure: facts in, rows of text out."""
+"""The closing summary of a followed job, with commands to try next. Pure: facts in, text out."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 from gptctl.engine.run_folder import COMPLETED, FAILED
 from gptctl.logs.progress import StepHistory, duration
 
-MOST_CHECKPOINTS = 6  # that are listed one by one
-MORE_STEPS = 2  # times as many as before: the suggestion for another run
+MOST_CHECKPOINTS = 6  # listed one by one; more would not fit on a line
+MORE_STEPS = 2  # the suggested next run trains for this many times the steps
 
 
 class Outcome(NamedTuple):
-    """What is known of a job that has ended."""
+    """The facts about a job that has ended."""
 
     job: str
     state: str
     reason: str
-    failure: str  # who failed first, in one line
+    failure: str  # one line: which rank failed first, and how
     seconds: float | None
     attempts: int
     total_steps: int  # 0 if unknown, or if it is a user's script
@@ -31,7 +31,7 @@ Row = tuple[str, str]
 
 
 def outcome_rows(outcome: Outcome, history: StepHistory) -> list[Row]:
-    """Name and text, in the order in which a user asks for them."""
+    """Make the rows of the summary: name and text, most important first."""
     attempts = f" in {outcome.attempts} attempts" if outcome.attempts > 1 else ""
     rows = [
         ("state", f"{outcome.state}: {outcome.reason}" if outcome.reason else outcome.state),
@@ -42,6 +42,7 @@ def outcome_rows(outcome: Outcome, history: StepHistory) -> list[Row]:
         ("files", outcome.folder),
         ("try next", "\n".join(next_commands(outcome))),
     ]
+    # A user's own script has no losses or checkpoints: leave out empty rows.
     return [(name, text) for name, text in rows if text]
 
 

@@ -1,4 +1,4 @@
-"""The texts that show how far a training has come: a short line per step, a bar, a count of ranks.
+"""The texts that show the progress of a training: a short line per step, and a progress bar.
 
 Pure: numbers in, text out. Knows neither files nor terminals.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from trainer.logline import TrainLine
 
 LONGEST_BAR, SHORTEST_BAR = 40, 8
-LONGEST = 1e12  # seconds; a log line may claim any number
+LONGEST = 1e12  # seconds; a log line may contain any number
 RECENT = 10  # train lines whose mean is the current speed
 _LENGTH = re.compile(r"(?:^|[ :-] )([\d,]{1,20}) steps of [\d,]+ samples\b")
 
@@ -26,7 +26,7 @@ class Evaluation(NamedTuple):
 
 
 class StepHistory:
-    """What the log lines have told of a training so far."""
+    """The steps and evaluations that a job has logged so far."""
 
     def __init__(self) -> None:
         self.recent: deque[TrainLine] = deque(maxlen=RECENT)
@@ -44,8 +44,8 @@ class StepHistory:
 
 
 def announced_steps(text: str) -> int | None:
-    """The trainer's own count, in the line that announces its length: only the trainer knows the
-    number of steps of an epoch."""
+    """Return the number of steps in the line with which the trainer announces its length."""
+    # Only the trainer knows how many steps an epoch has.
     found = _LENGTH.search(text)
     return int(found[1].replace(",", "")) if found else None
 
@@ -62,27 +62,25 @@ def evaluation_text(evaluation: Evaluation, total: int) -> str:
 
 
 def _step(name: str, step: int, total: int) -> str:
-    """Padded, so that the losses of all lines are in one column."""
+    """Pad the step, so that the losses of all lines are in one column."""
     return f"{name:<5} {step:>{len(str(total))}}/{total or '?'}"
 
 
 def seconds_per_step(lines: Iterable[TrainLine]) -> float | None:
-    """The mean of some train lines; None if they do not tell.
-
-    The batch cost has five decimals. The speed has two: below 0.005 steps per second it reads 0.
-    """
+    """Return the mean time of a step over these train lines; None if they do not have it."""
     costs = [cost for line in lines if (cost := _cost(line)) is not None]
     return sum(costs) / len(costs) if costs else None
 
 
 def _cost(line: TrainLine) -> float | None:
+    # The batch cost has five decimals, the speed only two: below 0.005 steps/s it is logged as 0.
     if math.isfinite(line.avg_batch_cost) and line.avg_batch_cost > 0:
         return line.avg_batch_cost
     return 1 / line.speed if math.isfinite(line.speed) and line.speed > 0 else None
 
 
 def duration(seconds: float) -> str:
-    """`0:40`, `1:02:03`, and from a day on `2 d 03:04`."""
+    """Format seconds as `0:40`, `1:02:03` or, from one day on, `2 d 03:04`."""
     minutes, second = divmod(max(0, int(min(seconds, LONGEST))), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 24:
@@ -91,7 +89,7 @@ def duration(seconds: float) -> str:
 
 
 class Position(NamedTuple):
-    """How far a training has come."""
+    """The progress of a training."""
 
     step: int
     total: int  # 0 if unknown
@@ -100,7 +98,7 @@ class Position(NamedTuple):
 
 
 def progress_text(at: Position, width: int) -> str:
-    """` 56% ━━━━━━━━━━━━━────────── step 560/1000  1:02 elapsed  0:40 left`, at most `width` wide."""
+    """` 56% ━━━━━━────── step 560/1000  1:02 elapsed  0:40 left`, at most `width` wide."""
     if not at.total:
         return f"step {at.step}/?  {duration(at.elapsed)} elapsed"[:width]
     step = min(at.step, at.total)
@@ -116,7 +114,7 @@ def progress_text(at: Position, width: int) -> str:
 
 
 def _tails(at: Position) -> Iterator[str]:
-    """What follows the bar, from the most telling to the shortest."""
+    """The texts after the bar, longest first; a narrow window gets a shorter one."""
     elapsed, left = duration(at.elapsed), _left(at)
     yield f"step {at.step}/{at.total}  {elapsed} elapsed{'  ' if left else ''}{left}"
     yield f"{elapsed}{', ' if left else ' elapsed'}{left}"

@@ -1,6 +1,6 @@
-"""Puts lines on a stream: with a prefix that says who speaks, as JSON, or raw. Writes bytes itself, for speed.
+"""Write lines to a stream: with a prefix that names the rank, as JSON, or raw.
 
-Knows no other output: what is not a line goes through the `say` it is given.
+Messages that are not log lines go to the given `say`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gptctl.text import clean
 from trainer.errors import UserError
 
 Style = Literal["text", "json", "raw"]
-WRITE_AT = 1000  # lines that are held back at most
+WRITE_AT = 1000  # lines per write: one system call for each line would be slow
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94, 31, 91)  # one per rank, in turn
 _BOLD = 1  # nodes and the batch log
 
-Speaker = tuple[int, str, int]  # attempt, kind, number
+Origin = tuple[int, str, int]  # attempt, kind, number: where a line comes from
 Say = Callable[[str], None]
 
 
@@ -40,8 +40,9 @@ def show_logs(
     out: BinaryIO | None = None,
     say: Say = say_on_stderr,
 ) -> None:
-    """`gptctl logs`: what is there now; with `ended`, follows until it says that the job is over."""
+    """Print the lines that exist now; with `ended`, follow until it returns True."""
     lines = replace(lines, raw=style == "raw")
+    # Lines go to the buffer below stdout: text printed before must come first.
     sys.stdout.flush()
     printer = Printer(out or sys.stdout.buffer, style, say=say)
     if ended:
@@ -49,7 +50,7 @@ def show_logs(
     elif not read_all(files, wanted, lines, printer):
         raise UserError(
             "there is no such log",
-            "`gptctl logs --list` shows what there is; a pending job has none yet",
+            "`gptctl logs --list` lists the log files; a pending job has none yet",
         )
 
 
@@ -66,13 +67,14 @@ class Printer:
             out.isatty() and not os.environ.get("NO_COLOR") if coloured is None else coloured
         )
         self._held: list[bytes] = []
-        self._line_is_open = False  # a raw line without newline was written last
-        self._names: dict[Speaker, str] = {}
-        self._prefixes: dict[Speaker, str] = {}
+        self._line_is_open = False  # the last raw line had no newline
+        self._names: dict[Origin, str] = {}
+        self._prefixes: dict[Origin, str] = {}
 
     def expect(self, files: Iterable[LogFile]) -> None:
-        """Prefixes are as wide as the widest, and name attempts if there are several."""
-        self._names.update({_speaker(file): file.label for file in files})
+        """Make the prefixes of these files, all of the same width."""
+        # Computed once per file, not per line. They name the attempt only if there are several.
+        self._names.update({_origin(file): file.label for file in files})
         several = len({attempt for attempt, _, _ in self._names}) > 1
         names = {
             who: f"[{who[0]}/{name}]" if several else f"[{name}]"
@@ -83,15 +85,16 @@ class Printer:
             who: self._painted(who, f"{name:<{width}} ") for who, name in names.items()
         }
 
-    def _painted(self, who: Speaker, name: str) -> str:
+    def _painted(self, who: Origin, name: str) -> str:
         _, kind, number = who
-        if kind == "file":
+        if kind == "file":  # a single file needs no prefix
             return ""
         colour = _COLOURS[number % len(_COLOURS)] if kind == "rank" else _BOLD
         return f"\x1b[{colour}m{name}\x1b[0m" if self._coloured else name
 
     def line(self, line: Line) -> None:
         if self._style == "raw":
+            # A file whose last line has no newline must not run into the next file's line.
             self._held.append(
                 (b"\n" if self._line_is_open else b"")
                 + line.text
@@ -102,13 +105,13 @@ class Printer:
             self._held.append(_as_json(line).encode() + b"\n")
         else:
             self._held.append(
-                f"{self._prefixes[_speaker(line.file)]}{readable(line.text)}\n".encode()
+                f"{self._prefixes[_origin(line.file)]}{readable(line.text)}\n".encode()
             )
         if len(self._held) >= WRITE_AT:
             self._write()
 
     def text(self, text: str) -> None:
-        """A line of nobody in particular."""
+        """Write a line without a prefix."""
         self._held.append(f"{clean(text)}\n".encode())
 
     def flush(self) -> None:
@@ -117,6 +120,7 @@ class Printer:
             self._out.flush()
 
     def say(self, text: str) -> None:
+        # Lines written before must appear before the message.
         self.flush()
         self._say(text)
 
@@ -126,7 +130,7 @@ class Printer:
         self._out.write(data)
 
 
-def _speaker(file: LogFile) -> Speaker:
+def _origin(file: LogFile) -> Origin:
     return file.attempt, file.kind, file.number
 
 

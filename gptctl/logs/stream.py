@@ -1,6 +1,6 @@
-"""Lines of many files as one stream: merged by the times they carry, or followed in the order of their arrival.
+"""The lines of many files as one stream: merged by timestamp, or followed as they arrive.
 
-Knows no transport (it reads through `LogFiles`) and no terminal (it hands lines to a `Show`).
+Knows no transport (it reads through `LogFiles`) and no terminal (it passes lines to a `Show`).
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ from gptctl.logs.files import LogFile, LogFiles, Wanted
 from gptctl.logs.lines import LONGEST_LINE, Assembler, Clock, start_of_last
 from gptctl.logs.match import Errors, Grep, Span, every_line
 
-CHUNK = 1 << 20
-MEMORY = 16 << 20  # of all the chunks that a merge holds at once
-BUSY, IDLE = (
-    0.25,
-    0.6,
-)  # seconds between two looks while there is output, and when there was none for a while
+CHUNK = 1 << 20  # bytes per read
+MEMORY = 16 << 20  # bytes of all chunks that a merge holds at once
+# Seconds between two ticks while there is output, and after there was none for a while.
+BUSY, IDLE = 0.25, 0.6
 BAR_EVERY = 10.0  # seconds between two states of a progress bar
-ASK_EVERY = 1.0  # seconds between two questions whether the job has ended
-SILENCE = 30.0  # seconds after which nothing more is expected of a file that lost its name
-HEAD = 256  # first bytes by which a file is known again
+ASK_EVERY = 1.0  # seconds between two checks whether the job has ended
+SILENCE = 30.0  # seconds without output after which a replaced file is closed
+HEAD = 256  # first bytes, compared to notice that a file was rewritten
 
 Key = tuple[int, str, tuple[int, ...]]  # attempt, name, identity
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Which lines of the chosen files: the last, the recent, the matching ones, errors; raw leaves them as they are."""
+    """Which lines to show: the last, recent or matching ones, or errors. `raw`: unchanged."""
 
     tail: int | None = None
     since: float | None = None
@@ -43,9 +41,9 @@ class Lines:
 
 
 class Line(NamedTuple):
-    key: float  # its time or that of the lines before it: what a merge compares
-    order: int  # of its file, for lines of the same time
-    time: float | None  # what the line itself carries
+    key: float  # its time or that of a line before it; lines are merged by it
+    order: int  # of its file; decides between lines of the same time
+    time: float | None  # the timestamp of the line itself
     text: bytes
     file: LogFile
     has_newline: bool = True  # only the last line of a file may lack it
@@ -62,34 +60,34 @@ class Show(Protocol):
 
 
 class Source:
-    """One log file as far as it was read."""
+    """One log file, and how far it was read."""
 
     def __init__(
         self, files: LogFiles, file: LogFile, lines: Lines, from_start: bool = True
     ) -> None:
         self.file = file
         self.order = 0
-        self.look = 0  # the last one that found the file under its name
-        self.active = 0.0  # when it last had something
+        self.tick = 0  # the last one that found the file under its name
+        self.active = 0.0  # when it last had new bytes
         self.bar_due = 0.0
         self._files = files
         self._lines = lines
         self._clock = Clock(file.changed)
         self._errors = Errors()
         self._restart(0)
+        # A file that was not written since then cannot have a wanted line: skip reading it.
         if not from_start and lines.since is not None and file.changed < lines.since:
             self.offset = file.size
         elif not from_start and lines.tail is not None:
             self.offset = start_of_last(
                 lines.tail, file.size, lambda at, size: files.read(file, at, size)
             )
-            self._look_back()
-        self._head = files.read(
-            file, 0, min(HEAD, self.offset)
-        )  # opens it, even if it is still empty
+            self._read_time_before()
+        # This opens the file even if it is empty, so that it can be read after a rename.
+        self._head = files.read(file, 0, min(HEAD, self.offset))
 
-    def _look_back(self) -> None:
-        """Lines without a time belong with a line before them, even if that one is not read."""
+    def _read_time_before(self) -> None:
+        """Find the time that lines without a timestamp inherit from a line that is not shown."""
         size = min(LONGEST_LINE, self.offset)
         before = self._files.read(self.file, self.offset - size, size)
         self._clock.visit(before, len(before), len(before))
@@ -99,7 +97,7 @@ class Source:
         self._assembler = Assembler(sys.maxsize if self._lines.raw else LONGEST_LINE)
 
     def blocks(self, end: int = sys.maxsize, chunk: int = CHUNK) -> Iterator[bytes]:
-        """Whole lines up to `end`, or up to where the file ends now."""
+        """Read blocks of whole lines up to `end`, or up to the current end of the file."""
         while self.offset < end:
             data = self._files.read(self.file, self.offset, min(chunk, end - self.offset))
             if not data:
@@ -114,16 +112,17 @@ class Source:
         return (line for block in self.blocks(end, chunk) for line in self.wanted(block))
 
     def rest(self) -> Iterator[Line]:
-        """The last line, whose newline never came."""
+        """The last line, if it has no newline."""
         line = self._assembler.close()
         return self.wanted(line) if line else iter(())
 
     def bar(self) -> Line:
-        """The newest state of a progress bar that no newline has ended."""
+        """The newest state of a progress bar that has not finished its line."""
         return Line(self._clock.now, self.order, None, self._assembler.newest(), self.file)
 
     @property
     def has_bar(self) -> bool:
+        # A bar is shown before its line is complete: that would break raw output and filters.
         return (
             not (self._lines.raw or self._lines.grep or self._lines.errors)
             and self._assembler.has_bar
@@ -134,6 +133,7 @@ class Source:
         clock.start(block)
         for start, end in self._matches(block):
             stamp = clock.visit(block, start, end)
+            # Lines before any timestamp have the time -inf: show them, since their time is unknown.
             if since is None or not float("-inf") < clock.now < since:
                 yield Line(
                     clock.now, self.order, stamp, block[start:end], self.file, end < len(block)
@@ -148,19 +148,20 @@ class Source:
         return grep(block) if grep else every_line(block)
 
     def was_replaced(self) -> bool:
-        """Whether the file now begins otherwise: emptied and filled again since the last look."""
+        """Whether the start of the file has changed: it was truncated and written again."""
         head = self._files.read(self.file, 0, len(self._head))
-        return head != self._head and head != b""  # nothing: out of reach for now
+        # Nothing read means that the file cannot be reached for now.
+        return head != self._head and head != b""
 
     def reset(self) -> Iterator[Line]:
-        """Begins anew; what was left of the old content is a line."""
+        """Start again at the beginning; the rest of the old content becomes a line."""
         yield from self.rest()
         self._restart(0)
         self._head = b""
 
 
 def merged(sources: list[Source], close: bool) -> Iterator[Line]:
-    """All lines by their times, attempt by attempt; `close` gives last lines without a newline, too."""
+    """Merge all lines by time, attempt by attempt; `close` adds last lines without a newline."""
     for order, source in enumerate(sources):
         source.order = order
     for _, of_attempt in groupby(sources, lambda source: source.file.attempt):
@@ -176,7 +177,7 @@ def _through(source: Source, chunk: int, close: bool) -> Iterator[Line]:
 
 
 def read_all(files: LogFiles, wanted: Wanted, lines: Lines, show: Show) -> int:
-    """Shows what is there now; gives the number of files it was taken from."""
+    """Show the lines that exist now; return the number of files."""
     chosen = wanted.now(files)
     show.expect(chosen)
     sources = [Source(files, file, lines, from_start=False) for file in chosen]
@@ -196,25 +197,28 @@ def follow(
     ended: Callable[[], bool],
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Shows lines as they come until the job has ended and everything is shown."""
+    """Show lines as they arrive, until the job has ended and everything is shown."""
     follower = Follower(files, wanted, lines, show)
     pause, asked = BUSY, float("-inf")
     while True:
         begin = time.monotonic()
         over = False
+        # Ask before reading: what the job wrote before it ended is then read in this tick.
         if begin - asked >= ASK_EVERY:
             over, asked = ended(), begin
-        pause = BUSY if follower.look(last=over) else min(IDLE, pause * 1.2)
+        pause = BUSY if follower.tick(last=over) else min(IDLE, pause * 1.2)
         if over:
             return
-        sleep(
-            max(pause, time.monotonic() - begin)
-        )  # a slow file system gets as much rest as it had work
+        # If a tick takes long, the file system is slow: load it at most half of the time.
+        sleep(max(pause, time.monotonic() - begin))
 
 
 class Follower:
-    """What is known of the files between two looks. A file is known by its name and identity, so that a file that took
-    another's name is a new one, and the old one is read to its end."""
+    """The state of all files between two ticks.
+
+    A file is identified by name and inode: after a rotation, the file with the old name is new, and
+    the renamed one is read to its end.
+    """
 
     def __init__(self, files: LogFiles, wanted: Wanted, lines: Lines, show: Show) -> None:
         self._files, self._wanted, self._lines, self._show = files, wanted, lines, show
@@ -223,20 +227,21 @@ class Follower:
         self._named: dict[tuple[int, str], Source] = {}  # the newest source of each name
         self._bars: set[Source] = set()
         self._first = wanted.first_attempt(files.attempts())
-        self._looks = 0
+        self._ticks = 0
 
-    def look(self, last: bool = False) -> bool:
-        """One tick; says whether there was anything new. The last one reads to the very end and closes open lines."""
-        self._looks += 1
+    def tick(self, last: bool = False) -> bool:
+        """Show what is new; return whether there was anything. The last tick ends open lines."""
+        self._ticks += 1
         now = time.monotonic()
         known, new = self._sorted(self._files.scan(self._first))
         chosen = self._chosen(new) if new else []
         nameless: list[Source] = []
         if len(known) < len(self._sources):
-            nameless = [source for source in self._sources.values() if source.look != self._looks]
+            nameless = [source for source in self._sources.values() if source.tick != self._ticks]
         news = [self._drain(source, now) for source in nameless]
         grown = [source for source in known if last or source.file.size != source.offset]
-        # What a new file holds came before the end that it has in a file of the same attempt, such as torchrun's.
+        # Show new files before the rest of their attempt: a rank writes its lines before torchrun
+        # reports its exit. Lines of earlier attempts come before both.
         newest = chosen[-1].attempt if chosen else -1
         news += [
             self._catch_up(source, now, last) for source in grown if source.file.attempt < newest
@@ -254,21 +259,21 @@ class Follower:
         return any(news)
 
     def _sorted(self, listed: Iterable[LogFile]) -> tuple[list[Source], list[LogFile]]:
-        """Known sources, with their new size, and files that are new."""
+        """Split files into known sources, updated to their new size, and new files."""
         known, new = [], []
         for file in listed:
             source = self._named.get((file.attempt, file.name))
             if not source or source.file.identity != file.identity:
                 source = self._sources.get(_key(file))
             if source:
-                source.file, source.look = file, self._looks
+                source.file, source.tick = file, self._ticks
                 known.append(source)
             elif _key(file) not in self._unwanted:
                 new.append(file)
         return known, new
 
     def _drain(self, source: Source, now: float) -> bool:
-        """A file that lost its name may still be written to, by a process that has it open."""
+        """Read a renamed or removed file: a process that has it open may still write to it."""
         had_news = self._pass_on(source, source.read(), now)
         replaced = self._named[_name(source.file)] is not source
         if replaced and now - source.active > SILENCE:
@@ -278,28 +283,27 @@ class Follower:
     def _catch_up(self, source: Source, now: float, last: bool) -> bool:
         file = source.file
         if last:
-            self._files.release(
-                file
-            )  # over NFS only a fresh descriptor is sure to see what dead processes wrote
+            # On NFS, only a newly opened file is sure to show what other hosts wrote.
+            self._files.release(file)
         if file.size < source.offset or source.was_replaced():
-            self._show.say(f"{file.name} was emptied: reading it from its start")
+            self._show.say(f"{file.name} was truncated: reading it from the start")
             self._pass_on(source, source.reset(), now)
         return self._pass_on(source, source.read(sys.maxsize if last else file.size), now)
 
     def _chosen(self, new: list[LogFile]) -> list[LogFile]:
         chosen = self._wanted.choose(self._files, new)
         self._unwanted |= {
-            _key(file) for file in {*new} - {*chosen} if self._wanted.is_sure(self._files, file)
+            _key(file) for file in {*new} - {*chosen} if self._wanted.is_placed(self._files, file)
         }
         self._show.expect(chosen)
         return chosen
 
     def _begin(self, chosen: list[LogFile], now: float) -> bool:
-        """New files, merged by time: what they hold already has lost the order of its arrival."""
+        """Show new files, merged by time: the order in which their lines arrived is unknown."""
         for file in chosen:
             if _name(file) in self._named:
                 self._show.say(f"{file.name} was replaced: reading the new file")
-            source = Source(self._files, file, self._lines, from_start=self._looks > 1)
+            source = Source(self._files, file, self._lines, from_start=self._ticks > 1)
             self._sources[_key(file)] = self._named[_name(file)] = source
             source.active = now
         begun = [self._sources[_key(file)] for file in chosen]
@@ -307,11 +311,11 @@ class Follower:
             self._show.line(line)
         for source in begun:
             self._pass_on(source, (), now)
-        self._leave_old_attempts(chosen[-1].attempt)
+        self._close_old_attempts(chosen[-1].attempt)
         return True
 
-    def _leave_old_attempts(self, newest: int) -> None:
-        """The one before the newest may have last words; those before it do not."""
+    def _close_old_attempts(self, newest: int) -> None:
+        """Close all attempts but the newest two: the last but one may still write a few lines."""
         self._first = max(self._first, newest - 1)
         for source in [
             source for source in self._sources.values() if source.file.attempt < self._first

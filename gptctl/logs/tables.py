@@ -1,6 +1,6 @@
-"""Answers about a job's logs that are not lines: who failed, which files there are, the metrics.
+"""Reports about a job's logs: which rank failed first, the list of files, the metrics.
 
-Makes rows and texts; `gptctl.cli.logs` prints them.
+Makes rows and text; `gptctl.cli.logs` prints them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from gptctl.logs.stream import Lines, Source, merged
 from gptctl.text import count
 from trainer.logline import TrainLine, parse_train_line
 
-LAST_LINES = 20
-MOST_BLAMED = 4  # files of which the last lines are shown when nobody in particular is to blame
+LAST_LINES = 20  # enough for most tracebacks
+MOST_SHOWN = 4  # files whose last lines are shown if no rank or node is known to have failed
+# For people; the keys of a row are those of the JSON output.
 LIST_COLUMNS = ("attempt", "file", "rank", "node", "host", "size", "last write", "ended")
 _FORMATS = {
     "step": "{}",
@@ -37,7 +38,7 @@ def last_lines(files: LogFiles, file: LogFile, count: int = LAST_LINES) -> list[
 
 
 def failure_of(files: LogFiles, attempt: int | None = None) -> tuple[int, Failure]:
-    """The failure of an attempt, or of the latest."""
+    """Find the failure of an attempt, by default the latest."""
     attempt = max(files.attempts(), default=0) if attempt is None else attempt
     records = files.records(attempt)
     return attempt, find_failure(rank_runs(records), node_exits(records))
@@ -48,13 +49,14 @@ class FailureReport(NamedTuple):
 
     attempt: int
     failure: Failure
-    last: dict[str, list[str]]  # the last lines of the files to blame, by file name
+    last: dict[str, list[str]]  # the last lines of the failed rank or node, by file name
 
     def lines(self) -> Iterator[str]:
         yield from _failure_text(self.attempt, self.failure, bool(self.last))
         for name, lines in self.last.items():
             yield from ("", f"the last lines of {name}:", *(f"  {line}" for line in lines))
         if self.failure.cascade:
+            # These failed because the first one did; their logs are rarely useful.
             yield from ("", "then:")
             yield from (f"  {_cascade_text(self.failure, run)}" for run in self.failure.cascade)
 
@@ -64,13 +66,16 @@ class FailureReport(NamedTuple):
 
 
 def failure_report(files: LogFiles, attempt: int | None = None, state: str = "") -> FailureReport:
-    """Of an attempt, or of the latest; `state` is that of the job."""
+    """Report the failure of an attempt, by default the latest; `state` is that of the job."""
     attempt, failure = failure_of(files, attempt)
     kind, number = ("rank", failure.first.rank) if failure.first else ("node", failure.first_node)
+    # Empty files have nothing to show: do not print their headings.
     listed = [file for file in files.scan(attempt) if file.attempt == attempt and file.size]
     blamed = [file for file in listed if (file.kind, file.number) == (kind, number)]
-    if not failure.is_failure and state == FAILED:  # before a node could say how it ended
-        blamed = [file for file in listed if file.kind in ("node", "batch")][:MOST_BLAMED]
+    # The job failed before a node recorded how: the reason is in the log of a node or the batch
+    # script.
+    if not failure.is_failure and state == FAILED:
+        blamed = [file for file in listed if file.kind in ("node", "batch")][:MOST_SHOWN]
     return FailureReport(attempt, failure, {file.name: last_lines(files, file) for file in blamed})
 
 
@@ -93,15 +98,16 @@ def _failure_text(attempt: int, failure: Failure, is_of_job: bool) -> Iterator[s
         yield f"attempt {attempt}: no rank ever started"
     else:
         yield f"attempt {attempt}: nothing has failed"
+    # If a rank failed, the exit of its launch script is only a consequence.
     if not first:
         for node, code in sorted(failure.node_exits.items()):
-            yield f"  the launch script of node {node} ended with {_exit_text(code)}"
+            yield f"  the launch script of node {node}: {_exit_text(code)}"
     if first and failure.silent:
-        ranks = ", ".join(str(run.rank) for run in failure.silent[:8]) + (
-            ", …" if len(failure.silent) > 8 else ""
-        )
+        # The first eight are enough to find their node.
+        ranks = ", ".join(str(run.rank) for run in failure.silent[:8])
+        ranks += ", …" if len(failure.silent) > 8 else ""
         silent = count(len(failure.silent), "rank")
-        yield f"  no end is recorded of {silent} ({ranks}): running, or killed with their node"
+        yield f"  no exit recorded for {silent} ({ranks}): still running, or killed with their node"
 
 
 def _cascade_text(failure: Failure, run: RankRun) -> str:
@@ -111,6 +117,7 @@ def _cascade_text(failure: Failure, run: RankRun) -> str:
 
 
 def _exit_text(code: int) -> str:
+    # A shell reports a program killed by signal N as 128 + N.
     return f"exit {code}" + (f" ({signal_name(code - 128)})" if 128 < code < 160 else "")
 
 
@@ -119,27 +126,25 @@ def _or_unknown(value: object) -> object:
 
 
 def _moment(seconds: float | None) -> str:
+    if seconds is None:
+        return "at an unknown time"
+    # A damaged record can have a time that no calendar has.
     try:
-        return (
-            "at an unknown time"
-            if seconds is None
-            else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
-        )
+        return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
     except (ValueError, OverflowError, OSError):
         return "at an unknown time"
 
 
 def _lasted(run: RankRun) -> str:
-    return (
-        ""
-        if run.started is None or run.ended is None
-        else f", after {run.ended - run.started:.1f} s"
-    )
+    if run.started is None or run.ended is None:
+        return ""
+    return f", after {run.ended - run.started:.1f} s"
 
 
 def list_rows(files: LogFiles, wanted: Wanted, job_is_over: bool = False) -> list[dict[str, Any]]:
-    """`gptctl logs --list`: one row a file."""
+    """Make the rows of `gptctl logs --list`, one per file."""
     listed = wanted.now(files)
+    # Read the records once per attempt, not per file.
     records = {attempt: files.records(attempt) for attempt in {file.attempt for file in listed}}
     runs = {
         attempt: {run.rank: run for run in rank_runs(each)} for attempt, each in records.items()
@@ -159,14 +164,15 @@ def list_rows(files: LogFiles, wanted: Wanted, job_is_over: bool = False) -> lis
                 "host": run.host if run else None,
                 "size": file.size,
                 "changed": file.changed,
-                "ended": "no end recorded" if job_is_over and how == "running" else how,
+                # Nothing runs after the job has ended, even if no exit was recorded.
+                "ended": "no exit recorded" if job_is_over and how == "running" else how,
             }
         )
     return rows
 
 
 def list_cells(rows: Iterable[dict[str, Any]]) -> list[list[Any]]:
-    """The rows for a person, in the order of `LIST_COLUMNS`."""
+    """Format the rows for people, in the order of `LIST_COLUMNS`."""
     shown = [
         {**row, "changed": _moment(row["changed"]), "size": f"{row['size']:,}"} for row in rows
     ]
@@ -174,13 +180,13 @@ def list_cells(rows: Iterable[dict[str, Any]]) -> list[list[Any]]:
 
 
 def metric_rows(files: LogFiles, wanted: Wanted) -> list[dict[str, Any]]:
-    """`gptctl logs --metrics`: each step of an attempt once, from the lowest rank that tells it."""
+    """Make the rows of `gptctl logs --metrics`: each step once, from the lowest rank."""
     steps: dict[tuple[int, int], TrainLine] = {}
     for file in wanted.now(files):
-        told = {
-            (file.attempt, line.step): line for line in _train_lines(files, file)
-        }  # a step done again counts
-        steps = {**told, **steps}
+        # Within a file a repeated step replaces the earlier one: torchrun restarted the training.
+        logged = {(file.attempt, line.step): line for line in _train_lines(files, file)}
+        # Files are sorted by rank, so steps of lower ranks are already there, and win.
+        steps = {**logged, **steps}
     return [
         {
             "attempt": attempt,
@@ -196,13 +202,14 @@ def metric_rows(files: LogFiles, wanted: Wanted) -> list[dict[str, Any]]:
 
 
 def _train_lines(files: LogFiles, file: LogFile) -> Iterable[TrainLine]:
+    # The filter skips most of a file before any line is decoded.
     source = Source(files, file, Lines(grep=Grep("global step ")))
     texts = (readable(line.text) for line in merged([source], close=True))
     return (line for line in map(parse_train_line, texts) if line)
 
 
 def metric_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells for a person; with the attempt if there are several."""
+    """Make columns and cells for people; with the attempt if there are several."""
     columns = list(_FORMATS)
     cells = [[_FORMATS[name].format(row[name]) for name in columns] for row in rows]
     if len({row["attempt"] for row in rows}) > 1:

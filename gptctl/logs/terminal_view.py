@@ -1,6 +1,6 @@
-"""What a terminal shows of a followed job: short lines, and below them a status or a progress bar.
+"""What a terminal shows of a followed job: short lines, with a status or progress bar below them.
 
-Knows what to show, not how to draw: `gptctl.cli.ui` has the screen.
+Decides what to show; `gptctl.cli.ui` draws it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainer.logline import TrainLine
 
 
 class Screen(Protocol):
-    """A terminal with one line at its bottom that is updated in place."""
+    """A terminal whose bottom line is updated in place."""
 
     @property
     def width(self) -> int: ...
@@ -49,12 +49,12 @@ class FollowedJob(NamedTuple):
     id: str
     world: int
     total_steps: int  # 0 if unknown
-    logs_steps: bool  # the bundled trainer does; a user's script may
+    logs_steps: bool  # True for the bundled trainer; a user's script may log steps, too
     created: float
 
 
 class TerminalView:
-    """A `Show`. `condenses`: long records are shortened; otherwise every line is shown as it is."""
+    """A `Show` for terminals. `condenses`: shorten long records, instead of showing every line."""
 
     def __init__(
         self, printer: Printer, screen: Screen, files: LogFiles, job: FollowedJob, condenses: bool
@@ -62,13 +62,13 @@ class TerminalView:
         self._printer, self._screen, self._files, self._job = printer, screen, files, job
         self._condenses = condenses
         self._condensers: dict[tuple[int, str], Condenser] = {}  # by attempt and file name
-        self._last: dict[tuple[int, str], Line] = {}  # of each file
+        self._last: dict[tuple[int, str], Line] = {}  # the last line of each file
         self._step_loggers: set[int] = set()  # ranks
         self._hidden: dict[int, int] = {}  # number of lines, by rank
         self._attempt: int | None = None  # the newest one that has logged a line
         self._ranks = RankWatch(files, job.world)
         self._status, self._logs_steps = "starting …", job.logs_steps
-        self._started: float | None = None  # when the first rank did
+        self._started: float | None = None  # when the first rank started
         self._step_seen: float | None = None  # when the newest step of this attempt was read
         self.history, self.total_steps = StepHistory(), job.total_steps
 
@@ -76,6 +76,7 @@ class TerminalView:
         self._printer.expect(files)
 
     def line(self, line: Line) -> None:
+        # The bottom line would stay on the screen above the new line.
         self._screen.erase()
         self._follow_attempts(line.file.attempt)
         key = line.file.attempt, line.file.name
@@ -98,7 +99,7 @@ class TerminalView:
         self._printer.say(text)
 
     def update(self, state: str) -> None:
-        """Once a second: the state of the job, and until the first step the number of ranks."""
+        """Update the status: the state of the job and, until the first step, the count of ranks."""
         if self._started is None:
             self._started = first_start(self._files)
         if max(self._files.attempts(), default=0) > (self._attempt or 0):
@@ -109,13 +110,13 @@ class TerminalView:
             self._status = count_text(self._ranks.count(), self._job.world, self._logs_steps)
 
     def close(self) -> None:
-        """Shows the records that were being read, and clears the line at the bottom."""
+        """Show the records that are still open, and clear the bottom line."""
         self._screen.erase()
         self._close_records()
         self._printer.flush()
 
     def _follow_attempts(self, attempt: int) -> None:
-        """Says why there is a new attempt, once its first line is there."""
+        """Explain why there is a new attempt, when its first line arrives."""
         before = self._attempt
         if before is None or attempt > before:
             self._attempt, self._step_seen = attempt, None
@@ -129,7 +130,7 @@ class TerminalView:
             for piece in condenser.close():
                 if self._condenses:
                     self._show(piece, self._last[key])
-        self._tell_hidden_details()
+        self._report_hidden_details()
 
     def _note(self, piece: Piece, attempt: int) -> None:
         self.history.note(piece)
@@ -137,17 +138,18 @@ class TerminalView:
             self._step_seen = time.monotonic()
         elif isinstance(piece, str):
             self.total_steps = announced_steps(piece) or self.total_steps
-            if "| Train Loss " in piece:  # minGPT's style has no other lines
+            # minGPT's style logs no lines that can be parsed as steps.
+            if "| Train Loss " in piece:
                 self._logs_steps = False
 
     def _show(self, piece: Piece, line: Line) -> None:
         if isinstance(piece, TrainLine):
-            self._tell_hidden_details()
+            self._report_hidden_details()
             self._show_step(step_text(piece, self.total_steps), line)
         elif isinstance(piece, Evaluation):
             self._show_step(evaluation_text(piece, self.total_steps), line)
         elif isinstance(piece, Hidden):
-            self._tell_hidden(f"{piece.num_lines:,} {piece.what}")
+            self._report_hidden(f"{piece.num_lines:,} {piece.what}")
         elif isinstance(piece, Sample):
             self._printer.flush()
             self._screen.box("Sample text", piece.text)
@@ -157,30 +159,32 @@ class TerminalView:
             self._printer.line(line._replace(text=piece.encode()))
 
     def _show_step(self, text: str, line: Line) -> None:
-        """With the name of its rank only if several ranks log steps."""
+        """Show a step; with the prefix of its rank only if several ranks log steps."""
         self._step_loggers.add(line.file.number)
         if len(self._step_loggers) > 1:
             self._printer.line(line._replace(text=text.encode()))
         else:
             self._printer.text(text)
 
-    def _tell_hidden_details(self) -> None:
+    def _report_hidden_details(self) -> None:
         if self._hidden:
             lines = count(sum(self._hidden.values()), "line")
-            self._tell_hidden(f"{lines} of {count(len(self._hidden), 'other rank')}")
+            self._report_hidden(f"{lines} of {count(len(self._hidden), 'other rank')}")
             self._hidden.clear()
 
-    def _tell_hidden(self, what: str) -> None:
+    def _report_hidden(self, what: str) -> None:
         self._printer.text(f"… {what} hidden: gptctl logs {self._job.id} --raw")
 
     def _bottom_line(self) -> str:
         elapsed = time.time() - (self._started or self._job.created)
         latest, width = self.history.latest, self._screen.width
+        # A new attempt has no step yet: show its status, not the old progress.
         if latest is None or self._step_seen is None:
             return f"{self._status}  {duration(elapsed)}"[:width]
         seconds = seconds_per_step(self.history.recent)
         left = None
-        if seconds is not None:  # counts down between two train lines, which may be minutes apart
+        # Count down between two train lines, which may be minutes apart.
+        if seconds is not None:
             left = (self.total_steps - latest.step) * seconds
             left = max(0.0, left - (time.monotonic() - self._step_seen))
         return progress_text(Position(latest.step, self.total_steps, elapsed, left), width)

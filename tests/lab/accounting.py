@@ -1,4 +1,4 @@
-"""What makes `sacct` answer: slurmdbd, with a MariaDB of its own. Slower to start than all the rest together."""
+"""The accounting that `sacct` needs: slurmdbd with its own MariaDB. It starts more slowly than all the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ create user slurm@localhost identified by 'slurm';
 grant all on slurm.* to slurm@localhost;
 """
 SOCKET = "/run/mysqld/mysqld.sock"
-# Nothing needs to survive a power cut here.
+# The data need not survive a crash, so MariaDB may skip its syncs.
 MARIADB = f"""
 --user=mysql --socket={SOCKET} --skip-networking --skip-name-resolve --performance-schema=off
 --innodb-buffer-pool-size=64M --innodb-log-file-size=8M --innodb-flush-log-at-trx-commit=0
@@ -40,7 +40,7 @@ class Accounting:
         self._conf = self.folder / "etc" / "slurm" / "slurmdbd.conf"
 
     def open(self) -> None:
-        """A new database and slurmdbd."""
+        """Create a database and start slurmdbd."""
         self._conf.touch(mode=0o600)
         self._conf.write_text(SLURMDBD_CONF.format(folder=self.folder, address=HEAD_ADDRESS))
         init = self.folder / "etc" / "database.sql"

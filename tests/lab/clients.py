@@ -1,4 +1,4 @@
-"""Stand-ins for the commands of Slurm: each notes its call and becomes the real one, or fails as it is told to."""
+"""Wrappers of the Slurm commands: each records its call, then runs the real command or fails as told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from tests.lab.machines import Machines
 
 NAMES = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "srun", "sinfo")
-# In bash, since there nothing of this needs another process. `HOSTNAME` may have come with a job from elsewhere.
+# In bash, because all of this is built in and needs no other process. `HOSTNAME` may come from another
+# host: a job inherits the environment of its submit.
 SHIM = """\
 #!/bin/bash
 LAB_REAL={real}
@@ -26,7 +27,7 @@ class Clients:
         self._broken: set[str] = set()
 
     def write_files(self) -> None:
-        """machine.sh lays these over /usr/bin."""
+        """Write the wrappers; machine.sh mounts them over /usr/bin."""
         for name in NAMES:
             shim = self.folder / "clients" / name
             shim.write_text(self._shim(name, BECOME_REAL))
@@ -35,7 +36,7 @@ class Clients:
         self._calls.chmod(0o666)
 
     def calls(self) -> list[tuple[float, str]]:
-        """When and what was started on the head."""
+        """List the times and names of the commands started on the head."""
         lines = (line.split() for line in self._calls.read_text().splitlines())
         return [(float(when.replace(",", ".")), name) for when, host, name in lines if host == "head"]
 

@@ -1,8 +1,8 @@
-"""Outlives the owner of a lab and clears up: `python keeper.py FOLDER COMMAND…`
+"""Outlives the owner of a lab and cleans up after it: `python keeper.py FOLDER COMMAND…`
 
-COMMAND is `unshare --fork …`, the root of the lab's namespaces; a first line on standard input starts it. They end when
-standard input does, and that is closed by the owner or, however it dies, by the kernel: there is one way out, and a
-SIGKILL takes it too. Knows nothing of Slurm.
+COMMAND is `unshare --fork …`, the root of the lab's namespaces; the first line on standard input starts it. The lab
+stops when standard input closes: the owner closes it or, however the owner dies, even by SIGKILL, the kernel does.
+Knows nothing of Slurm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def child_of(pid: int) -> int:
 
 
 def end(root: subprocess.Popen[bytes], folder: str) -> None:
-    """Kills pid 1 of the lab: the kernel kills the rest, and `unshare` returns only when all of it is gone."""
+    """Kill pid 1 of the lab: the kernel kills the rest, and `unshare` returns when all processes have exited."""
     try:
         os.kill(child_of(root.pid), signal.SIGKILL)
     except (OSError, IndexError):
@@ -31,14 +31,14 @@ def end(root: subprocess.Popen[bytes], folder: str) -> None:
 
 
 def wake_entries(folder: str) -> None:
-    """nsenter stops when its command is stopped, and the lab cannot end before it has taken note of the command's end."""
+    """Continue stopped nsenter processes: nsenter stops with its command, and the lab exits only after it reaps it."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes()
             if command.startswith(b"nsenter\0") and folder.encode() in command:
                 os.kill(int(process.name), signal.SIGCONT)
         except OSError:
-            continue  # it has ended
+            continue  # it has exited
 
 
 def remove(folder: str) -> None:
@@ -52,9 +52,9 @@ def remove(folder: str) -> None:
 def main() -> None:
     folder, *command = sys.argv[1:]
     if sys.stdin.readline():
-        # Should the keeper itself be killed, the lab goes as well, though its folder stays.
+        # If the keeper itself is killed, the kernel kills the lab, too; only its folder remains.
         root = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], stdin=subprocess.DEVNULL)
-        os.close(1)  # the owner reads until all writers of it are gone
+        os.close(1)  # the owner reads until all writers have closed it
         sys.stdin.read()
         end(root, folder)
     remove(folder)

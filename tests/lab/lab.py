@@ -1,4 +1,4 @@
-"""One lab: the machines, what runs on them, and everything that can be done to them."""
+"""One lab: its machines, what runs on them, and the faults that a test can cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROFILE = {"name": "lab", "kind": "slurm", "gpus_per_node": 2, "gpu_request": "g
 
 
 class Lab:
-    """A real Slurm cluster and real ssh hosts, from `with` to its end. See the package for what there is."""
+    """A real Slurm cluster and real ssh hosts, inside a `with` block. The package describes it."""
 
     def __init__(
         self,
@@ -107,29 +107,29 @@ class Lab:
     # Commands
 
     def argv(self, name: str, *command: str, **how: Any) -> list[str]:
-        """The command line that runs a command on a machine: head (the login node), node1…, ssh1…, bastion, private1."""
+        """Wrap a command to run on a machine: head (the login node), node1…, ssh1…, bastion, private1."""
         return self.machines.argv(name, *command, **how)
 
     def run(self, name: str, *command: str, **how: Any) -> subprocess.CompletedProcess[str]:
-        """Runs a command on a machine: `user` (root or gpt), `cwd` (its home), `env`, `check`, `input`, `timeout` (60)."""
+        """Run a command on a machine: `user` (root or gpt), `cwd` (its home), `env`, `check`, `input`, `timeout` (60)."""
         return self.machines.run(name, *command, **how)
 
     def start(self, name: str, *command: str, **how: Any) -> subprocess.Popen[str]:
-        """Starts a command on a machine: `user`, `cwd`, `env`, and what Popen takes. Killing the Popen kills the command."""
+        """Start a command on a machine: `user`, `cwd`, `env`, and what Popen takes. Killing the Popen kills the command."""
         return self.machines.start(name, *command, **how)
 
     def signal(self, process: subprocess.Popen[str], number: int) -> None:
-        """Sends a signal to a command that `start` started."""
+        """Send a signal to a command that `start` started."""
         self.machines.signal(process, number)
 
     # Machines
 
     def crash(self, name: str) -> None:
-        """A power cut: no process on it ends in order, nobody is told."""
+        """Cut the power: processes are killed, and no peer is notified."""
         self.machines.crash(name)
 
     def restart(self, name: str) -> None:
-        """Power on again; returns when jobs can run there, or sshd listens."""
+        """Power on again; return when jobs can run there, or sshd listens."""
         self.machines.restart(name)
         if name in (host.name for host in self.hosts):
             self.sshd.start([name])
@@ -137,14 +137,14 @@ class Lab:
             self.slurm.start_nodes([name])
 
     def cut(self, name: str) -> None:
-        """The cable out: processes go on, nothing comes or goes."""
+        """Unplug the network cable: processes continue, but no packet arrives or leaves."""
         self.machines.cut(name)
 
     def mend(self, name: str) -> None:
         self.machines.mend(name)
 
     def restart_sshd(self, name: str) -> None:
-        """All its connections end."""
+        """Restart sshd, which closes all its connections."""
         self.sshd.restart(name)
 
     @property
@@ -159,22 +159,22 @@ class Lab:
     # Slurm
 
     def stop_controller(self) -> None:
-        """slurmctld takes connections and never answers, as one that is overloaded."""
+        """Make slurmctld accept connections but never answer, like an overloaded one."""
         self.slurm.stop_controller()
 
     def continue_controller(self) -> None:
         self.slurm.continue_controller()
 
     def kill_controller(self) -> None:
-        """SIGKILL: what slurmctld has not yet saved is lost, and it saves no more than once in 5 s."""
+        """Kill slurmctld with SIGKILL: it loses what it has not saved, and it saves at most every 5 s."""
         self.slurm.kill_controller()
 
     def await_saved(self) -> None:
-        """Returns when all that slurmctld knows by now would survive a kill."""
+        """Wait until slurmctld has saved everything that it knows now."""
         self.slurm.await_saved()
 
     def start_controller(self) -> None:
-        """With the state that it has saved; returns when it answers."""
+        """Start slurmctld with its saved state; return when it answers."""
         self.slurm.start_controller()
 
     def stop_accounting(self) -> None:
@@ -186,21 +186,21 @@ class Lab:
     # Clients
 
     def calls(self) -> list[tuple[float, str]]:
-        """(time, name) of every client of Slurm that was started on the head."""
+        """List (time, name) of every Slurm command that was started on the head."""
         return self.clients.calls()
 
     def count_of(self, name: str) -> int:
         return sum(called == name for _, called in self.calls())
 
     def break_client(self, name: str, body: str | None = None) -> None:
-        """Replaces a client on all machines by a line of bash, such as `sleep 5; exec "$LAB_REAL" "$@"`; None: it is gone."""
+        """Replace a client on all machines by a line of bash, such as `sleep 5; exec "$LAB_REAL" "$@"`; None removes it."""
         self.clients.break_one(name, body)
 
     def mend_client(self, name: str) -> None:
         self.clients.mend(name)
 
     def proxy(self, mode: str) -> None:
-        """Spoils connections of the head's clients to slurmctld, see proxy.py; `pass` takes the proxy out of their way."""
+        """Break connections from the head's clients to slurmctld, see proxy.py; `pass` removes the proxy."""
         Mode(mode)
         self._orders += 1
         new = self.folder / "proxy" / "mode.new"
@@ -221,7 +221,7 @@ class Lab:
         await_true(lambda: not self.run("head", "sh", "-c", listens).returncode, "the proxy listens")
 
     def faults(self) -> int:
-        """How many connections the proxy has spoilt so far."""
+        """Return how many connections the proxy has broken so far."""
         file = self.folder / "proxy" / "faults"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
@@ -234,22 +234,22 @@ class Lab:
 
     @property
     def small(self) -> Path:
-        """The same with room for 4 MB; empty when it is looked at from outside."""
+        """The same with 4 MB of space; from outside the lab it looks empty."""
         return self.folder / "small"
 
     def profile(self, folder: Path, **keys: Any) -> Path:
-        """Writes clusters/lab.yaml into a folder, with these keys over the usual ones."""
+        """Write clusters/lab.yaml to a folder; `keys` override the usual ones."""
         return write_profile(folder, "lab", {**PROFILE, "run_root": str(self.shared / "runs"), **keys})
 
     def hosts_profile(self, folder: Path, name: str = "hosts", **keys: Any) -> Path:
-        """Writes a profile of all ssh hosts, which meet on the second network; private1 is behind the bastion."""
+        """Write a profile of all ssh hosts, which use the second network; private1 is behind the bastion."""
         hosts = [{"host": host.name, "address": host.addresses[-1]} for host in self.hosts if host.name != "bastion"]
         hosts[-1]["proxy_jump"] = "bastion"
         usual = {"kind": "ssh", "gpus_per_node": 2, "hosts": hosts, "run_root": "/home/runs", "python": sys.executable}
         return write_profile(folder, name, {**usual, **keys})
 
     def tidy(self) -> None:
-        """Undoes whatever was done: machines and daemons are back, clients work, the queue is empty, nodes are idle."""
+        """Undo all faults: machines and daemons run, clients work, the queue is empty, nodes are idle."""
         self.clients.mend_all()
         if self._settings.accounting and self.accounting.stopped:
             self.start_accounting()
@@ -258,7 +258,7 @@ class Lab:
             self.proxy("pass")
             self.slurm.revive_controller()
             ill |= self.slurm.unwell()
-        for name in ill - set(self.machines.crashed):  # quicker than to wait until Slurm trusts a node again
+        for name in ill - set(self.machines.crashed):  # faster than waiting until Slurm uses the node again
             self.crash(name)
         for name in self.machines.crashed:
             self.restart(name)
@@ -266,7 +266,7 @@ class Lab:
             self.slurm.clear()
 
     def logs(self, lines: int = 12) -> str:
-        """The ends of all logs of the daemons."""
+        """Return the last lines of all daemon logs."""
         files = sorted(file for file in (self.folder / "log").glob("*") if file.stat().st_size)
         return "\n".join(f"== {file.name}\n" + "\n".join(file.read_text().splitlines()[-lines:]) for file in files)
 
@@ -281,7 +281,7 @@ def write_profile(folder: Path, name: str, keys: dict[str, Any]) -> Path:
 
 
 def write_names(etc: Path, machines: list[Machine]) -> None:
-    """Names of machines and users, for all machines: the system's users and gpt; no name is looked up elsewhere."""
+    """Write the names of machines and users for all machines: the system's users and gpt; no other lookup is used."""
     hosts = ["127.0.0.1 localhost", f"{HEAD_ADDRESS} head"]
     hosts += [f"{machine.addresses[0]} {machine.name}" for machine in machines]
     users = [line.split(":") for line in Path("/etc/passwd").read_text().splitlines()]
@@ -292,7 +292,7 @@ def write_names(etc: Path, machines: list[Machine]) -> None:
         "nsswitch.conf": ["passwd: files", "group: files", "shadow: files", "hosts: files"],
         "passwd": [":".join(user) for user in users],
         "group": [*groups, "gpt:x:2000:"],
-        # Nobody has a password, and nobody is locked out: sshd refuses a user whose field begins with "!".
+        # No user has a password, but none is locked: sshd rejects a user whose field starts with "!".
         "shadow": [f"{user[0]}:*:19000:0:99999:7:::" for user in users],
     }
     for name, content in texts.items():

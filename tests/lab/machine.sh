@@ -1,12 +1,12 @@
 #!/bin/bash
 # Pid 1 of one machine: `machine.sh NAME KIND FOLDER PATH…` gives it a name and its own view of the file system, says
 # "ready", and from then on only reaps. KIND is head, node or ssh; FOLDER is the lab's; each PATH must stay visible.
-# The other machines begin with a copy of the head's mounts, so what the head has they share, unless they cover it.
+# The other machines start with a copy of the head's mounts: they share them unless they mount something over them.
 set -euo pipefail
 name=$1 kind=$2 folder=$3 keep=("${@:4}")
 private=$folder/private/$name
 
-# Another folder in place of $1, in which only those below $1 that must stay visible are found again.
+# Mount another folder over $1, which shows only the folders below $1 that must stay visible.
 cover() {
     local stage=$private$1 path
     mkdir -p "$stage"
@@ -19,7 +19,7 @@ cover() {
     mount --rbind "$stage" "$1"
 }
 
-# Other users may pass through $1 and all folders above it: a clone of the repository may lie in a closed one.
+# Let other users pass through $1 and all folders above it: the repository may be in a private folder.
 open_the_way_through() {
     [[ $1 == / ]] || open_the_way_through "$(dirname "$1")"
     if [[ $(stat -c %A "$1") != *[xt] ]]; then
@@ -53,16 +53,16 @@ head)
     if [[ -d $folder/etc/login ]]; then
         mount --bind "$folder/etc/login" /etc/slurm
     fi
-    # A file system with little room, for tests of a full one.
+    # A small file system, for tests of a full disk.
     mount -t tmpfs -o size=4m,mode=1777 lab "$folder/small"
-    # The clients of Slurm are replaced for all machines at once, whatever PATH says; an overlay can also take one away.
+    # The clients of Slurm are replaced for all machines at once, whatever PATH says; an overlay can also hide one.
     mount --bind /usr/bin "$folder/real"
     mkdir "$private"/{clients,work}
     cp "$folder"/clients/* "$private/clients"
     mount -t overlay -o "lowerdir=/usr/bin,upperdir=$private/clients,workdir=$private/work" lab /usr/bin
     ;;
 node)
-    mount --bind "$folder/etc/slurm" /etc/slurm # the head's own points to the proxy at times
+    mount --bind "$folder/etc/slurm" /etc/slurm # the head's own file may point to the proxy
     ;;
 ssh)
     make_homes

@@ -1,7 +1,7 @@
 """Machines made of namespaces: each has its own name, network, processes and power switch. Knows nothing of Slurm.
 
-One tree, nameless and in nobody's way: the head's namespaces hold the bridges and all other machines, so that two labs
-with the same addresses can run side by side, and the death of one process is the end of everything.
+One tree of unnamed namespaces: those of the head contain the bridges and all other machines, so that two labs with the
+same addresses can run side by side, and killing one process stops everything.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 from tests.lab.keeper import child_of
 
 HERE = Path(__file__).resolve().parent
-BRIDGES = {"10.77.0": "br0", "10.78.0": "br1"}  # the head has no address on the second: a bastion leads there
+BRIDGES = {"10.77.0": "br0", "10.78.0": "br1"}  # the head has no address on the second: use the bastion
 HEAD_ADDRESS = "10.77.0.1"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 USERS = {"root": pwd.getpwuid(0).pw_dir, "gpt": "/home/gpt"}
 
 
 class LabError(RuntimeError):
-    """The lab does not do what it should; a test that meets it has found nothing out."""
+    """The lab itself failed, so the test has no result."""
 
 
 def await_true(condition: Callable[[], Any], what: str, seconds: float = 30) -> None:
@@ -41,12 +41,12 @@ def await_true(condition: Callable[[], Any], what: str, seconds: float = 30) -> 
 
 class Machine(NamedTuple):
     name: str
-    kind: str  # head, node or ssh: what machine.sh makes of it
+    kind: str  # head, node or ssh: see machine.sh
     addresses: tuple[str, ...]
 
     @property
     def links(self) -> dict[str, str]:
-        """Address by the name of its cable's end at the bridge."""
+        """Addresses by the name of the network interface at the bridge."""
         return {f"{self.name}-{number}": address for number, address in enumerate(self.addresses)}
 
 
@@ -57,14 +57,14 @@ def needed_folders() -> list[str]:
     """Folders that must stay visible when homes and /run are covered: interpreter, repository, temporary files."""
     found = {sys.prefix, sys.base_prefix, str(HERE.parents[1]), tempfile.gettempdir()}
     link = Path(sys.executable)
-    while link.is_symlink():  # a virtual environment leads to its interpreter through any number of links
+    while link.is_symlink():  # a virtual environment's interpreter may be a chain of links
         link = link.parent / os.readlink(link)
         found.add(os.path.normpath(link.parent))
     return sorted(found)
 
 
 class Machines:
-    """The tree of namespaces below one folder, which vanishes with it."""
+    """The tree of namespaces of one lab, and its folder, which is removed with it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,7 +76,7 @@ class Machines:
     # Power and cables
 
     def open(self) -> None:
-        """The keeper alone: from here on the folder has somebody who removes it."""
+        """Start the keeper only: from now on it will remove the folder."""
         (self.folder / "log").mkdir()
         keeper = [sys.executable, "-IS", str(HERE / "keeper.py"), str(self.folder)]
         self._begin(HEAD, [*keeper, *self._pid_1(HEAD, "--ipc")], stdin=subprocess.PIPE)
@@ -90,7 +90,7 @@ class Machines:
         self._ip("head", "link set lo up", *bridges, f"address add {HEAD_ADDRESS}/24 dev br0")
 
     def close(self) -> None:
-        """Returns when nothing is left: no process, no mount, no folder."""
+        """Stop everything; return when no process, mount or folder is left."""
         keeper = self._entries["head"]
         assert keeper.stdin
         keeper.stdin.close()
@@ -106,7 +106,7 @@ class Machines:
             self._plug_in(machine)
 
     def crash(self, name: str) -> None:
-        """A power cut. The cable goes first: processes that are killed still say goodbye to their peers, machines do not."""
+        """Cut the power. The cable first: a kernel closes the connections of killed processes, a dead machine does not."""
         self._ip("head", *(f"link delete {link}" for link in self._other(name).links))
         os.kill(self._pids.pop(name), signal.SIGKILL)
         self._entries.pop(name).wait()
@@ -137,7 +137,7 @@ class Machines:
         return self._known[name]
 
     def pid_1(self, name: str) -> int:
-        """As this process sees it."""
+        """The pid of a machine's pid 1, as this process sees it."""
         return self._pids[name]
 
     def _pid_1(self, machine: Machine, *more: str) -> list[str]:
@@ -165,7 +165,7 @@ class Machines:
         inside = ["link set lo up"]
         for number, (link, address) in enumerate(machine.links.items()):
             bridge = BRIDGES[address.rpartition(".")[0]]
-            # The same after a restart: the others go on using the hardware address that they know.
+            # The same after a restart: other machines keep using the hardware address they know.
             hardware = ":".join(f"{part:02x}" for part in (2, 0, *map(int, address.split("."))))
             peer = f"peer name eth{number} address {hardware} netns {self._pids[machine.name]}"
             self._ip("head", f"link add {link} type veth {peer}", f"link set {link} master {bridge} up")
@@ -173,7 +173,7 @@ class Machines:
         self._ip(machine.name, *inside)
 
     def _ip(self, name: str, *commands: str) -> None:
-        # Only the network is entered: `netns PID` is to mean what it means here.
+        # Enter only the network namespace: the pid in `netns PID` must be one of this pid namespace.
         enter = ["nsenter", "-t", str(self._pids[name]), "-n", "ip", "-batch", "-"]
         subprocess.run(enter, input="\n".join(commands), text=True, check=True)
 
@@ -187,7 +187,7 @@ class Machines:
         cwd: str | Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[str]:
-        """The command as a login on that machine would start it. It dies with `nsenter`, so a killed Popen is enough."""
+        """Build the command as a login there would start it. It exits with `nsenter`: killing the Popen is enough."""
         if name not in self._pids:
             raise ValueError(f"no machine is called {name}, or it has no power: {', '.join(self._pids)}")
         enter = ["nsenter", "-t", str(self._pids[name]), "-m", "-u", "-i", "-n", "-p", "--"]
@@ -239,17 +239,17 @@ class Machines:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def signal(self, process: subprocess.Popen[str], number: int) -> None:
-        """Signals what `start` started; the Popen's own pid is that of nsenter, which forwards nothing."""
+        """Send a signal to what `start` started; the Popen's own pid is that of nsenter, which forwards none."""
         os.kill(child_of(process.pid), number)
         if number == signal.SIGCONT:
-            os.kill(process.pid, number)  # which has stopped together with its command
+            os.kill(process.pid, number)  # nsenter has stopped together with its command
 
     def daemon(self, name: str, *command: str, **how: Any) -> None:
-        """Starts a program that goes into the background by itself, and then belongs to the machine's pid 1."""
+        """Start a program that daemonizes itself and becomes a child of the machine's pid 1."""
         with (self.folder / "log" / f"{name}.{Path(command[0]).name}.out").open("a") as log:
             self.run(name, *command, check=True, stdout=log, stderr=log, **how)
 
 
 def outer_environment() -> dict[str, str]:
-    """Ours, without what a Slurm outside may have set."""
+    """Our environment, without the variables of a Slurm outside the lab."""
     return {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH", "PMI"))}

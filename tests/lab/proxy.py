@@ -1,14 +1,14 @@
-"""Stands between the clients on the head and slurmctld and spoils connections: `python proxy.py FOLDER ADDRESS PORT TO`
+"""Breaks connections between the head's clients and slurmctld: `python proxy.py FOLDER ADDRESS PORT TO`
 
-FOLDER/mode holds what to do, and may be replaced at any time; its first word is a number that makes each order a new one.
-FOLDER/faults gets a line per spoilt connection. One connection of Slurm is one request and one answer, each a length
-of four bytes and as many bytes; nothing else of the protocol is known here.
+FOLDER/mode says what to do, and can be replaced at any time; its first word is a number that distinguishes orders.
+FOLDER/faults gets a line per broken connection. A connection of Slurm has one request and one reply, each with a length
+of four bytes and a body of that length; the proxy knows nothing else of the protocol.
 
-    pass            drop-request           the request is thrown away and the connection closed
-    delay SECONDS   drop-reply             the request is answered, the answer thrown away
-    random P SEED                          each connection is spoilt with probability P, by drop-request or drop-reply
+    pass            drop-request           drop the request and close the connection
+    delay SECONDS   drop-reply             forward the request, drop the reply
+    random P SEED                          break each connection with probability P, by drop-request or drop-reply
 
-All but the last may end with `once` or `at K`: only the first or the K-th connection from now on is treated so.
+All but the last may end with `once` or `at K`: apply it only to the first or the K-th connection from now on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FAULTS = ("drop-request", "drop-reply")
 
 
 class Mode:
-    """Decides for one connection after the other; raises ValueError on words that it does not know."""
+    """Decide for each connection in turn; raise ValueError for an unknown order."""
 
     def __init__(self, text: str) -> None:
         words = text.split()
@@ -49,7 +49,7 @@ class Mode:
 
 
 def _which(words: list[str]) -> tuple[int, list[str]]:
-    """The number of the connection that is meant, 0 for all, and the words before it."""
+    """Return the number of the chosen connection, 0 for all, and the words before it."""
     match words:
         case [*rest, "once"]:
             return 1, rest
@@ -64,7 +64,7 @@ def _at_random(probability: float, seed: str) -> Callable[[], tuple[str, float]]
 
 
 def read_message(connection: socket.socket) -> bytes:
-    """Length and body, or less if the other side has closed."""
+    """Read length and body, or less if the other side has closed the connection."""
     message = _read(connection, 4)
     return message + _read(connection, int.from_bytes(message, "big")) if len(message) == 4 else b""
 
@@ -86,7 +86,7 @@ def serve_one(client: socket.socket, upstream: tuple[str, int], decision: tuple[
             if kind not in FAULTS:
                 client.sendall(reply)
         except OSError:
-            pass  # either side may be gone, which the other one notices by the closed connection
+            pass  # either side may have exited; the other one notices the closed connection
         if kind != "pass":
             with faults.open("a") as file:
                 file.write(f"{kind}\n")

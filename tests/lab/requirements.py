@@ -1,4 +1,4 @@
-"""Whether a lab can be started here."""
+"""Check whether a lab can start on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.lab.machines import SYSTEM_PATH
 PROGRAMS = """
 unshare nsenter setpriv ip ss pkill munged slurmctld slurmd sbatch srun slurmdbd mariadbd mariadb-install-db sshd ssh-keygen
 """
-# What machine.sh does: namespaces of all kinds, a tmpfs, and an overlay on top of it.
+# What machine.sh needs: namespaces of all kinds, a tmpfs, and an overlay on top of it.
 TRIAL = """
 ip link add lab0 type bridge && ip link add lab1 type veth && mount -t tmpfs lab /mnt && mkdir /mnt/a /mnt/b &&
 mount -t overlay -o lowerdir=/usr/bin,upperdir=/mnt/a,workdir=/mnt/b lab /usr/bin
@@ -19,7 +19,7 @@ mount -t overlay -o lowerdir=/usr/bin,upperdir=/mnt/a,workdir=/mnt/b lab /usr/bi
 
 
 def missing() -> str:
-    """Empty, or one line that says what a lab would need."""
+    """Return what a lab needs and this machine lacks, in one line; empty if nothing."""
     if os.name != "posix" or os.geteuid():
         return "the lab makes namespaces: it needs Linux and root"
     absent = [name for name in PROGRAMS.split() if not shutil.which(name, path=SYSTEM_PATH)]

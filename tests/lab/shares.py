@@ -1,6 +1,6 @@
-"""CPUs of their own for machines of a lab: to each the same share of a core, by the kernel's control groups.
+"""Give each machine of a lab the same share of a core, with the kernel's control groups.
 
-Without them ten machines that work at the same time take turns on the cores of this one, which no cluster does.
+Otherwise ten busy machines compete for the cores of this one, unlike the machines of a cluster.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ FIRST, SECOND = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")  # versions 1
 
 
 class Shares:
-    """To be opened before the lab, so that it is closed after it, when the groups are empty."""
+    """Open it before the lab, so that it closes after the lab, when the groups are empty."""
 
     def __enter__(self) -> Shares:
         self._groups: list[Path] = []
         return self
 
     def give(self, lab: Lab, name: str, share: float) -> None:
-        """Raises OSError where control groups cannot be made."""
+        """Create the groups; raise OSError if that is not possible here."""
         is_second = (SECOND / "cgroup.controllers").exists()
         group = (SECOND if is_second else FIRST) / f"{lab.folder.name}-{name}"
         group.mkdir()

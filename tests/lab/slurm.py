@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tests.lab.machines import HEAD_ADDRESS, Machine, Machines, await_true
 
 PORT, PROXY_PORT = 6817, 6816
-SAVE_INTERVAL = 5  # seconds, in slurmctld's source; it saves a change at once if the last time is longer ago
+SAVE_INTERVAL = 5  # seconds, from slurmctld's source; it saves a change at once if the last save is longer ago
 
 CONF = """\
 ClusterName=lab
@@ -28,7 +28,7 @@ SlurmdPidFile={folder}/run/slurmd-%n.pid
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd-%n.log
 
-# No cgroups and no binding to cores, so that it runs in any container; what the nodes claim to have is believed.
+# No cgroups and no core binding, so that it runs in any container; Slurm trusts the configured resources.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/linux
@@ -58,7 +58,7 @@ MinJobAge=600
 ReturnToService=2
 JobRequeue=1
 
-# Without EnforcePartLimits a job that can never run is accepted, and waits for ever.
+# Without EnforcePartLimits a job that can never run is accepted, and pends forever.
 EnforcePartLimits=ALL
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -79,7 +79,7 @@ NO_ACCOUNTING = "AccountingStorageType=accounting_storage/none"
 
 class Settings(NamedTuple):
     accounting: bool
-    grace: int  # seconds that a preempted job is left
+    grace: int  # seconds that a preempted job has left
     user_signal: bool  # a preempted job gets the signal that it asked for; otherwise only SIGTERM
     kill_wait: int  # seconds between SIGTERM and SIGKILL
 
@@ -98,16 +98,16 @@ class Slurm:
         """Configuration, fake GPUs and the folders of the daemons, before any machine has power."""
         for name in ("etc/slurm", "etc/login", "state", *(f"spool/{node.name}" for node in self.nodes)):
             (self.folder / name).mkdir(parents=True)
-        for number in range(2):  # plain files are refused: gres wants devices
+        for number in range(2):  # gres accepts only device files
             os.mknod(self.folder / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         self.conf.write_text(self._conf(PORT))
         self.conf.with_name("gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-1]\n")
-        # slurmd sets up a cgroup plugin even if nothing uses it, and gives up where it cannot detect one.
+        # slurmd sets up a cgroup plugin even if nothing uses it, and exits if it cannot detect one.
         self.conf.with_name("cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         self.point_clients_to(PORT)
 
     def point_clients_to(self, port: int) -> None:
-        """Where the commands on the head find slurmctld; it and the nodes have a file of their own."""
+        """Tell the commands on the head where slurmctld is; slurmctld and the nodes use another file."""
         login = self.folder / "etc" / "login" / "slurm.conf"
         login.with_suffix(".new").write_text(self._conf(port))
         login.with_suffix(".new").rename(login)
@@ -125,7 +125,7 @@ class Slurm:
         )
 
     def ask(self, command: str, *arguments: str) -> str:
-        """What a client says when neither the proxy nor a broken client is in the way, and nobody counts."""
+        """Run the real client, without the proxy and without recording the call."""
         client = str(self.folder / "real" / command)
         env = {"SLURM_CONF": str(self.conf), "SLURM_TIME_FORMAT": "%s"}
         return self.machines.run("head", client, *arguments, env=env).stdout
@@ -166,7 +166,7 @@ class Slurm:
 
     def start_nodes(self, names: list[str]) -> None:
         """Returns when jobs can run there: slurmctld has heard of these very daemons."""
-        # Slurm tells the whole second of a start: no two starts may share one.
+        # Slurm reports starts in whole seconds: two starts must not share one.
         self._since = since = max(self._since + 1, int(time.time()))
         time.sleep(max(0, since - time.time()))
         for name in names:
@@ -178,7 +178,7 @@ class Slurm:
         for line in self.ask("scontrol", "show", "node", "--oneliner").splitlines():
             found = dict(re.findall(r"(\w+)=(\S+)", line))
             begun = found.get("SlurmdStartTime", "")
-            able = re.match(r"(IDLE|MIXED|ALLOCATED)(?!\*)", found.get("State", ""))  # * marks one that does not answer
+            able = re.match(r"(IDLE|MIXED|ALLOCATED)(?!\*)", found.get("State", ""))  # * means: does not answer
             if able and begun.isdigit() and int(begun) >= since:
                 ready.add(found["NodeName"])
         return ready
@@ -192,11 +192,11 @@ class Slurm:
             self.start_controller()
 
     def unwell(self) -> set[str]:
-        """Nodes that do not answer, or whose loss Slurm has noticed."""
+        """Nodes that do not answer, or that Slurm reports as down."""
         return {name for name, state in self._states() if re.search(r"down|fail|\*", state)}
 
     def clear(self) -> None:
-        """Cancels whatever is queued or runs, and waits until all nodes are idle."""
+        """Cancel all jobs, and wait until all nodes are idle."""
         drained = {name for name, state in self._states() if "dr" in state}
         if drained:
             self.ask("scontrol", "update", f"NodeName={','.join(drained)}", "State=RESUME")

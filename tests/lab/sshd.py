@@ -1,4 +1,4 @@
-"""The ssh hosts of a lab: one key that opens all of them, a host key and an sshd for each."""
+"""The ssh hosts of a lab: one user key for all of them, and a host key and an sshd for each."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Sshd:
         for name in names:
             self._pid_file(name).unlink(missing_ok=True)
             self.machines.daemon(name, "/usr/sbin/sshd", "-f", str(self.folder / f"{name}.conf"))
-        for name in names:  # the file is written when sshd listens
+        for name in names:  # sshd writes the file when it listens
             await_true(self._pid_file(name).exists, f"sshd of {name} listens")
 
     def restart(self, name: str) -> None:
-        """Ends sshd and with it every session: each has a process of that name."""
+        """Kill sshd and all its sessions: each has a process of that name."""
         self.machines.run(name, "pkill", "-KILL", "-x", "sshd")
         self.start([name])
 

@@ -42,7 +42,7 @@ class Watch:
     def look(self, last: bool = False) -> list[str]:
         """What one look shows, without prefixes."""
         begin = self.out.tell()
-        self.follower.look(last)
+        self.follower.tick(last)
         return [line.split("] ", 1)[-1] for line in self.out.getvalue()[begin:].decode().splitlines()]
 
 
@@ -94,7 +94,7 @@ def test_an_emptied_file_is_read_from_its_start(job: Job, capsys: pytest.Capture
     assert watch.look() == [*head.split(), "before 1", "before 2"]
     job.path("workerlog.0").write_text(f"{head}after\n")
     assert watch.look() == ["half", *head.split(), "after"]
-    assert capsys.readouterr().err.count("workerlog.0 was emptied") == 1
+    assert capsys.readouterr().err.count("workerlog.0 was truncated") == 1
 
 
 def test_a_file_that_was_emptied_and_refilled_beyond_is_noticed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_a_file_that_was_emptied_and_refilled_beyond_is_noticed(job: Job, capsys
     watch.look()
     job.path("workerlog.0").write_bytes(b"".join(b"new %d\n" % number for number in range(100)))
     assert watch.look() == [f"new {number}" for number in range(100)]
-    assert capsys.readouterr().err.count("was emptied") == 1
+    assert capsys.readouterr().err.count("was truncated") == 1
 
 
 def test_a_renamed_file_is_read_to_its_end_before_the_new_one(job: Job, capsys: pytest.CaptureFixture[str]) -> None:

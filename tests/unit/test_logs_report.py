@@ -72,7 +72,7 @@ def order(*lines: str, exits: dict[int, str] | None = None) -> list[tuple[int, s
         (
             [end(0, 5, 3), end(1, 5.1, 3)],
             {0: "3", 1: "137\n"},
-            [(2, "killed, no end recorded"), (0, "exit 3"), (1, "exit 3"), (3, "killed, no end recorded")],
+            [(2, "killed, no exit recorded"), (0, "exit 3"), (1, "exit 3"), (3, "killed, no exit recorded")],
         ),
         ([end(rank, 5, 0) for rank in range(4)], {0: "0", 1: "0"}, []),
         ([], {}, []),
@@ -134,7 +134,7 @@ def test_the_report_of_a_failure(job: Job, capsys: pytest.CaptureFixture[str]) -
     assert "line 30\n" not in text
     assert "  the end\n" in text
     assert "rank 0 on h0 (node 0): exit 3, +0.7 s" in text
-    assert "no end is recorded of 2 ranks (1, 2)" in text
+    assert "no exit recorded for 2 ranks (1, 2)" in text
     assert print_failure(job.files, as_json=True)
     answer = json.loads(capsys.readouterr().out)
     assert (answer["first"]["rank"], answer["cascade"][0]["rank"], len(answer["last_lines"])) == (3, 0, 20)
@@ -148,7 +148,7 @@ def test_no_rank_ever_started(job: Job, capsys: pytest.CaptureFixture[str]) -> N
     assert print_failure(job.files)
     text = capsys.readouterr().out
     assert "attempt 1: no rank ever started" in text
-    assert "node 1 ended with exit 127" in text
+    assert "launch script of node 1: exit 127" in text
     assert "  torchrun: command not found\n" in text
     assert not print_failure(job.files, attempt=0)
     assert "attempt 0: nothing has failed" in capsys.readouterr().out
@@ -162,7 +162,7 @@ def test_the_list_of_files(job: Job, capsys: pytest.CaptureFixture[str]) -> None
     job.add("node.0.log", "")
     rows = list_rows(job.files, Wanted())
     assert [row["ended"] for row in rows] == ["exit 0", "SIGKILL", "running", "running", "exit 1"]
-    assert list_rows(job.files, Wanted(), job_is_over=True)[2]["ended"] == "no end recorded"
+    assert list_rows(job.files, Wanted(), job_is_over=True)[2]["ended"] == "no exit recorded"
     assert (rows[1]["rank"], rows[1]["node"], rows[1]["host"], rows[1]["size"]) == (1, 0, "h0", 2)
     print_list(job.files, Wanted(node=0, per_node=2), as_json=True)
     assert [row["file"] for row in json.loads(capsys.readouterr().out)] == ["workerlog.0", "workerlog.1", "node.0.log"]

@@ -318,7 +318,7 @@ class Watch:
 
     def look(self) -> str:
         self.view.update("RUNNING")
-        self.follower.look()
+        self.follower.tick()
         return self.screen.drawn[-1]
 
     def lines(self) -> list[str]:

@@ -161,13 +161,13 @@ def test_a_terminal_gets_colours_and_progress_and_no_foreign_control_sequences(j
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--rank", "x"], "write ranks and ranges"),
-        (["--rank", "5-3"], "write ranks and ranges"),
+        (["--rank", "x"], "separate ranks and ranges"),
+        (["--rank", "5-3"], "separate ranks and ranges"),
         (["--grep", "("], "--grep"),
         (["--since", "yesterday"], "--since"),
-        (["--failed", "--follow"], "--failed and --follow do not go together"),
-        (["--raw", "--json"], "do not go together"),
-        (["--attempt", "0", "--all-attempts"], "do not go together"),
+        (["--failed", "--follow"], "--failed and --follow cannot be combined"),
+        (["--raw", "--json"], "cannot be combined"),
+        (["--attempt", "0", "--all-attempts"], "cannot be combined"),
         (["--attempt", "7"], "there is no such log"),
         (["--rank", "99"], "there is no such log"),
     ],
