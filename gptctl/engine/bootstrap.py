@@ -1,6 +1,6 @@
-"""Start a part of the engine from a job's folder: bootstrap.py MODULE RUN_DIR …
+"""Start a module of the engine from a job's folder: bootstrap.py MODULE RUN_DIR …
 
-Written for old Pythons too: one that cannot run the engine gets far enough to say so through agent.sh.
+This file must also run on old Pythons: one that cannot run the engine reports so through agent.sh.
 """
 
 import os
@@ -13,5 +13,6 @@ if sys.version_info < (3, 10):  # noqa: UP036
 
 import runpy  # noqa: E402
 
-sys.path[0] = LIB  # the engine of this job, whatever else is installed here
+# Use the engine that was frozen with this job, whatever else is installed here.
+sys.path[0] = LIB
 runpy.run_module("gptctl.engine." + sys.argv.pop(1), run_name="__main__", alter_sys=True)
