@@ -15,6 +15,7 @@ from typing import BinaryIO
 @contextmanager
 def private_files() -> Iterator[None]:
     """Create files that only the user can read: folders with mode 0700, files with mode 0600."""
+    # The umask belongs to the process, so this also affects other threads.
     before = os.umask(0o077)
     try:
         yield

@@ -5,7 +5,7 @@ Templates and the trainer repeat these as literals: they cannot import this modu
 
 from __future__ import annotations
 
-# Variables. GPTCTL_RUN_DIR is in the environment of every process of a job: gptctl finds it by that.
+# Variables. GPTCTL_RUN_DIR is in the environment of all processes of a job: it identifies them.
 RUN_DIR_VARIABLE = "GPTCTL_RUN_DIR"
 # The file descriptor on which a supervisor tells gptctl that the job exists.
 READY_VARIABLE = "GPTCTL_READY"

@@ -136,6 +136,7 @@ def send(pid: int, number: int) -> None:
 
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without variables that a job would take for its own."""
+    # GPTCTL_HOME and SLURM_CONF say where records and the cluster are, not which job this is.
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -32,15 +32,16 @@ TIMEOUT, STOPPED = "TIMEOUT", "STOPPED"
 LOST, UNKNOWN, PENDING, RUNNING = "LOST", "UNKNOWN", "PENDING", "RUNNING"
 # Only a scheduler reports these.
 OUT_OF_MEMORY, PREEMPTED, NODE_FAIL = "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL"
+# States in which gptctl does not wait for the job any longer.
 FINAL = (COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED, LOST, OUT_OF_MEMORY, PREEMPTED, NODE_FAIL)
 
 
 class Result(NamedTuple):
     """How a job ended."""
 
-    state: str
+    state: str  # one of FINAL
     reason: str = ""
-    ended: float = 0.0
+    ended: float = 0.0  # seconds since the epoch
 
 
 class RunFolder:
@@ -83,6 +84,7 @@ class RunFolder:
 
     def attempts(self) -> int:
         """Return how many attempts have begun."""
+        # Ignore other names, such as a copy that a user made of an attempt.
         return sum(1 for entry in self.path.glob("attempt-*") if entry.name[8:].isdecimal())
 
     def take(self, claim: Mapping[str, Any]) -> bool:
@@ -104,6 +106,7 @@ class RunFolder:
         claim = read_json(self.claim)
         if not claim or claim.get("abandoned"):
             return claim
+        # The id becomes an argument of Slurm's commands: accept nothing but a number.
         is_valid = isinstance(claim.get("host"), str) and is_scheduler_id(
             claim.get("scheduler_id", "0")
         )
@@ -141,6 +144,7 @@ class RunFolder:
         return codes
 
     def exit_time(self, attempt: int, node: int) -> float:
+        # launch.sh writes this file as its last action.
         try:
             return self._node_file(attempt, node, "exit").stat().st_mtime
         except OSError:
@@ -164,6 +168,7 @@ class RunFolder:
 
     def stalled(self, attempt: int, checkpoint: int) -> int:
         """Count the attempts, backwards from this one, that began with the newest checkpoint."""
+        # There is no attempt -1, so the loop ends at the first attempt.
         number = attempt
         while read_text(self.attempt(number) / "began-with").strip() == str(checkpoint):
             number -= 1
@@ -179,6 +184,7 @@ class RunFolder:
         """Return the pid of torchrun for each node where it has started."""
         numbers = {}
         for file in self.attempt(attempt).glob("node.*.pid"):
+            # The file is empty while launch.sh writes it.
             node, pid = file.name.split(".")[1], read_text(file).strip()
             if node.isdecimal() and pid.isdecimal():
                 numbers[int(node)] = int(pid)
@@ -216,6 +222,7 @@ class RunFolder:
         )
         if not failed or enough_are_left:
             return Result(COMPLETED)
+        # torchrun exits with an error after a clean stop, too: the trainer's own status decides.
         if has_stopped_on_purpose(output_dir, since):
             return Result(STOPPED, "the trainer was asked to stop, and saved its work")
         node, code = next(iter(failed.items()))
@@ -238,6 +245,7 @@ def newest_checkpoint(output_dir: str) -> int:
         names = os.listdir(output_dir)
     except OSError:
         return -1
+    # A checkpoint that is being written or removed has a suffix after its number.
     steps = [name[len("step_") :] for name in names if name.startswith("step_")]
     return max((int(step) for step in steps if step.isdecimal()), default=-1)
 
@@ -256,6 +264,7 @@ def has_stopped_on_purpose(output_dir: str, since: float) -> bool:
 
 
 def read_text(file: Path) -> str:
+    # A missing file counts as empty: most files exist only in a part of a job's life.
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
