@@ -26,8 +26,8 @@ from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError
 class JobState(NamedTuple):
     """The state of a job, as far as it is known."""
 
-    state: str
-    reason: str = ""
+    state: str  # see `engine/run_folder.py`
+    reason: str = ""  # for people: never compared
 
     def __str__(self) -> str:
         return f"{self.state}: {self.reason}" if self.reason else self.state

@@ -60,6 +60,7 @@ class LocalBackend(Backend):
         )
 
     def preflight(self, checked: Checked, plan: LaunchPlan) -> Iterator[Finding]:
+        # A port that gptctl chooses itself is checked when the job starts.
         port = plan.master_port
         is_chosen = port or plan.master_addr != LOOPBACK
         if not is_chosen or plan.form == "standalone":
@@ -81,6 +82,7 @@ class LocalBackend(Backend):
         os.close(reading)
         claim = RunFolder(plan.remote_dir).claimed_by()
         if answer != b"1" or not claim:
+            # Without the claim it cannot start anything, but it must not take it later either.
             process.kill()
             process.wait()
             hint = f"see {plan.remote_dir}/supervisor.log"

@@ -122,6 +122,7 @@ def as_ended(end: Recorded, folder: RunFolder, record: JobRecord) -> JobState:
     if end.code == NO_ENGINE_PYTHON and not folder.attempts():
         said = read_text(Path(record.log_dir) / "batch.log").strip().rpartition("\n")[2]
         return _recorded(JobState(kind, said.removeprefix("error: ")), folder)
+    # Slurm reports 0 and an empty text for what it does not know.
     facts = {"exit code": end.code, "signal": end.signal, "on": end.nodes}
     known = [f"{name} {value}" for name, value in facts.items() if value]
     reason = ", ".join([f"Slurm reports {end.state}", *known])

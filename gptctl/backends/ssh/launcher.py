@@ -127,7 +127,7 @@ class AgentClient:
 
 
 class Launcher:
-    """Prepares a job on all its hosts, and commits it. Renews the leases of the agents meanwhile."""
+    """Prepares a job on all its hosts, renews the leases meanwhile, and commits it."""
 
     def __init__(
         self, plan: LaunchPlan, record: JobRecord, jump_hosts: JumpHosts, say: Say

@@ -164,7 +164,7 @@ def test_a_machine_without_slurm_is_named_and_leaves_nothing(jobs) -> None:
     alone = {"PATH": str(Path(sys.executable).parent)}
     answer = jobs.gptctl("submit", "--cluster", "./far.yaml", "--", "x.py", **alone)
     assert answer.returncode == 3
-    assert "there is no Slurm here" in answer.stderr
+    assert "Slurm is not installed here" in answer.stderr
     assert jobs.left_over() == []
     assert jobs.gptctl("list", **alone).stderr == ""
 
@@ -198,7 +198,7 @@ def test_a_busy_port_is_refused_and_a_free_one_respected(jobs) -> None:
         port = busy.getsockname()[1]
         answer = jobs.gptctl("submit", "-o", f"Launch.rdzv.port={port}", "--", "x.py")
         assert "S004" in answer.stderr
-        assert f"ranks cannot meet at 127.0.0.1:{port}: Address already in use" in answer.stderr
+        assert f"the rendezvous endpoint 127.0.0.1:{port} cannot be used: Address already in use" in answer.stderr
     assert jobs.left_over() == []
     with socket.socket() as usual:
         usual.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

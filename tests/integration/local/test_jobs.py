@@ -271,7 +271,7 @@ def test_a_killed_supervisor_is_no_end_of_the_job(jobs, toy) -> None:
     for job in (finished, lost):
         jobs.await_text(job, 0, "step 1")
         os.kill(json.loads((jobs.run_dir(job) / "claim.json").read_text())["pid"], signal.SIGKILL)
-    assert "supervisor is gone" in jobs.status(lost)["reason"]
+    assert "supervisor was killed" in jobs.status(lost)["reason"]
     assert jobs.wait(finished, 30) == "COMPLETED"
     for pid in processes_of(str(jobs.run_dir(lost))):
         os.kill(pid, signal.SIGKILL)
@@ -399,7 +399,7 @@ def test_a_job_whose_folder_is_deleted_is_known_and_can_be_cancelled(jobs) -> No
     jobs.await_text(job, 0, "on")
     shutil.rmtree(jobs.run_dir(job))
     status = jobs.status(job)
-    assert (status["state"], "is gone" in status["reason"]) == ("RUNNING", True)
+    assert (status["state"], "is missing" in status["reason"]) == ("RUNNING", True)
     for verb in (["show", job], ["logs", job], ["logs", job, "--failed"], ["rerun", job]):
         answer = jobs.gptctl(*verb)
         assert answer.returncode == 3, verb
