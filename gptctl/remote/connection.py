@@ -16,19 +16,18 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from gptctl.remote.host_error import HostError
 from gptctl.remote.known_hosts import key_name, pinned_keys, pinning_file
 
 # `X as X`: other packages import these from here.
-from gptctl.remote.parallel import USABLE as USABLE
-from gptctl.remote.parallel import all_or_none
 from gptctl.remote.parallel import in_parallel as in_parallel
 from gptctl.remote.route import Route as Route
 from gptctl.remote.route import route_to
 from gptctl.spec.cluster import Cluster
-from trainer.errors import OUT_OF_REACH, UserError
+from gptctl.text import count
+from trainer.errors import OUT_OF_REACH, Rule, UserError
 
 if TYPE_CHECKING:
     import paramiko
@@ -48,6 +47,11 @@ _NETWORK_ERRORS = (
 _SSHD_HINT = "check that sshd is running there"
 _REACHABLE_HINT = "check that the host is up and reachable from here"
 _KEY_HINT = "check identity_file in the profile"
+
+
+USABLE = Rule("S010", "every host of a job must be reachable and usable when the job starts")
+
+R = TypeVar("R")
 
 
 class CommandResult(NamedTuple):
@@ -388,6 +392,20 @@ def _describe(error: Exception) -> str:
     if isinstance(error, (EOFError, paramiko.AuthenticationException)):
         return "it closed the connection"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def all_or_none(results: Sequence[R | Exception], prefix: str = "", hint: str = "") -> list[R]:
+    """Return the results if all hosts succeeded; else raise one error with all their problems."""
+    errors = [result for result in results if isinstance(result, HostError)]
+    # Any other exception is not a problem of a host.
+    for result in results:
+        if isinstance(result, Exception) and not isinstance(result, HostError):
+            raise result
+    if errors:
+        found = [USABLE.found(error.host, None, error.what, error.hint) for error in errors]
+        message = f"{prefix}{count(len(errors), 'host')} cannot be used"
+        raise UserError(message, hint, OUT_OF_REACH, found)
+    return [result for result in results if not isinstance(result, Exception)]
 
 
 def fingerprint(key: paramiko.PKey) -> str:

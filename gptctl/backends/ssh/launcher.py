@@ -25,11 +25,12 @@ from gptctl.remote.connection import (
     Channel,
     Connection,
     JumpHosts,
+    all_or_none,
     remaining_stderr,
     routes,
 )
 from gptctl.remote.host_error import HostError
-from gptctl.remote.parallel import all_or_none, in_parallel
+from gptctl.remote.parallel import in_parallel
 from gptctl.remote.route import Route
 from gptctl.remote.scripts import remote_command
 from gptctl.reporting import Say
