@@ -254,7 +254,9 @@ def test_without_progress_three_attempts_are_enough(login: Login) -> None:
     assert done.returncode == 0, done.stderr
     job = json.loads(done.stdout)
     facts = login.wait(job["job"], "FAILED")
-    assert re.fullmatch(r"node 0 \(node\d\) exited with code 7; three attempts without a new checkpoint", facts["reason"])
+    assert re.fullmatch(
+        r"node 0 \(node\d\) exited with code 7; three attempts without a new checkpoint", facts["reason"]
+    )
     assert facts["attempts"] == 3
     assert "requeued: two attempts on these nodes failed" in login.batch_log(job)
 
