@@ -1,4 +1,4 @@
-"""Where jobs run. A backend is one object that owns everything that differs between kinds of clusters.
+"""Where jobs run. A backend is an object that owns everything that differs between cluster kinds.
 
 `docs/adding-a-backend.md` shows how to write one: a class in a folder here, and one line in
 `spec/cluster_kinds.py`.
@@ -26,24 +26,25 @@ from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError
 class JobState(NamedTuple):
     """The state of a job, as far as it is known."""
 
-    state: str
-    reason: str = ""
+    state: str  # see `engine/run_folder.py`
+    reason: str = ""  # for people: never compared
 
     def __str__(self) -> str:
         return f"{self.state}: {self.reason}" if self.reason else self.state
 
 
 class Backend(Protocol):
-    """One kind of cluster. Methods with a body here are what most kinds need."""
+    """One kind of cluster. The methods that have a body here fit most kinds."""
 
-    scripts: ClassVar[tuple[str, ...]] = (LAUNCH_SCRIPT,)  # rendered for a job, in running order
+    # Rendered for every job, in the order in which they run.
+    scripts: ClassVar[tuple[str, ...]] = (LAUNCH_SCRIPT,)
 
     def __init__(self, say: Say) -> None: ...
 
     # Before a job is submitted
 
     def plan_defaults(self, checked: Checked, site: Site, identity: JobIdentity) -> PlanDefaults:
-        """What this kind decides about a plan where the user left it open."""
+        """Return what this kind uses where the user has set nothing."""
         ...
 
     def plan(
@@ -57,32 +58,32 @@ class Backend(Protocol):
         return build_plan(checked, site, identity, overrides, defaults)
 
     def preflight(self, checked: Checked, plan: LaunchPlan) -> Iterable[Finding]:
-        """What can be checked on this machine for jobs of this kind only."""
+        """Check on this machine what matters only for jobs of this kind."""
         return ()
 
     def expected_start(self, checked: Checked, site: Site) -> tuple[list[Finding], str]:
-        """Ask a scheduler about a job without submitting it: its objections, and when it would start."""
+        """Ask the scheduler, without submitting, if it accepts the job and when it would start."""
         return [], ""
 
     def local_dir(self, plan: LaunchPlan) -> str:
-        """The job's folder on this machine: its own one, or a copy of what other machines have."""
+        """Return the job's folder on this machine: the original, or a copy from other machines."""
         return plan.remote_dir
 
     # The life of a job
 
     def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
-        """Start the job whose folder is complete; return its handle."""
+        """Start the job, whose folder is complete; return its handle."""
         ...
 
     def abandon(self, record: JobRecord) -> bool:
-        """Make sure that a half-submitted job never starts; False if it has started."""
+        """Make sure that a half-submitted job never starts; return False if it has started."""
         ...
 
     def expect(self, records: Sequence[JobRecord]) -> None:
-        """`state` is called next for these jobs: a scheduler is asked once for all."""
+        """Prepare for `state` of these jobs: a scheduler should be asked once for all."""
 
     def state(self, record: JobRecord) -> JobState:
-        """The state of a job that has recorded no result."""
+        """Return the state of a job that has recorded no result."""
         ...
 
     def may_answer_later(self, record: JobRecord) -> bool:
@@ -90,7 +91,7 @@ class Backend(Protocol):
         return bool(record.handle)
 
     def cancel(self, record: JobRecord, now: bool) -> None:
-        """End every process of the job; return when none is left."""
+        """Stop every process of the job; return when none is left."""
         ...
 
     # Its files
@@ -100,11 +101,11 @@ class Backend(Protocol):
         return nullcontext()
 
     def catch_up(self, record: JobRecord) -> list[str]:
-        """Copy new logs to this machine; name the hosts that cannot be reached."""
+        """Copy new logs to this machine; return a message for each unreachable host."""
         return []
 
     def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
-        """The trainer's output folder, as the next job there sees it, and the names in it."""
+        """Return the trainer's output folder, as the next job there sees it, and its entries."""
         folder = record.output_dir
         return folder, os.listdir(folder) if os.path.isdir(folder) else []
 
@@ -112,14 +113,14 @@ class Backend(Protocol):
         self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
     ) -> Fetched:
         """Copy what the job wrote on its hosts to this machine."""
-        message = f"{record.id} runs where its files are visible from here"
+        message = f"the files of {record.id} are already visible from this machine"
         raise UserError(message, f"see {record.local_dir}", WRONG_USAGE)
 
 
 class Backends:
     """The backends of one command, each created when it is first needed.
 
-    They hold connections and a scheduler's answers, which must not outlive the command.
+    They hold open connections and answers of a scheduler, which must not outlive the command.
     """
 
     def __init__(self, say: Say) -> None:
@@ -128,9 +129,10 @@ class Backends:
 
     def of(self, kind: str) -> Backend:
         if not self.knows(kind):
-            hint = f"a newer gptctl may have made this job; this one knows {', '.join(KINDS)}"
+            hint = f"a newer gptctl may have created this job; this one knows {', '.join(KINDS)}"
             raise UserError(f"unknown kind of cluster: {kind}", hint, OUT_OF_REACH)
         if kind not in self._created:
+            # Imported when needed: a command for one kind must not load the others.
             module, _, name = KINDS[kind].backend.partition(":")
             self._created[kind] = getattr(import_module(module), name)(self._say)
         return self._created[kind]

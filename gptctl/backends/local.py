@@ -1,4 +1,7 @@
-"""This machine. A detached supervisor runs the job; gptctl finds it again by process id, start time and boot id."""
+"""This machine. A detached supervisor runs the job.
+
+gptctl finds it again by process id, start time and boot id, so that a reused id is noticed.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,8 @@ from trainer.errors import OUT_OF_REACH, Finding, Rule, UserError
 PORT_FREE = Rule("S004", "the rendezvous port must be free when a job starts on this machine")
 
 LOOPBACK = "127.0.0.1"
-START_PATIENCE = 30.0
-STOP_PATIENCE = 60.0  # the supervisor's own patience, and some seconds more
+START_PATIENCE = 30.0  # seconds until the supervisor must have answered
+STOP_PATIENCE = 60.0  # seconds; longer than the supervisor itself waits for its ranks
 
 
 class LocalBackend(Backend):
@@ -57,26 +60,29 @@ class LocalBackend(Backend):
         )
 
     def preflight(self, checked: Checked, plan: LaunchPlan) -> Iterator[Finding]:
+        # A port that gptctl chooses itself is checked when the job starts.
         port = plan.master_port
         is_chosen = port or plan.master_addr != LOOPBACK
         if not is_chosen or plan.form == "standalone":
             return
         if fault := fault_of_port(plan.master_addr, port or 0):
-            message = f"ranks cannot meet at {plan.master_addr}:{port or '(any port)'}: {fault}"
-            hint = "leave it empty: gptctl chooses a free one"
+            place = f"{plan.master_addr}:{port or '(any port)'}"
+            message = f"the rendezvous endpoint {place} cannot be used: {fault}"
+            hint = "delete the key: gptctl chooses a free port"
             yield PORT_FREE.found("Launch.rdzv.port", port, message, hint)
 
     def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
+        # Through this pipe the supervisor answers when it has the claim, and the job exists.
         reading, writing = os.pipe()
         process = _start_supervisor(plan.remote_dir, writing)
         os.close(writing)
         answered, _, _ = select.select([reading], [], [], START_PATIENCE)
-        answer = (
-            os.read(reading, 1) if answered else b""
-        )  # empty if it exited before it could answer
+        # Empty if the supervisor exited before it could answer.
+        answer = os.read(reading, 1) if answered else b""
         os.close(reading)
         claim = RunFolder(plan.remote_dir).claimed_by()
         if answer != b"1" or not claim:
+            # Without the claim it cannot start anything, but it must not take it later either.
             process.kill()
             process.wait()
             hint = f"see {plan.remote_dir}/supervisor.log"
@@ -85,17 +91,17 @@ class LocalBackend(Backend):
 
     def abandon(self, record: JobRecord) -> bool:
         folder = RunFolder(record.local_dir)
-        # Or another gptctl has abandoned it, and was killed before it could remove the folder.
-        return folder.take({"abandoned": True}) or bool(
-            (folder.claimed_by() or {}).get("abandoned")
-        )
+        if folder.take({"abandoned": True}):
+            return True
+        # Another gptctl may have abandoned it, and was killed before it could remove the folder.
+        return bool((folder.claimed_by() or {}).get("abandoned"))
 
     def state(self, record: JobRecord) -> JobState:
         folder = RunFolder(record.local_dir)
         claim = folder.claimed_by() or dict(record.handle)
         owner = claim or record.submitter
         if not is_here(owner):
-            return JobState(UNKNOWN, f"it runs on {owner.get('host')}: ask there")
+            return JobState(UNKNOWN, f"it runs on {owner.get('host')}: run gptctl there")
         if not claim:
             return _half_submitted(record)
         if not folder.path.is_dir():
@@ -104,15 +110,16 @@ class LocalBackend(Backend):
         if is_alive(claim):
             begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
             return JobState(RUNNING, "" if begun else "starting")
-        if result := folder.result():  # written since the caller looked
+        # The supervisor may have exited between the caller's check and this one.
+        if result := folder.result():
             return JobState(result.state, result.reason)
         if is_same_boot(claim) and processes_of(record.local_dir):
-            words = "its supervisor was killed: nobody restarts it or enforces the time limit"
-            return JobState(RUNNING, words)
+            reason = "its supervisor was killed: no restarts, and no time limit"
+            return JobState(RUNNING, reason)
         return _from_exit_codes(record, folder, claim)
 
     def may_answer_later(self, record: JobRecord) -> bool:
-        return False  # only another machine would know
+        return False  # only another machine can know it
 
     def cancel(self, record: JobRecord, now: bool) -> None:
         folder = RunFolder(record.local_dir)
@@ -121,6 +128,7 @@ class LocalBackend(Backend):
             host = (claim or record.submitter).get("host")
             raise UserError(f"{record.id} runs on {host}", "cancel it there", OUT_OF_REACH)
         has_folder = folder.path.is_dir()
+        # A supervisor that is just starting must not get the claim any more.
         if not claim and has_folder:
             folder.take({"abandoned": True})
         if has_folder:
@@ -128,13 +136,14 @@ class LocalBackend(Backend):
         _stop(record, folder, claim, now)
         if left := kill_all(record.local_dir):
             message = f"processes {left} of {record.id} cannot be killed"
-            raise UserError(message, "check whose processes they are", OUT_OF_REACH)
+            raise UserError(message, "check who owns these processes", OUT_OF_REACH)
         if has_folder and not folder.result():
             folder.finish(CANCELLED, "cancelled")
 
 
 def _start_supervisor(run_dir: str, ready: int) -> subprocess.Popen[bytes]:
-    """The engine that was frozen with the job: an upgrade of gptctl must not change it."""
+    """Start the engine that was frozen with the job."""
+    # An upgrade of gptctl must not change a job that was submitted before it.
     with private_files(), open(os.path.join(run_dir, "supervisor.log"), "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-S", os.path.join(run_dir, ENGINE_FILE), "supervisor", run_dir],
@@ -155,7 +164,7 @@ def _half_submitted(record: JobRecord) -> JobState:
 
 
 def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]) -> JobState:
-    """The supervisor was killed: what the nodes of the last attempt recorded counts."""
+    """Derive the state from what the nodes of the last attempt recorded; the supervisor is dead."""
     attempt = folder.attempts() - 1
     codes = folder.exit_codes(attempt, range(record.nodes))
     if len(codes) == record.nodes:
@@ -179,7 +188,8 @@ def _stop(record: JobRecord, folder: RunFolder, claim: dict[str, Any], now: bool
 
 
 def _ask_torchrun(folder: RunFolder) -> None:
-    """What a supervisor that was killed would do."""
+    """Ask torchrun to stop, which the supervisor would do if it were alive."""
+    # A recorded pid may belong to another process by now.
     running = processes_of(str(folder.path))
     for pid in folder.torchruns(folder.attempts() - 1).values():
         if pid in running:

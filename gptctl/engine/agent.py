@@ -1,8 +1,9 @@
-"""One host of an ssh job, detached from everything: engine.pyz agent RUN_DIR NODE
+"""The agent of one host of an ssh job; it runs detached from ssh: engine.pyz agent RUN_DIR NODE
 
-Armed first: the agents of the other hosts join that of the first one, and nothing runs. gptctl commits the job with one
-word to the first host; from then on the agent there keeps all hosts in step (`supervisor.py`), and nobody needs gptctl.
-An agent that nobody commits within its lease takes everything back, as if it had never been there.
+Prepare: the agents of the other hosts join the agent of the first host; nothing of the job runs.
+Commit:  gptctl sends one message to the first host. From then on the agent there controls all
+         hosts (`supervisor.py`), and gptctl is no longer needed.
+Lease:   an agent that gptctl does not commit in time removes everything it has created.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from gptctl.engine.processes import adopt_orphans, clean_environment, kill_all, 
 from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.engine.supervisor import TICK, Supervisor
 
-PULSE = 2.0  # seconds between two signs of life of an agent that has nothing else to say
-SILENCE = 90.0  # seconds without one after which a host is given up
-KILL_PATIENCE = 5.0  # seconds that another host has to end its ranks
-MOST_STRANGERS = 64
+HEARTBEAT = 2.0  # seconds after which an agent that has nothing else to send sends a heartbeat
+HEARTBEAT_TIMEOUT = 90.0  # seconds without any message after which a host counts as lost
+KILL_PATIENCE = 5.0  # seconds in which another host must kill its ranks
+MAX_UNAUTHENTICATED = 64  # connections whose peer has not proved yet that it has the key
 
 
-class Refused(Exception):
+class HostRefused(Exception):
     """The job cannot run on this host, for this reason."""
 
 
@@ -52,9 +53,10 @@ class HostAgent:
     def __init__(self, plan: LaunchPlan, number: int, gptctl: MessageStream) -> None:
         self.plan, self.number, self.gptctl = plan, number, gptctl
         self.folder = RunFolder(plan.remote_dir)
+        # Key and secrets come through the connection: they must not be in a file or in `ps`.
         hello = gptctl.receive(HANDSHAKE)
         if not hello:
-            raise Refused("gptctl says nothing")
+            raise HostRefused("gptctl sent nothing")
         self.key = bytes.fromhex(hello["key"])
         self.lease = float(hello["lease"])
         self.address = str(hello["address"] or address_here())
@@ -62,17 +64,20 @@ class HostAgent:
         self._check_inputs()
 
     def _check_inputs(self) -> None:
-        """What a container sees is not known here."""
+        """Refuse the job now, instead of after it has started on all hosts."""
         secrets = [source["file"] for source in self.plan.secrets.values() if "file" in source]
+        # Which files a container sees is not known here.
         needed = [*secrets, *(() if self.plan.container else self.plan.inputs)]
         if missing := [path for path in needed if not os.access(path, os.R_OK)]:
-            raise Refused(
-                f"{', '.join(missing)} cannot be read there: data and secrets have to be on every host"
-            )
+            names = ", ".join(missing)
+            raise HostRefused(f"cannot read {names}: data and secrets must be on every host")
 
 
 def roll_back(run_dir: str) -> None:
-    """As if nothing had ever been here; a folder that several hosts share is taken away by the first one."""
+    """Kill all processes of the job here, and remove its folder.
+
+    If hosts share the folder, only the first host removes it.
+    """
     kill_all(run_dir, os.getpid())
     if os.environ.get(ROLL_BACK_VARIABLE):
         import shutil
@@ -81,35 +86,42 @@ def roll_back(run_dir: str) -> None:
 
 
 def address_here() -> str:
-    """The address of this host at which ssh was reached: where one machine found it, others will."""
+    """Return the address at which ssh reached this host: other hosts should reach it there, too."""
     return [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2]
 
 
 class HeadAgent(HostAgent):
-    """The first host: the others join it, and it decides for all."""
+    """The agent of the first host: the others join it, and it controls all of them."""
 
     def prepare(self) -> None:
-        """Returns when gptctl has committed the job; all hosts have joined by then."""
-        if ":" not in self.address:  # a name would not lead others to the interface
+        """Wait until all hosts have joined and gptctl has committed the job."""
+        # Resolve it here: on another host the same name may lead to another interface.
+        if ":" not in self.address:
             self.address = socket.gethostbyname(self.address)
         port = self.plan.master_port
         if port and (fault := fault_of_port("", port)):
-            raise Refused(f"ranks cannot meet at port {port}, as Launch.rdzv says: {fault}")
+            raise HostRefused(f"port {port}, set by Launch.rdzv, cannot be used: {fault}")
         if self.plan.nodes > 1 and self.address.startswith("127."):
-            raise Refused(
-                f"its address is {self.address}, where no other host finds it: set `address` in the profile"
+            raise HostRefused(
+                f"other hosts cannot reach its address {self.address}: set `address` in the profile"
             )
+        peers = self._wait_for_peers()
+        # The claim decides once and for all: a gptctl that lost the connection may take it first,
+        # to abandon the job.
+        if not self.folder.take(this_process()):
+            raise HostRefused("the job was abandoned meanwhile")
+        self.peers = [RemoteNode(number, peers[number]) for number in sorted(peers)]
+
+    def _wait_for_peers(self) -> dict[int, MessageStream]:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         place = ("", free_port(""))
         with socket.create_server(
-            place, family=family, backlog=MOST_STRANGERS, dualstack_ipv6=both
+            place, family=family, backlog=MAX_UNAUTHENTICATED, dualstack_ipv6=both
         ) as listener:
+            # gptctl passes this address on to the other hosts, which join here.
             self.gptctl.send(control=[self.address, listener.getsockname()[1]])
-            peers = PeerAdmission(self, listener).until_committed()
-        if not self.folder.take(this_process()):
-            raise Refused("the job was given up meanwhile")
-        self.peers = [RemoteNode(number, peers[number]) for number in sorted(peers)]
+            return PeerAdmission(self, listener).until_committed()
 
     @property
     def log(self) -> str:
@@ -119,36 +131,45 @@ class HeadAgent(HostAgent):
         supervisor = Supervisor(self.plan, [self.node, *self.peers], self.address, log=self.log)
         supervisor.run(on_ready=lambda: self._tell_gptctl(supervisor))
         for peer in self.peers:
-            peer.dismiss()
+            peer.shut_down()
 
     def _tell_gptctl(self, supervisor: Supervisor) -> None:
-        with suppress(ConnectionLost):  # it may be gone; the job exists all the same
+        # gptctl may have exited or lost the connection; the job exists nevertheless.
+        with suppress(ConnectionLost):
             self.gptctl.send(committed=this_process(), endpoint=[supervisor.host, supervisor.port])
 
 
 class PeerAdmission:
-    """The hosts that have joined the first one so far, and whoever else knocks."""
+    """Admits the agents of the other hosts at the first host, until gptctl commits the job."""
 
     def __init__(self, head: HeadAgent, listener: socket.socket) -> None:
         self.head, self.listener = head, listener
         self.peers: dict[int, MessageStream] = {}
-        self.strangers: dict[int, tuple[MessageStream, str]] = {}  # and what each was asked
+        # By file descriptor: each with the challenge that it was sent.
+        self.unauthenticated: dict[int, tuple[MessageStream, str]] = {}
 
     def until_committed(self) -> dict[int, MessageStream]:
         while True:
             self._wait()
+            # Notice a lost host before the commit: afterwards the job would have to fail.
             for number, peer in self.peers.items():
                 self._check(number, peer)
             while message := self.head.gptctl.receive():
                 if "commit" in message and len(self.peers) == self.head.plan.nodes - 1:
-                    self._make_ready()
+                    self._confirm_peers()
                     return self.peers
-            if time.monotonic() - self.head.gptctl.heard > self.head.lease:
-                raise Refused("nobody committed the job in time")
+            # Every message of gptctl renews the lease. Without it nobody would remove this job.
+            if time.monotonic() - self.head.gptctl.last_received > self.head.lease:
+                raise HostRefused("gptctl did not commit the job in time")
 
-    def _make_ready(self) -> None:
-        """The others are there at this moment; from now on they wait for the word longer than any lease."""
+    def _confirm_peers(self) -> None:
+        """Make every peer confirm that it is ready.
+
+        From then on a peer waits for the first attempt longer than any lease, so that none rolls
+        back while the others start.
+        """
         deadline = time.monotonic() + self.head.lease
+        # Ask all of them first, so that they answer at the same time.
         for number, peer in self.peers.items():
             self._check(number, peer, ready=True)
         for number, peer in self.peers.items():
@@ -156,77 +177,80 @@ class PeerAdmission:
                 message = peer.receive(max(0.0, deadline - time.monotonic()))
                 while message and "ready" not in message:
                     message = peer.receive(max(0.0, deadline - time.monotonic()))
-            except ConnectionLost as closed:
-                raise Refused(f"node {number} has left: {closed}") from None
+            except ConnectionLost as lost:
+                raise HostRefused(f"lost the connection to node {number}: {lost}") from None
             if not message:
-                raise Refused(f"node {number} does not answer any more")
+                raise HostRefused(f"node {number} does not answer")
 
     def _wait(self) -> None:
-        """Until somebody has something to say, or it is time for a sign of life."""
+        """Wait for a message or a connection, at most until the next heartbeat is due."""
         listening, gptctl = self.listener.fileno(), self.head.gptctl.reading
         known = [peer.reading for peer in self.peers.values()]
-        for ready in select.select([listening, gptctl, *known, *self.strangers], [], [], PULSE)[0]:
+        sources = [listening, gptctl, *known, *self.unauthenticated]
+        for ready in select.select(sources, [], [], HEARTBEAT)[0]:
             if ready == listening:
-                self._greet()
-            elif ready in self.strangers:
+                self._accept()
+            elif ready in self.unauthenticated:
                 self._admit(ready)
 
-    def _greet(self) -> None:
+    def _accept(self) -> None:
+        """Accept a connection from anywhere; it is not trusted until it answers a challenge."""
         connection, _ = self.listener.accept()
-        stream, asked = socket_stream(connection, SILENCE), challenge()
+        stream, sent = socket_stream(connection, HEARTBEAT_TIMEOUT), challenge()
         with suppress(ConnectionLost):
-            stream.send(challenge=asked)
-            self.strangers[stream.reading] = stream, asked
-        while len(self.strangers) > MOST_STRANGERS:
-            del self.strangers[next(iter(self.strangers))]
+            stream.send(challenge=sent)
+            self.unauthenticated[stream.reading] = stream, sent
+        # Drop the oldest ones: a port scanner must not use up the file descriptors.
+        while len(self.unauthenticated) > MAX_UNAUTHENTICATED:
+            del self.unauthenticated[next(iter(self.unauthenticated))]
 
     def _admit(self, ready: int) -> None:
-        stream, asked = self.strangers.pop(ready)
+        stream, sent = self.unauthenticated.pop(ready)
         with suppress(ConnectionLost):
             message = stream.receive()
-            if message is None:  # half a line: the rest may come
-                self.strangers[ready] = stream, asked
+            # An incomplete line: the rest may follow.
+            if message is None:
+                self.unauthenticated[ready] = stream, sent
                 return
-            number = admit(stream, asked, message, self.head.key)
+            number = admit(stream, sent, message, self.head.key)
             if number is not None and 1 <= number < self.head.plan.nodes:
                 self.peers[number] = stream
 
-    def _check(self, number: int, peer: MessageStream, **word: bool) -> None:
-        """Whether it is still there, with a word or a sign of life for it."""
+    def _check(self, number: int, peer: MessageStream, **message: bool) -> None:
+        """Check that the peer is connected; send the message, or a heartbeat if one is due."""
         try:
             while peer.receive():
                 pass
-            if word or time.monotonic() - peer.said > PULSE:
-                peer.send(**(word or {"pulse": True}))
-        except ConnectionLost as closed:
-            raise Refused(f"node {number} has left: {closed}") from None
+            if message or time.monotonic() - peer.last_sent > HEARTBEAT:
+                peer.send(**(message or {"heartbeat": True}))
+        except ConnectionLost as lost:
+            raise HostRefused(f"lost the connection to node {number}: {lost}") from None
 
 
 class RemoteNode:
-    """A node on another host, as the first one sees it. What each of these means stands in `node.py`."""
+    """A node on another host, controlled from the first one. `node.py` describes each method."""
 
     def __init__(self, number: int, stream: MessageStream) -> None:
         self.number = number
         self._stream = stream
-        self._start = (
-            0  # counted, so that word of an earlier start is not taken for that of this one
-        )
-        self._end: NodeExit | None = NodeExit(0)
+        # Counts starts, so that a late message about an earlier start is not taken for this one's.
+        self._start = 0
+        self._exit: NodeExit | None = NodeExit(0)
         self._has_ranks = self._is_asked = self._is_killed = False
         self._kill_patience = KILL_PATIENCE
-        self._lost = ""
+        self._lost = ""  # why the host is lost
 
     def start(self, attempt: int, host: str, port: int) -> None:
         self._start += 1
-        self._end, self._has_ranks, self._is_asked = None, False, False
-        self._tell(start=self._start, attempt=attempt, host=host, port=port)
+        self._exit, self._has_ranks, self._is_asked = None, False, False
+        self._send(start=self._start, attempt=attempt, host=host, port=port)
 
     def exited(self) -> NodeExit | None:
-        self._listen()
-        return self._end
+        self._receive()
+        return self._exit
 
     def has_ranks(self) -> bool:
-        self._listen()
+        self._receive()
         return self._has_ranks
 
     def can_be_asked(self) -> bool:
@@ -238,135 +262,147 @@ class RemoteNode:
     def ask_to_stop(self) -> None:
         if not self._is_asked:
             self._is_asked = True
-            self._tell(ask=True)
+            self._send(ask_to_stop=True)
 
     def kill(self) -> None:
+        # Wait for the confirmation: ranks of two attempts must not run at the same time.
         self._is_killed = False
-        self._tell(kill=True)
+        self._send(kill=True)
         deadline = time.monotonic() + self._kill_patience
         while not self._is_killed and not self._lost and time.monotonic() < deadline:
-            self._listen(TICK)
-        self._kill_patience = (
-            KILL_PATIENCE if self._is_killed else 0.0
-        )  # one that is mute is not waited for again
+            self._receive(TICK)
+        # Do not wait again for a host that did not answer.
+        self._kill_patience = KILL_PATIENCE if self._is_killed else 0.0
 
-    def dismiss(self) -> None:
-        self._tell(bye=True)
+    def shut_down(self) -> None:
+        self._send(shut_down=True)
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         if not self._lost:
             try:
                 self._stream.send(**message)
-            except ConnectionLost as closed:
-                self._lose(str(closed))
+            except ConnectionLost as lost:
+                self._mark_lost(str(lost))
         elif "start" in message:
-            self._lose(self._lost)
+            # A new attempt has reset the exit, and this node cannot take part in it.
+            self._mark_lost(self._lost)
 
-    def _listen(self, patience: float = 0.0) -> None:
-        if time.monotonic() - self._stream.said > PULSE:
-            self._tell(pulse=True)
+    def _receive(self, patience: float = 0.0) -> None:
+        # The peer stops its ranks if it receives nothing for too long.
+        if time.monotonic() - self._stream.last_sent > HEARTBEAT:
+            self._send(heartbeat=True)
         try:
             while not self._lost and (message := self._stream.receive(patience)):
-                self._hear(message)
-        except ConnectionLost as closed:
-            self._lose(str(closed))
-        if time.monotonic() - self._stream.heard > SILENCE:
-            self._lose(f"nothing was heard of it for {SILENCE:.0f} s")
+                self._handle(message)
+        except ConnectionLost as lost:
+            self._mark_lost(str(lost))
+        if time.monotonic() - self._stream.last_received > HEARTBEAT_TIMEOUT:
+            self._mark_lost(f"no message from it for {HEARTBEAT_TIMEOUT:.0f} s")
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         self._is_killed |= "killed" in message
         if message.get("start") == self._start:
             self._has_ranks |= "ranks" in message
-            if "end" in message:
-                self._end = NodeExit(*message["end"])
+            if "exit" in message:
+                self._exit = NodeExit(*message["exit"])
 
-    def _lose(self, why: str) -> None:
+    def _mark_lost(self, why: str) -> None:
         self._lost = why
-        self._end = self._end or NodeExit(255, f"its host is lost: {why}")
+        self._exit = self._exit or NodeExit(255, f"its host is lost: {why}")
 
 
 class PeerAgent(HostAgent):
-    """Any other host: it does what the first one says, and nothing without it."""
+    """The agent of any other host: it only does what the first host tells it."""
 
     def prepare(self) -> None:
+        # gptctl knows the address of the first host only after the agent there has started.
         message = self.gptctl.receive(self.lease)
         while message and "join" not in message:
             message = self.gptctl.receive(self.lease)
         if not message:
-            raise Refused("nobody said in time where the first host is")
+            raise HostRefused("gptctl did not send the address of the first host in time")
         try:
             address, port = message["join"]
-            self.head = join(address, port, self.number, self.key, SILENCE)
-        except ConnectionLost as closed:
-            raise Refused(f"the first host cannot be reached from here: {closed}") from None
-        self.gptctl.send(armed=this_process())
+            self.head = join(address, port, self.number, self.key, HEARTBEAT_TIMEOUT)
+        except ConnectionLost as lost:
+            raise HostRefused(f"the first host cannot be reached from here: {lost}") from None
+        self.gptctl.send(prepared=this_process())
 
     def run(self) -> None:
-        """Until the first host says so, or is gone: for a lease, and once it has told this one to be ready for long."""
-        self.patience, self.start, self.is_open = self.lease, 0, False
+        """Obey the first host until it shuts this agent down or sends nothing for too long.
+
+        That is a lease before the first host has confirmed the commit, and longer afterwards.
+        """
+        self.patience, self.start, self.is_running = self.lease, 0, False
         self.is_stopped = False
         signal.signal(signal.SIGTERM, self._on_signal)
         try:
-            while not self.is_stopped and time.monotonic() - self.head.heard < self.patience:
-                self._obey(self.head.receive(TICK) or {})
+            while not self.is_stopped and self._head_is_alive():
+                self._handle(self.head.receive(TICK) or {})
                 self._report()
-        except ConnectionLost as closed:
-            print(f"the first host is gone: {closed}", flush=True)
+        except ConnectionLost as lost:
+            print(f"lost the connection to the first host: {lost}", flush=True)
         finally:
+            # Whatever the reason: without the first host no rank may run here.
             self.node.kill()
+        # The job was never started: remove what gptctl sent here.
         if not self.start:
             roll_back(self.plan.remote_dir)
+
+    def _head_is_alive(self) -> bool:
+        return time.monotonic() - self.head.last_received < self.patience
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.is_stopped = True
 
-    def _obey(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
+        # The commit: from now on wait longer than a lease, since the first host will start the job.
         if "ready" in message:
-            self.patience = SILENCE
+            self.patience = HEARTBEAT_TIMEOUT
             self.head.send(ready=True)
         if "start" in message:
             self.start = message["start"]
-            self.is_open, self.has_ranks = True, False
+            self.is_running, self.has_ranks = True, False
             self._begin(message["attempt"], message["host"], message["port"])
-        if "ask" in message:
+        if "ask_to_stop" in message:
             self.node.ask_to_stop()
         if "kill" in message:
             self.node.kill()
             self.head.send(killed=True)
-        self.is_stopped |= "bye" in message
+        self.is_stopped |= "shut_down" in message
 
     def _begin(self, attempt: int, host: str, port: int) -> None:
         try:
             self.folder.attempt(attempt).mkdir(exist_ok=True)
             self.node.start(attempt, host, port)
-        except OSError as error:  # a full disk, or a folder that may not be written to
-            self.is_open = False
-            self.head.send(
-                start=self.start, end=NodeExit(CANNOT_CREATE, f"{error.filename}: {error.strerror}")
-            )
+        # A full disk, or a folder without write permission: only this node fails, not its agent.
+        except OSError as error:
+            self.is_running = False
+            exit_ = NodeExit(CANNOT_CREATE, f"{error.filename}: {error.strerror}")
+            self.head.send(start=self.start, exit=exit_)
 
     def _report(self) -> None:
-        if self.is_open and not self.has_ranks and self.node.has_ranks():
+        """Tell the first host what is new; each message names the start that it is about."""
+        if self.is_running and not self.has_ranks and self.node.has_ranks():
             self.has_ranks = True
             self.head.send(start=self.start, ranks=True)
-        if self.is_open and (end := self.node.exited()):
-            self.is_open = False
-            self.head.send(start=self.start, end=end)
-        if time.monotonic() - self.head.said > PULSE:
-            self.head.send(pulse=True)
+        if self.is_running and (exit_ := self.node.exited()):
+            self.is_running = False
+            self.head.send(start=self.start, exit=exit_)
+        if time.monotonic() - self.head.last_sent > HEARTBEAT:
+            self.head.send(heartbeat=True)
 
 
 def detach(log_file: str) -> None:
-    for name in (
-        signal.SIGHUP,
-        signal.SIGINT,
-        signal.SIGPIPE,
-    ):  # ignored, they would be for the ranks too
+    """Survive the end of the ssh connection, and keep its pipes from the ranks."""
+    # A handler that does nothing: ranks would inherit a signal that is ignored.
+    for name in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
         signal.signal(name, lambda number, frame: None)
     adopt_orphans()
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, target in ((nothing, 0), (log, 1), (log, 2)):  # the ranks inherit neither pipe
+    # sshd keeps the connection open as long as any process has one of its pipes.
+    for descriptor, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(descriptor, target)
 
 
@@ -377,14 +413,16 @@ def main() -> None:
     try:
         detach(os.path.join(run_dir, f"agent.{number}.log"))
         plan = read_plan(Path(run_dir))
+        # By this file gptctl finds the agent again, to stop it.
         with replacing(Path(run_dir) / f"agent.{number}.json") as stream:
             stream.write(json.dumps(this_process()).encode())
         host = (PeerAgent if number else HeadAgent)(plan, number, gptctl)
         host.prepare()
-    except Exception as why:  # whatever it was, nothing may be left
-        is_told = isinstance(why, (Refused, ConnectionLost, OSError))
+    # Whatever fails before the commit, nothing may be left on this host.
+    except Exception as error:
+        is_expected = isinstance(error, (HostRefused, ConnectionLost, OSError))
         with suppress(ConnectionLost):
-            gptctl.send(refused=str(why) if is_told else f"its agent failed: {why!r}")
+            gptctl.send(refused=str(error) if is_expected else f"its agent failed: {error!r}")
         roll_back(run_dir)
         return
     host.run()

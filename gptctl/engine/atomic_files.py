@@ -1,6 +1,6 @@
 """Write files so that a crash leaves either the old content or the new one, never a part of it.
 
-The trainer has the same function: neither package can import the other on a node.
+The trainer has its own copy of this code: neither package can import the other on a node.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import BinaryIO
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Files created in here belong to the user alone: folders 0700, files 0600."""
+    """Create files that only the user can read: folders with mode 0700, files with mode 0600."""
+    # The umask belongs to the process, so this also affects other threads.
     before = os.umask(0o077)
     try:
         yield
@@ -24,11 +25,13 @@ def private_files() -> Iterator[None]:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
-    """A stream whose content replaces the file once it is complete and on disk."""
+    """Open a stream whose content replaces the file once it is complete and on disk."""
+    # The process id keeps two writers apart: each renames its own complete file.
     part = file.with_name(f"{file.name}.part{os.getpid()}")
     try:
         with open(part, "wb") as stream:
             yield stream
+            # The content must be on disk before the name points to it.
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, file)
@@ -38,7 +41,7 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name must survive a crash too, not only the content."""
+    """Make the new name survive a crash, not only the content."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,10 @@
-"""What gptctl asks of a host of an ssh job: engine.pyz host_commands RUN_DIR VERB. Answers with one JSON object.
+"""Commands that gptctl runs on a host of an ssh job: engine.pyz host_commands RUN_DIR COMMAND
 
-look     how the job stands on this host
-end      ends everything of the job on this host: `end gently` gives the ranks time to save, `end now` does not
-abandon  makes sure that a job that was not committed never starts here, and takes its folder away
+Each prints one JSON object.
+status   report the state of the job on this host
+end      stop all processes of the job on this host: `end gently` lets the ranks save first,
+         `end now` does not
+abandon  make sure that an uncommitted job never starts here, and remove its folder
 """
 
 from __future__ import annotations
@@ -19,27 +21,33 @@ from typing import Any
 from gptctl.engine.processes import boot_id, is_alive, kill_all, processes_of, send
 from gptctl.engine.run_folder import RunFolder, read_json
 
-STOP_PATIENCE = 50.0  # an agent's own, and some seconds more
+STOP_PATIENCE = 50.0  # seconds; longer than an agent itself needs to stop its ranks
 
 
-def look(folder: RunFolder) -> dict[str, Any]:
+def status(folder: RunFolder) -> dict[str, Any]:
+    """Report what gptctl needs to derive the job's state."""
     return {
         "claim": folder.claimed_by(),
         "agents": [agent for agent in agents(folder) if is_alive(agent)],
         "processes": len(processes_of(str(folder.path))),
+        # A new boot id explains why the processes disappeared.
         "boot": boot_id(),
         "result": folder.result(),
     }
 
 
 def agents(folder: RunFolder) -> list[dict[str, Any]]:
-    """The agents that were ever started for this job on this host."""
+    """List the agents that were ever started for this job on this host."""
     found = (read_json(file) for file in sorted(folder.path.glob("agent.*.json")))
     return [agent for agent in found if agent]
 
 
 def end(folder: RunFolder, now: bool) -> dict[str, Any]:
-    """That of the first host lets the ranks of all hosts save, and says how the job ended."""
+    """Stop the job on this host.
+
+    On the first host the agent lets the ranks of all hosts save, and records the result.
+    """
+    # First forbid new attempts: an agent may be about to start one.
     folder.cancel(now)
     alive = [agent for agent in agents(folder) if is_alive(agent)]
     for agent in alive:
@@ -47,27 +55,30 @@ def end(folder: RunFolder, now: bool) -> dict[str, Any]:
     deadline = time.monotonic() + STOP_PATIENCE
     while any(map(is_alive, alive)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    # An agent that hangs must not start anything after its ranks were killed.
     for agent in filter(is_alive, alive):
         send(agent["pid"], signal.SIGKILL)
     return {"left": kill_all(str(folder.path))}
 
 
 def abandon(folder: RunFolder) -> dict[str, Any]:
+    """Take the claim so that no agent can; remove the folder unless an agent was faster."""
     folder.take({"abandoned": True})
     claim = folder.claimed_by() or {}
     if claim.get("abandoned"):
         end(folder, now=True)
+        # agent.sh started this process in the folder that is removed now.
         os.chdir("/")
         shutil.rmtree(folder.path, ignore_errors=True)
     return {"claim": claim}
 
 
 def main() -> None:
-    folder, verb = RunFolder(Path(sys.argv[1])), sys.argv[2]
+    folder, command = RunFolder(Path(sys.argv[1])), sys.argv[2]
     os.umask(0o077)
-    if verb == "look":
-        answer = look(folder)
-    elif verb == "end":
+    if command == "status":
+        answer = status(folder)
+    elif command == "end":
         answer = end(folder, now=sys.argv[3] == "now")
     else:
         answer = abandon(folder)

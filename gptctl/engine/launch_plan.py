@@ -1,4 +1,4 @@
-"""Everything a job needs to be started, as plain data. Whoever starts it imports this, and not how it was made."""
+"""Everything that is needed to start a job, as plain data. Knows nothing of how a plan is built."""
 
 from __future__ import annotations
 
@@ -7,43 +7,44 @@ from typing import Any, NamedTuple
 
 
 class LaunchPlan(NamedTuple):
+    """How a job is started. An empty value means that gptctl chooses when the job starts."""
+
     job_id: str
     job_name: str
     cluster: str
     kind: str  # local | slurm | ssh
     style: str
-    form: str  # how ranks meet: static | c10d | standalone | launch
-    nodes: int  # the most, if the job is elastic
-    nnodes: str  # what torchrun is told: 2, or 1:2
+    form: str  # of rendezvous: static | c10d | standalone | launch
+    nodes: int  # the maximum, if the job is elastic
+    nnodes: str  # as torchrun expects it: 2, or 1:2
     per_node: int
     world: int
     device: str
-    hosts: tuple[str, ...]  # addresses in node order, where they are known beforehand
-    interfaces: tuple[str, ...]  # of these hosts on the training network; empty: the way to node 0
+    hosts: tuple[str, ...]  # addresses in node order, if they are known beforehand
+    # Of these hosts on the training network; empty: the interface that leads to node 0.
+    interfaces: tuple[str, ...]
     rdzv_id: str  # empty: Slurm's job id
     master_addr: str  # empty: the first host of the allocation
-    master_port: int | None  # None: probed on the head node
+    master_port: int | None  # None: a free port of the head node
     master_interface: str
     max_restarts: int
-    time_limit: str  # as Slurm writes it; empty: none
+    time_limit: str  # in Slurm's format; empty: none
     python: str
     container: tuple[str, ...]  # words before the command
     program: tuple[str, ...]  # what every rank runs, without the interpreter
     work_dir: str
     remote_dir: str  # the job's folder, as its nodes see it
     log_dir: str
-    output_dir: str  # of the bundled trainer, in whose status.json it says how it ended
+    output_dir: str  # of the bundled trainer; its status.json tells how the training ended
     setup: tuple[str, ...]
     env: Mapping[str, str]
     env_origins: Mapping[str, str]
     secrets: Mapping[str, Mapping[str, str]]
-    sbatch: Mapping[str, str]  # options of sbatch that come from config, flags and profile
-    inputs: tuple[str, ...] = ()  # what the trainer reads, which every node has to see
+    sbatch: Mapping[str, str]  # options of sbatch from config, flags and profile
+    inputs: tuple[str, ...] = ()  # what the trainer reads; every node must see it
     is_one_machine: bool = False  # all nodes are processes of one machine
     pins_interface: bool = False  # NCCL uses the interface that leads to node 0
-    engine_python: str = (
-        ""  # interpreter of the engine on nodes; empty: see templates/parts/engine.sh.j2
-    )
+    engine_python: str = ""  # runs the engine on nodes; empty: see templates/parts/engine.sh.j2
     submit_python: str = ""  # the interpreter that gptctl was submitted with
 
     @property
@@ -52,23 +53,26 @@ class LaunchPlan(NamedTuple):
 
     @property
     def torchrun_restarts(self) -> int:
-        """How often torchrun itself starts failed ranks again: with static rendezvous it cannot, so gptctl does."""
+        """How often torchrun itself restarts failed ranks.
+
+        With static rendezvous it cannot, so the supervisor starts a new attempt instead.
+        """
         return 0 if self.form in ("static", "launch") else self.max_restarts
 
     @property
     def attempts(self) -> int:
-        """How often gptctl starts the job at most."""
+        """How many attempts gptctl may start."""
         return 1 + self.max_restarts - self.torchrun_restarts
 
     def as_json(self) -> dict[str, Any]:
-        """`remote_dir` is called run_dir there and in templates, as users know it."""
+        """`remote_dir` is called run_dir in plan.json and in templates, as users know it."""
         values = self._asdict()
         values["run_dir"] = values.pop("remote_dir")
         return values
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> LaunchPlan:
-        """Ignores what a newer gptctl added; KeyError: it is no plan."""
+        """Ignore fields that a newer gptctl added. Raise KeyError if a field is missing."""
         complete = {**LaunchPlan._field_defaults, **values, "remote_dir": values["run_dir"]}
         known = [complete[name] for name in LaunchPlan._fields]
         return LaunchPlan._make(
@@ -77,7 +81,7 @@ class LaunchPlan(NamedTuple):
 
 
 def seconds_of(time: str) -> int:
-    """Of a time limit, as plans have it: [D-]HH:MM:SS."""
+    """Convert a time limit in the format of plans, [D-]HH:MM:SS, to seconds."""
     days, _, clock = time.rpartition("-")
     hours, minutes, seconds = map(int, clock.split(":"))
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

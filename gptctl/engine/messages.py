@@ -1,4 +1,7 @@
-"""Messages to and among the agents of an ssh job: one JSON object a line, over pipes or sockets."""
+"""Messages to and between the agents of an ssh job: one JSON object per line.
+
+Two agents authenticate each other with a key that gptctl gives to each of them over ssh.
+"""
 
 from __future__ import annotations
 
@@ -10,48 +13,52 @@ import socket
 import time
 from typing import Any
 
-LONGEST = 1 << 20
-HANDSHAKE = 10.0  # seconds in which a peer has to show that it has the key
+MAX_BUFFER = 1 << 20  # bytes without a line end after which a peer is disconnected
+HANDSHAKE = 10.0  # seconds in which a peer must prove that it has the key
+INVALID_MESSAGE = "unexpected reply"
 
 
 class ConnectionLost(Exception):
-    """The other side is gone, or speaks nonsense."""
+    """The peer closed the connection, or sent something that is not a message."""
 
 
 class MessageStream:
-    """Read from one descriptor, written to another. `heard` and `said`: when either side last spoke."""
+    """Reads messages from one file descriptor, and writes messages to another."""
 
-    def __init__(self, reading: int, writing: int, keeps: object = None) -> None:
+    def __init__(self, reading: int, writing: int, owner: object = None) -> None:
         self.reading, self._writing = reading, writing
-        self._keeps = keeps  # the socket that owns the descriptors
-        self._rest = b""
-        self.heard = self.said = time.monotonic()
+        # The socket that owns the descriptors: it closes them when it is garbage collected.
+        self._owner = owner
+        self._buffer = b""
+        self.last_received = self.last_sent = time.monotonic()
 
     def send(self, **message: Any) -> None:
         data = json.dumps(message).encode() + b"\n"
         try:
+            # A pipe or socket may accept only a part of the data at a time.
             while data:
                 data = data[os.write(self._writing, data) :]
         except OSError as error:
             raise ConnectionLost(error.strerror) from None
-        self.said = time.monotonic()
+        self.last_sent = time.monotonic()
 
     def receive(self, patience: float = 0.0) -> dict[str, Any] | None:
-        """The next message, or None when none came in time."""
+        """Return the next message, or None if none arrives in time."""
         deadline = time.monotonic() + patience
-        while b"\n" not in self._rest:
+        while b"\n" not in self._buffer:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([self.reading], [], [], left)[0]:
                 return None
             self._read()
-        line, _, self._rest = self._rest.partition(b"\n")
-        self.heard = time.monotonic()
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        self.last_received = time.monotonic()
         try:
             message = json.loads(line)
+        # RecursionError: deeply nested JSON must not crash an agent.
         except (ValueError, RecursionError):
-            raise ConnectionLost("it does not speak our language") from None
+            raise ConnectionLost(INVALID_MESSAGE) from None
         if not isinstance(message, dict):
-            raise ConnectionLost("it does not speak our language")
+            raise ConnectionLost(INVALID_MESSAGE)
         return message
 
     def _read(self) -> None:
@@ -59,58 +66,69 @@ class MessageStream:
             data = os.read(self.reading, 1 << 16)
         except OSError as error:
             raise ConnectionLost(error.strerror) from None
-        if not data or len(self._rest) > LONGEST:
+        if not data or len(self._buffer) > MAX_BUFFER:
             raise ConnectionLost("it closed the connection")
-        self._rest += data
+        self._buffer += data
 
 
-def socket_stream(connection: socket.socket, silence: float) -> MessageStream:
-    """A stream that notices within some seconds when the other machine is gone without a word."""
+def socket_stream(connection: socket.socket, timeout: float) -> MessageStream:
+    """Open a stream that fails within `timeout` seconds if the other machine disappears."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Messages are small and urgent: send each at once.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout * 1000))
     return MessageStream(connection.fileno(), connection.fileno(), connection)
 
 
 def prove(key: bytes, *words: str) -> str:
-    """What only somebody with the key can say of these words."""
+    """Sign these words with the key."""
     return hmac.new(key, "\n".join(words).encode(), "sha256").hexdigest()
 
 
 def challenge() -> str:
+    """Return a random text for the peer to sign: an old proof does not fit a new challenge."""
     return os.urandom(16).hex()
 
 
-def is_proof(said: object, key: bytes, *words: str) -> bool:
-    return isinstance(said, str) and hmac.compare_digest(said.encode(), prove(key, *words).encode())
+def is_proof(proof: object, key: bytes, *words: str) -> bool:
+    if not isinstance(proof, str):
+        return False
+    # Takes the same time wherever the difference is, so that a proof cannot be guessed in parts.
+    return hmac.compare_digest(proof.encode(), prove(key, *words).encode())
 
 
-def join(address: str, port: int, node: int, key: bytes, silence: float) -> MessageStream:
-    """Connects an agent to that of the head; each shows the other that it has the key."""
+def join(address: str, port: int, node: int, key: bytes, timeout: float) -> MessageStream:
+    """Connect an agent to that of the first host; both prove that they have the key."""
     try:
         connection = socket.create_connection((address, port), timeout=HANDSHAKE)
     except OSError as error:
-        raise ConnectionLost(
-            f"{address}:{port} cannot be reached: {error.strerror or error}"
-        ) from None
+        problem = f"cannot connect to {address}:{port}: {error.strerror or error}"
+        raise ConnectionLost(problem) from None
     connection.settimeout(None)
-    stream = socket_stream(connection, silence)
-    theirs = (stream.receive(HANDSHAKE) or {}).get("challenge", "")
-    mine = challenge()
-    stream.send(node=node, challenge=mine, proof=prove(key, "peer", str(theirs), str(node)))
+    stream = socket_stream(connection, timeout)
+    # The head sends its challenge first: it must not sign anything for an unknown client.
+    head_challenge = (stream.receive(HANDSHAKE) or {}).get("challenge", "")
+    own_challenge = challenge()
+    # Role and node are signed, too: nobody can reuse the proof for another node or as the head.
+    proof = prove(key, "peer", str(head_challenge), str(node))
+    stream.send(node=node, challenge=own_challenge, proof=proof)
+    # The peer runs what the head tells it, so the head must prove that it has the key as well.
     welcome = stream.receive(HANDSHAKE) or {}
-    if not is_proof(welcome.get("proof"), key, "head", mine):
+    if not is_proof(welcome.get("proof"), key, "head", own_challenge):
         raise ConnectionLost(f"{address}:{port} is not the agent of the first host")
     return stream
 
 
-def admit(stream: MessageStream, asked: str, message: dict[str, Any], key: bytes) -> int | None:
-    """The number of the node that answered the challenge as it should, after telling it so; None for anybody else."""
+def admit(
+    stream: MessageStream, own_challenge: str, message: dict[str, Any], key: bytes
+) -> int | None:
+    """Check a peer's answer to the challenge; confirm it and return its node, or return None."""
     node = message.get("node")
-    if not isinstance(node, int) or not is_proof(
-        message.get("proof"), key, "peer", asked, str(node)
-    ):
+    if not isinstance(node, int):
         return None
+    if not is_proof(message.get("proof"), key, "peer", own_challenge, str(node)):
+        return None
+    # Only now, so that nobody without the key gets anything signed.
     stream.send(proof=prove(key, "head", str(message.get("challenge"))))
     return node

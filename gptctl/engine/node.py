@@ -1,6 +1,6 @@
-"""One node of a job on this machine: `launch.sh` and everything it starts, attempt after attempt.
+"""One node of a job on this machine: `launch.sh` and everything it starts, one attempt at a time.
 
-Knows the run folder only. The supervisor calls it directly, or through the agent of an ssh host.
+Knows only the run folder. The supervisor calls it directly, or through the agent of an ssh host.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ class NodeExit(NamedTuple):
     """How a node exited."""
 
     code: int
-    last_words: str = ""  # its last line of output, if it failed before it had a rank
-    is_hopeless: bool = False  # a rank said that a restart would end the same way
-    time: float = 0.0  # of the exit, where it is known better than by the order of discovery
-    is_silent: bool = False  # it recorded no exit code: killed, or its machine is lost
+    last_output: str = ""  # its last line of output, if it failed before it started a rank
+    is_unrecoverable: bool = False  # a rank reported that a restart would fail in the same way
+    time: float = 0.0  # when it exited, if that is known; else the order of detection counts
+    has_no_code: bool = False  # it recorded no exit code: it was killed, or its machine is lost
     never_started: bool = False
 
 
 class Node:
+    """A node of a job whose processes run on this machine."""
+
     def __init__(self, plan: LaunchPlan, number: int, environment: Mapping[str, str]) -> None:
         self.number = number
         self._plan, self._folder = plan, RunFolder(plan.remote_dir)
@@ -41,10 +43,12 @@ class Node:
         self._is_asked = False
 
     def start(self, attempt: int, host: str, port: int) -> None:
-        """Start launch.sh; the same attempt again if its port was taken."""
-        import subprocess  # the first start pays for it, not an agent that waits for one
+        """Start launch.sh. The same attempt is started again if its port was taken."""
+        # Imported late: an agent is ready sooner.
+        import subprocess
 
         self._attempt, self._is_asked = attempt, False
+        # Files of an earlier start of this attempt would be read as those of this one.
         self._folder.forget_node(attempt, self.number)
         log_file = node_log(self._plan, attempt, self.number)
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -63,46 +67,51 @@ class Node:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                # Signals of a terminal must not reach the job.
                 start_new_session=True,
             )
 
     def exited(self) -> NodeExit | None:
-        """None while it runs."""
+        """Return how it exited, or None while it runs."""
         code = self._process.poll() if self._process else 0
         if code is None:
             return None
-        # A launch.sh that was asked to stop exits with 0; what torchrun said is in its file.
+        # A launch.sh that was asked to stop exits with 0; the recorded code is torchrun's.
         recorded = self._folder.exit_codes(self._attempt, [self.number])
         code = recorded.get(self.number, code if code >= 0 else 128 - code)
-        last_words = last_line(self.output()) if code and not self.has_ranks() else ""
-        return NodeExit(code, last_words, self._folder.cannot_be_helped(self._attempt))
+        # If a rank started, its own log explains the failure better.
+        last_output = last_line(self.output()) if code and not self.has_ranks() else ""
+        return NodeExit(code, last_output, self._folder.is_unrecoverable(self._attempt))
 
     def has_ranks(self) -> bool:
         """Whether ranks of this attempt have started here."""
         return bool(self._folder.rank_events(self._attempt))
 
     def can_be_asked(self) -> bool:
-        """Whether anything here could save its work."""
+        """Whether a stop request would let anything here save its work."""
         return self.has_ranks()
 
     def ask_to_stop(self) -> None:
-        """Send torchrun SIGTERM, once it runs; it passes the signal to its ranks, which save."""
+        """Send SIGTERM to torchrun if it runs; it passes the signal to its ranks, which save."""
         torchrun = self._folder.torchruns(self._attempt).get(self.number)
         if torchrun is None or self._is_asked or self.exited():
             return
+        # Only once: a second signal would interrupt a torchrun that is stopping its ranks.
         self._is_asked = True
-        for pid in processes_of(self._plan.remote_dir):  # a stopped process could not react
+        # A suspended process could not react to the signal.
+        for pid in processes_of(self._plan.remote_dir):
             send(pid, signal.SIGCONT)
         send(torchrun, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill every process of the job on this machine; return when none is left."""
+        # Also descendants of this process: they may have removed the variable that marks them.
         kill_all(self._plan.remote_dir, os.getpid())
         if self._process:
             self._process.wait()
 
     def output(self) -> str:
-        """What launch.sh has printed since this start."""
+        """Return what launch.sh has printed since this start."""
         return read_text(node_log(self._plan, self._attempt, self.number))[self._log_start :]
 
 

@@ -1,17 +1,19 @@
-"""Ports of this machine on which ranks can meet."""
+"""Choose and check TCP ports of this machine for the rendezvous of ranks."""
 
 from __future__ import annotations
 
 import socket
 from contextlib import suppress
 
-PORTS = range(20000, 32000)  # below those that outgoing connections take
+# Below the range from which Linux takes the ports of outgoing connections.
+PORTS = range(20000, 32000)
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
+    """Return a port that is free now; another program may take it before it is used."""
     import random
 
+    # Random, so that jobs that start at the same time rarely choose the same port.
     for port in random.sample(PORTS, 200):
         with socket.socket() as probe, suppress(OSError):
             probe.bind((host, port))
@@ -20,12 +22,11 @@ def free_port(host: str) -> int:
 
 
 def fault_of_port(host: str, port: int) -> str:
-    """Why nobody can listen there, if so."""
+    """Return why no program can listen on this port, or an empty text."""
     try:
         with socket.socket() as probe:
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # as torch does: a closed one is free at once
+            # As torch does: a port is free as soon as it is closed.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
         return error.strerror or str(error)

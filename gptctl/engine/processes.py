@@ -1,4 +1,7 @@
-"""Processes of this machine: who is who though numbers are reused, and all processes of a job. Reads Linux's /proc."""
+"""Processes of this machine: identify them although pids are reused, and find all those of a job.
+
+Reads /proc, so it works on Linux only.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,16 @@ from typing import Any
 
 PROC = Path("/proc")
 
-# What another launcher around gptctl left in the environment would be taken for the job's own.
-_LEAKING = (
-    *(
-        "GPTCTL_",
-        "SLURM_",
-        "SBATCH_",
-        "SRUN_",
-        "SALLOC_",
-        "SQUEUE_",
-        "SACCT_",
-        "SINFO_",
-        "SCANCEL_",
-        "SCONTROL_",
-    ),
-    *("PMI_", "PMIX_", "PMI2_", "PET_", "TORCHELASTIC_"),
+# Variables of a launcher around gptctl, such as a Slurm job: the job would take them for its own.
+_LEAKING = tuple(
+    "GPTCTL_ SLURM_ SBATCH_ SRUN_ SALLOC_ SQUEUE_ SACCT_ SINFO_ SCANCEL_ SCONTROL_ "
+    "PMI_ PMIX_ PMI2_ PET_ TORCHELASTIC_".split()
 )
 _KEPT = ("GPTCTL_HOME", "SLURM_CONF")
 _LEAKED = (
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE "
-    "MASTER_ADDR MASTER_PORT OMP_NUM_THREADS BASH_ENV ENV TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE "
+    "ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT "
+    "OMP_NUM_THREADS BASH_ENV ENV TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ).split()
 
 
@@ -39,12 +32,13 @@ def this_process() -> dict[str, Any]:
 
 
 def identity(pid: int) -> dict[str, Any]:
-    """A process, named so that no other one is ever taken for it."""
+    """Describe a process so that no other one can be mistaken for it, even if its pid is reused."""
     return {"pid": pid, "started": _start_time(pid), "boot": boot_id(), "host": os.uname().nodename}
 
 
 def is_here(process: Mapping[str, Any]) -> bool:
-    """A host may get another name while it runs."""
+    """Whether a process runs, or ran, on this machine."""
+    # By boot id first: a host may be renamed while it runs.
     return is_same_boot(process) or process.get("host") == os.uname().nodename
 
 
@@ -68,28 +62,31 @@ def boot_id() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """In clock ticks since the machine started; None when the process has ended, waited for or not."""
+    """Return the start in clock ticks since boot, or None if the process has exited."""
     try:
         fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
+    # Z, X: it has exited, but its parent has not waited for it yet.
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def processes_of(run_dir: str) -> list[int]:
-    """Every process of a job: each rank has a session of its own, so only the environment tells."""
+    """Return the pids of all processes of a job except this one."""
+    # Each rank has its own session and process group, so only the environment identifies them.
     mark = b"\0GPTCTL_RUN_DIR=" + os.fsencode(run_dir) + b"\0"
     found = []
     for entry in os.listdir(PROC):
         if entry.isdigit():
-            with suppress(OSError):  # ended meanwhile, or another user's
+            # A process may have exited meanwhile, or belong to another user.
+            with suppress(OSError):
                 if mark in b"\0" + (PROC / entry / "environ").read_bytes():
                     found.append(int(entry))
     return [pid for pid in found if pid != os.getpid()]
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Children, their children and so on; orphans count where the ancestor adopts them."""
+    """Return the pids of all descendants, including orphans that the ancestor adopted."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir(PROC):
         if entry.isdigit():
@@ -106,7 +103,10 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def adopt_orphans() -> None:
-    """From now on, processes whose parent ends become children of this one: even those that hide their environment."""
+    """Become the parent of orphaned descendants, so that `descendants` finds them.
+
+    Some programs overwrite their environment: `processes_of` cannot find those.
+    """
     import ctypes
 
     pr_set_child_subreaper = 36
@@ -114,10 +114,11 @@ def adopt_orphans() -> None:
 
 
 def kill_all(run_dir: str, ancestor: int | None = None, patience: float = 10.0) -> list[int]:
-    """Kills every process of a job, again and again until none is left; returns those that outlived that."""
+    """Kill every process of a job; return the pids that are alive after `patience` seconds."""
     from signal import SIGKILL
 
     deadline = time.monotonic() + patience
+    # Repeat: a process may have started another one between listing and killing.
     while True:
         left = {*processes_of(run_dir), *(descendants(ancestor) if ancestor else ())}
         if not left or time.monotonic() > deadline:
@@ -128,19 +129,21 @@ def kill_all(run_dir: str, ancestor: int | None = None, patience: float = 10.0) 
 
 
 def send(pid: int, number: int) -> None:
-    """A signal to a process that may have ended, or not be ours."""
+    """Send a signal to a process that may have exited or belong to another user."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def clean_environment() -> dict[str, str]:
-    """What this process was started with, without what would be taken for the job's own."""
+    """Return this process's environment without variables that a job would take for its own."""
+    # GPTCTL_HOME and SLURM_CONF say where records and the cluster are, not which job this is.
     kept = {
         name: value
         for name, value in os.environ.items()
         if name in _KEPT or (name not in _LEAKED and not name.startswith(_LEAKING))
     }
-    if "PYTHONPATH" in kept:  # a job starts in another folder
+    # A job starts in another folder, where relative paths would point elsewhere.
+    if "PYTHONPATH" in kept:
         kept["PYTHONPATH"] = os.pathsep.join(
             map(os.path.abspath, kept["PYTHONPATH"].split(os.pathsep))
         )

@@ -1,15 +1,17 @@
-"""The folder of a job: where each of its files is, and what those files say of how the job stands.
+"""The folder of a job: where each of its files is, and what they tell about the state of the job.
 
-config.json  cluster.json  plan.json  launch.sh  job.sbatch  code/  git.json     frozen when the job is submitted
-claim.json            who runs it (a supervisor, a job of Slurm), or that nobody ever will
+config.json  cluster.json  plan.json  launch.sh  job.sbatch  code/  git.json
+                      frozen when the job is submitted
+claim.json            who runs it (a supervisor, a Slurm job), or that it was abandoned
 attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  cannot-be-helped
-                      Slurm: hosts  began-with (its newest checkpoint)  failed  node.<n>.asked (to stop)
+                      Slurm: hosts  began-with (the newest checkpoint at its start)  failed
+                      node.<n>.asked (the node was asked to stop)
 logs/attempt-<k>/     workerlog.<rank>  node.<n>.log  batch.log
 output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
-cancelled             nothing of this job may start any more
-in-doubt              ssh: from now on the job may have started
-not-copied            ssh: hosts that were out of reach when the job ended, whose logs here are not complete
-not-ended             ssh: hosts where it could not be ended, since they were out of reach
+cancelled             no new attempt of this job may start
+in-doubt              ssh: the job was committed, and may have started
+not-copied            ssh: hosts that were unreachable when the job ended: their logs are incomplete
+not-ended             ssh: hosts where the job could not be stopped, since they were unreachable
 result.json           how it ended
 """
 
@@ -25,31 +27,26 @@ from typing import Any, NamedTuple
 from gptctl.engine.atomic_files import replacing
 from gptctl.engine.launch_plan import LaunchPlan
 
-COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "STOPPED",
-)
+COMPLETED, FAILED, CANCELLED = "COMPLETED", "FAILED", "CANCELLED"
+TIMEOUT, STOPPED = "TIMEOUT", "STOPPED"
 LOST, UNKNOWN, PENDING, RUNNING = "LOST", "UNKNOWN", "PENDING", "RUNNING"
-OUT_OF_MEMORY, PREEMPTED, NODE_FAIL = (
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "NODE_FAIL",
-)  # only schedulers know of these
+# Only a scheduler reports these.
+OUT_OF_MEMORY, PREEMPTED, NODE_FAIL = "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL"
+# States in which gptctl does not wait for the job any longer.
 FINAL = (COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED, LOST, OUT_OF_MEMORY, PREEMPTED, NODE_FAIL)
 
 
 class Result(NamedTuple):
     """How a job ended."""
 
-    state: str
+    state: str  # one of FINAL
     reason: str = ""
-    ended: float = 0.0
+    ended: float = 0.0  # seconds since the epoch
 
 
 class RunFolder:
+    """Reads and writes the files in the folder of one job."""
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
@@ -62,7 +59,7 @@ class RunFolder:
         return self.path / "cancelled"
 
     def cancel(self, now: bool) -> None:
-        """From now on nothing of this job starts; `now`: what runs gets no time to save."""
+        """Forbid new attempts; with `now`, running ranks get no time to save either."""
         with replacing(self.cancelled) as stream:
             stream.write(b"now" if now else b"gently")
 
@@ -78,18 +75,22 @@ class RunFolder:
     def not_copied(self) -> Path:
         return self.path / "not-copied"
 
-    def is_hurried(self) -> bool:
+    def is_cancelled_now(self) -> bool:
+        """Whether the job was cancelled without time to save."""
         return read_text(self.cancelled) == "now"
 
     def attempt(self, number: int) -> Path:
         return self.path / f"attempt-{number}"
 
     def attempts(self) -> int:
-        """How many attempts have begun."""
+        """Return how many attempts have begun."""
+        # Ignore other names, such as a copy that a user made of an attempt.
         return sum(1 for entry in self.path.glob("attempt-*") if entry.name[8:].isdecimal())
 
     def take(self, claim: Mapping[str, Any]) -> bool:
-        """Decides once and for all who runs the job; False when that has been decided already."""
+        """Record who runs the job, once and for all; return False if that was already recorded."""
+        # Linking is atomic, also on NFS: of several processes exactly one succeeds, and readers
+        # never see a part of the file.
         part = self.path / f".claim.{os.getpid()}"
         part.write_text(json.dumps(claim), encoding="utf-8")
         try:
@@ -101,15 +102,18 @@ class RunFolder:
         return True
 
     def claimed_by(self) -> dict[str, Any] | None:
+        """Return the claim, or None if there is none or it is damaged."""
         claim = read_json(self.claim)
         if not claim or claim.get("abandoned"):
             return claim
-        is_sound = isinstance(claim.get("host"), str) and is_scheduler_id(
+        # The id becomes an argument of Slurm's commands: accept nothing but a number.
+        is_valid = isinstance(claim.get("host"), str) and is_scheduler_id(
             claim.get("scheduler_id", "0")
         )
-        return claim if is_sound else None
+        return claim if is_valid else None
 
     def finish(self, state: str, reason: str) -> None:
+        """Record the result of the job."""
         with replacing(self.path / "result.json") as stream:
             stream.write(json.dumps(Result(state, reason, time.time())._asdict()).encode() + b"\n")
 
@@ -117,6 +121,7 @@ class RunFolder:
         (self.path / "result.json").unlink(missing_ok=True)
 
     def result(self) -> Result | None:
+        # Hosts of an ssh job send this file: use nothing of it that has the wrong type.
         found = read_json(self.path / "result.json")
         if not found or found.get("state") not in FINAL:
             return None
@@ -130,7 +135,7 @@ class RunFolder:
         )
 
     def exit_codes(self, attempt: int, nodes: Iterable[int]) -> dict[int, int]:
-        """The exit codes that these nodes have recorded."""
+        """Return the exit codes that these nodes have recorded."""
         codes = {}
         for node in nodes:
             text = read_text(self._node_file(attempt, node, "exit")).strip()
@@ -139,17 +144,18 @@ class RunFolder:
         return codes
 
     def exit_time(self, attempt: int, node: int) -> float:
+        # launch.sh writes this file as its last action.
         try:
             return self._node_file(attempt, node, "exit").stat().st_mtime
         except OSError:
             return 0.0
 
     def was_asked(self, attempt: int, node: int) -> bool:
-        """Whether somebody asked the node to stop, by a signal to its launch.sh."""
+        """Whether the node's launch.sh received a signal that asks it to stop."""
         return self._node_file(attempt, node, "asked").exists()
 
     def forget_node(self, attempt: int, node: int) -> None:
-        """Remove what an earlier start of the same attempt has recorded."""
+        """Remove what an earlier start of the same attempt recorded."""
         for kind in ("exit", "pid", "asked"):
             self._node_file(attempt, node, kind).unlink(missing_ok=True)
 
@@ -157,11 +163,12 @@ class RunFolder:
         return self.attempt(attempt) / f"node.{node}.{kind}"
 
     def note_start(self, attempt: int, checkpoint: int) -> None:
-        """Remember the newest checkpoint at the start of an attempt."""
+        """Record the newest checkpoint at the start of an attempt."""
         (self.attempt(attempt) / "began-with").write_text(f"{checkpoint}\n", encoding="utf-8")
 
     def stalled(self, attempt: int, checkpoint: int) -> int:
-        """How many attempts, counted back from this one, began with the newest checkpoint."""
+        """Count the attempts, backwards from this one, that began with the newest checkpoint."""
+        # There is no attempt -1, so the loop ends at the first attempt.
         number = attempt
         while read_text(self.attempt(number) / "began-with").strip() == str(checkpoint):
             number -= 1
@@ -174,25 +181,26 @@ class RunFolder:
         return sum(1 for _ in self.path.glob("attempt-*/failed"))
 
     def torchruns(self, attempt: int) -> dict[int, int]:
-        """The process number of each node's torchrun, where it has started."""
+        """Return the pid of torchrun for each node where it has started."""
         numbers = {}
         for file in self.attempt(attempt).glob("node.*.pid"):
+            # The file is empty while launch.sh writes it.
             node, pid = file.name.split(".")[1], read_text(file).strip()
             if node.isdecimal() and pid.isdecimal():
                 numbers[int(node)] = int(pid)
         return numbers
 
     def rank_events(self, attempt: int) -> list[dict[str, Any]]:
-        """What the ranks' watchers wrote, per node in the order they wrote it; torn lines are left out."""
+        """Return the events that rank_log.py wrote, in order for each node."""
         files = sorted(self.attempt(attempt).glob("ranks.*.jsonl"))
         return [event for file in files for event in json_lines(read_text(file).encode())]
 
-    def give_up(self, attempt: int) -> None:
-        """What a rank of another machine has said counts here, too."""
+    def mark_unrecoverable(self, attempt: int) -> None:
+        """Record here what a rank reported on another machine."""
         (self.attempt(attempt) / "cannot-be-helped").touch()
 
-    def cannot_be_helped(self, attempt: int) -> bool:
-        """Whether a rank has said that starting again would end the same way."""
+    def is_unrecoverable(self, attempt: int) -> bool:
+        """Whether a rank reported that a restart would fail in the same way."""
         return (self.attempt(attempt) / "cannot-be-helped").exists()
 
     def judge(
@@ -203,38 +211,41 @@ class RunFolder:
         output_dir: str,
         since: float,
     ) -> Result:
-        """How an attempt ended whose nodes have all exited; the first failing node is named."""
+        """Decide how an attempt ended, after all its nodes exited; name the first that failed."""
         failed = {node: code for node, code in codes.items() if code}
         fewest, _, most = nnodes.partition(":")
+        # An elastic job completes if the minimum number of nodes does.
         enough_are_left = (
             bool(most)
             and len(codes) - len(failed) >= int(fewest)
-            and not self.cannot_be_helped(attempt)
+            and not self.is_unrecoverable(attempt)
         )
         if not failed or enough_are_left:
             return Result(COMPLETED)
+        # torchrun exits with an error after a clean stop, too: the trainer's own status decides.
         if has_stopped_on_purpose(output_dir, since):
             return Result(STOPPED, "the trainer was asked to stop, and saved its work")
         node, code = next(iter(failed.items()))
         return Result(FAILED, f"node {node} exited with code {code}")
 
     def endpoint(self) -> str:
-        """Where the ranks of the latest attempt meet."""
+        """Return the rendezvous address of the latest attempt."""
         found = read_json(self.attempt(self.attempts() - 1) / "endpoint.json")
         return f"{found.get('host')}:{found.get('port')}" if found else ""
 
 
 def read_plan(folder: Path) -> LaunchPlan:
-    """KeyError: the plan is missing or damaged."""
+    """Read plan.json; raise KeyError if it is missing or damaged."""
     return LaunchPlan.from_json(read_json(folder / "plan.json") or {})
 
 
 def newest_checkpoint(output_dir: str) -> int:
-    """The step of the trainer's newest checkpoint; -1 when there is none."""
+    """Return the step of the trainer's newest checkpoint, or -1 if there is none."""
     try:
         names = os.listdir(output_dir)
     except OSError:
         return -1
+    # A checkpoint that is being written or removed has a suffix after its number.
     steps = [name[len("step_") :] for name in names if name.startswith("step_")]
     return max((int(step) for step in steps if step.isdecimal()), default=-1)
 
@@ -244,14 +255,16 @@ def is_scheduler_id(value: object) -> bool:
 
 
 def has_stopped_on_purpose(output_dir: str, since: float) -> bool:
-    """Whether the trainer says that it stopped cleanly: torchrun's exit code cannot tell that from a failure."""
+    """Whether the trainer recorded a clean stop, which torchrun reports as a failure."""
     status = read_json(Path(output_dir) / "status.json") if output_dir else None
+    # A status of an earlier attempt, or of the job that was resumed, does not count.
     return (
         status is not None and status.get("state") == "stopped" and status.get("time", 0.0) >= since
     )
 
 
 def read_text(file: Path) -> str:
+    # A missing file counts as empty: most files exist only in a part of a job's life.
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -267,7 +280,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def json_lines(data: bytes) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; torn lines and garbage are passed over."""
+    """Return the objects of a JSON-lines file; skip incomplete and invalid lines."""
     found = []
     for line in data.splitlines():
         try:

@@ -1,6 +1,6 @@
 """The nodes of a Slurm allocation: one step of `srun` runs launch.sh on all of them.
 
-job.sbatch starts this on the first node of the allocation: engine.pyz srun_node RUN_DIR
+job.sbatch starts this module on the first node of the allocation: engine.pyz srun_node RUN_DIR
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gptctl.engine.run_folder import FAILED, RunFolder, read_plan, read_text
 from gptctl.engine.supervisor import Supervisor, say
 
 START_PATIENCE = 60  # seconds for which srun may wait for the nodes of its own allocation
-KILL_PATIENCE = 40.0  # seconds; Slurm's own patience between SIGTERM and SIGKILL is usually 30
-ASK_AGAIN = 5.0  # seconds after which a signal that reached nobody is sent again
-ANSWER_PATIENCE = 60.0  # seconds for one answer of a client
-CONTROLLER_TRIES, CONTROLLER_PAUSE = 60, 5.0  # a controller may be away for minutes
+KILL_PATIENCE = 40.0  # seconds; Slurm itself usually waits 30 between SIGTERM and SIGKILL
+ASK_AGAIN = 5.0  # seconds after which a signal that no node has noted is sent again
+ANSWER_PATIENCE = 60.0  # seconds that one command of Slurm may take
+CONTROLLER_TRIES, CONTROLLER_PAUSE = 60, 5.0  # a controller may be down for minutes
 
 
 class UnusableAllocation(Exception):
@@ -47,6 +47,7 @@ class Step:
 
     def start(self, attempt: int, host: str, port: int) -> None:
         self.attempt, self._asked_at, self._exits = attempt, float("-inf"), {}
+        # Files of an earlier start of this attempt would be read as those of this one.
         for number in range(self.nodes):
             self.folder.forget_node(attempt, number)
         logs = node_log(self.plan, attempt, 0).parent
@@ -71,7 +72,7 @@ class Step:
         )
 
     def exits(self) -> dict[int, NodeExit] | None:
-        """How all nodes exited; None while the step runs."""
+        """Return how all nodes exited, or None while the step runs."""
         code = self._process.poll() if self._process else 0
         if code is None:
             return None
@@ -85,6 +86,7 @@ class Step:
             number: self._exit_of(number, codes.get(number), step_code)
             for number in range(self.nodes)
         }
+        # srun itself failed, although every node that it started succeeded.
         if step_code and not any(end.code for end in exits.values()):
             exits[0] = NodeExit(step_code, f"srun exited with code {step_code}")
         return exits
@@ -92,35 +94,34 @@ class Step:
     def _exit_of(self, number: int, code: int | None, step_code: int) -> NodeExit:
         log = node_log(self.plan, self.attempt, number)
         if code is None:
-            # A node that recorded nothing was killed or lost, and the others fell with it: it is
-            # the first failure.
+            # A node that recorded nothing was killed or lost, and the others failed because of it:
+            # report it as the first failure.
             return NodeExit(
                 step_code or 1,
                 f"srun exited with code {step_code}",
                 time=-1.0,
-                is_silent=True,
+                has_no_code=True,
                 never_started=not log.exists(),
             )
-        is_hopeless = self.folder.cannot_be_helped(self.attempt)
-        words = last_line(read_text(log)) if code and not self.has_ranks() else ""
-        return NodeExit(code, words, is_hopeless, self.folder.exit_time(self.attempt, number))
+        is_unrecoverable = self.folder.is_unrecoverable(self.attempt)
+        last_output = last_line(read_text(log)) if code and not self.has_ranks() else ""
+        exit_time = self.folder.exit_time(self.attempt, number)
+        return NodeExit(code, last_output, is_unrecoverable, exit_time)
 
     def has_ranks(self) -> bool:
         return bool(self.folder.rank_events(self.attempt))
 
     def ask_to_stop(self) -> None:
-        """srun passes SIGUSR1 to launch.sh and torchrun on every node.
-
-        Before the step has started srun may swallow it, so it is sent again until a node has
-        noted it; a second signal would disturb a torchrun that is ending its ranks.
-        """
+        """Send SIGUSR1 to srun, which passes it to launch.sh and torchrun on every node."""
+        # srun may drop the signal before the step has started, so repeat it until a node has noted
+        # it. Not longer: a second signal would interrupt a torchrun that is stopping its ranks.
         is_noted = any(self.folder.was_asked(self.attempt, number) for number in range(self.nodes))
         if self._process and not is_noted and time.monotonic() - self._asked_at > ASK_AGAIN:
             self._asked_at = time.monotonic()
             self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """SIGTERM makes srun kill the step. What outlives it ends with the job."""
+        """Send SIGTERM to srun, which kills the step. Slurm kills the rest when the job ends."""
         if not self._process or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -132,7 +133,7 @@ class Step:
 
 
 class SrunNode:
-    """A node of the step. The first one starts, asks and kills it for all."""
+    """A node of the step. Node 0 starts, stops and kills the step for all nodes."""
 
     def __init__(self, number: int, step: Step) -> None:
         self.number, self._step = number, step
@@ -149,7 +150,7 @@ class SrunNode:
         return self._step.has_ranks()
 
     def can_be_asked(self) -> bool:
-        return True  # whatever launch.sh does at the moment, the signal ends it
+        return True  # the signal stops launch.sh in any phase
 
     def ask_to_stop(self) -> None:
         if self.number == 0:
@@ -164,18 +165,19 @@ class SrunNode:
 
 
 class SlurmJob:
-    """The scheduler, as a job sees it from inside."""
+    """Slurm, as seen by the job that it runs."""
 
     def __init__(self, plan: LaunchPlan, job: str, hosts: Sequence[str]) -> None:
         self.can_requeue = "requeue" in plan.sbatch
         self._plan, self._job, self._hosts = plan, job, hosts
 
     def begin_attempt(self, number: int) -> None:
-        """The output of this process, which Slurm writes to, too, goes to the attempt's folder."""
+        """Redirect the output of this process, and of Slurm, to the folder of the attempt."""
         logs = Path(self._plan.log_dir)
         own = logs / f"attempt-{number}" / "batch.log"
         own.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # Slurm has it open, and keeps writing to it under its new name
+        # Slurm has the file open, and continues to write to it under its new name.
+        with suppress(OSError):
             os.replace(logs / "batch.log", own)
         log = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (1, 2):
@@ -188,7 +190,7 @@ class SlurmJob:
         print(self._hosts[0], len(self._hosts), sep="\n", flush=True)
 
     def _report_lost_nodes(self, attempt: int) -> None:
-        """A node of the last attempt that is down is the reason for this attempt."""
+        """Print nodes of the last attempt that are down: they may explain this attempt."""
         hosts = read_text(RunFolder(self._plan.remote_dir).attempt(attempt) / "hosts").split()
         if hosts:
             states = ("--states=down,fail,unknown", "--format=%N of the last attempt is %T: %E")
@@ -196,6 +198,7 @@ class SlurmJob:
             print(*sorted(set(done.stdout.splitlines())), sep="\n", flush=True)
 
     def ending(self) -> str:
+        # Ask Slurm itself: its signal may not have arrived here yet.
         query = ("--noheader", "--states=all", f"--jobs={self._job}", "--format=%T")
         done = patiently("squeue", *query)
         state = done.stdout.strip()
@@ -226,11 +229,12 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def patiently(*command: str) -> subprocess.CompletedProcess[str]:
-    """Ask until the controller answers; when it does, a refusal is meant as one."""
+    """Repeat a command until the controller answers; if it is up, a failure is its answer."""
     for _ in range(CONTROLLER_TRIES):
         done = run(*command)
         if done.returncode in (0, NOT_INSTALLED):
             break
+        # The controller may have come up only after the command failed: run it once more.
         if run("scontrol", "ping").returncode == 0:
             return run(*command)
         time.sleep(CONTROLLER_PAUSE)
@@ -241,18 +245,17 @@ def hosts_of_allocation() -> list[str]:
     listed = os.environ.get("SLURM_JOB_NODELIST", "")
     hosts = run("scontrol", "show", "hostnames", listed).stdout.split()
     if not hosts:
-        raise UnusableAllocation(f"scontrol does not name the hosts of {listed}")
+        raise UnusableAllocation(f"scontrol cannot list the hosts of {listed}")
     return hosts
 
 
 def head_address(plan: LaunchPlan, head: str) -> str:
-    """Where ranks meet. No fallback: with a wrong address every node would be its own world."""
+    """Return the rendezvous address. No fallback: with localhost each node would train alone."""
     if plan.master_addr:
         return plan.master_addr
     if plan.master_interface:
-        shown = run(
-            "ip", "-4", "-o", "address", "show", "dev", plan.master_interface
-        ).stdout.split()
+        command = ("ip", "-4", "-o", "address", "show", "dev", plan.master_interface)
+        shown = run(*command).stdout.split()
         addresses = [after.partition("/")[0] for word, after in pairwise(shown) if word == "inet"]
         problem = f"{head} has no address on {plan.master_interface}"
     else:
@@ -272,10 +275,12 @@ def _addresses_of(host: str) -> list[str]:
 
 
 def environment_of_step() -> dict[str, str]:
-    """What this process has, whatever it got itself: ranks get it by way of srun."""
+    """Return the environment of the batch script, which srun passes on to the ranks."""
+    # SLURM_EXPORT_ENV restricts what srun passes on: it may be set by sbatch --export.
     kept = {name: value for name, value in os.environ.items() if name != "SLURM_EXPORT_ENV"}
     if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
-        kept["SRUN_CPUS_PER_TASK"] = cpus  # srun no longer takes it over by itself
+        # Since Slurm 22.05 srun does not read SLURM_CPUS_PER_TASK.
+        kept["SRUN_CPUS_PER_TASK"] = cpus
     return kept
 
 
@@ -283,7 +288,8 @@ def main() -> None:
     folder = RunFolder(sys.argv[1])
     os.umask(0o077)
     plan = read_plan(folder.path)
-    folder.forget_result()  # of a run before this one, after which somebody requeued the job
+    # An earlier run of this job may have recorded a result before somebody requeued it.
+    folder.forget_result()
     try:
         hosts = hosts_of_allocation()
         address = head_address(plan, hosts[0])

@@ -1,7 +1,7 @@
-"""Run a job to its end: start its nodes, restart failed attempts, stop on request, record the result.
+"""Run a job: start its nodes, restart failed attempts, stop on request, and record the result.
 
-There is one supervisor for every backend. It knows nodes by `NodeHandle` and the scheduler, where
-there is one, by `Scheduler`; which machines they stand for does not matter here.
+All backends use this supervisor. It sees nodes through `NodeHandle`, and a scheduler, if there is
+one, through `Scheduler`; it does not know on which machines they run.
 With all nodes on this machine: engine.pyz supervisor RUN_DIR
 """
 
@@ -34,19 +34,18 @@ from gptctl.engine.run_folder import (
     read_plan,
 )
 
-TICK = 0.05
-LAST_WORDS = 5.0  # seconds the other nodes get to exit by themselves after one has failed
-GRACE = (
-    30.0  # seconds between asking a job to stop and killing it; torchrun gives its ranks as many
-)
-REQUEUE_PATIENCE = 300.0  # seconds a scheduler may take to end a job that it has requeued
+TICK = 0.05  # seconds between two checks
+EXIT_PATIENCE = 5.0  # seconds in which the other nodes may exit by themselves after one failed
+# Seconds between asking a job to stop and killing it; torchrun gives its ranks the same time.
+GRACE = 30.0
+REQUEUE_PATIENCE = 300.0  # seconds that a scheduler may take to stop a job that it has requeued
 PORT_TRIES = 3
-MAX_STALLED = 3  # attempts in a row that may pass without a new checkpoint
+MAX_STALLED = 3  # consecutive attempts without a new checkpoint
 FAILURES_PER_ALLOCATION = 2
 
 
 class StopRequested(Exception):
-    """The job must end, for this reason."""
+    """The job must stop, for this reason."""
 
     def __init__(self, state: str, reason: str) -> None:
         super().__init__(reason)
@@ -74,7 +73,7 @@ class NodeHandle(Protocol):
 
 
 class Scheduler(Protocol):
-    """The scheduler that owns the job's machines, and may take them away."""
+    """The scheduler that owns the job's machines, and may stop the job at any time."""
 
     can_requeue: bool
 
@@ -83,17 +82,16 @@ class Scheduler(Protocol):
         ...
 
     def ending(self) -> str:
-        """The state into which the scheduler is moving the job; empty while it runs."""
+        """Return the state that the scheduler is moving the job to; empty while the job runs."""
         ...
 
     def requeue(self) -> bool:
-        """Put the job back into the queue; False if the scheduler refuses."""
+        """Put the job back into the queue; return False if the scheduler refuses."""
         ...
 
 
 class Supervisor:
-    """Keeps the nodes of a job in step: all begin an attempt together, and if one fails the
-    others are stopped."""
+    """Keeps all nodes of a job in the same attempt: if one fails, the others are stopped."""
 
     def __init__(
         self,
@@ -110,19 +108,20 @@ class Supervisor:
         self.hosts = hosts or plan.hosts
         self.scheduler, self.log = scheduler, log
         self.number, self.began = -1, 0.0  # of the current attempt
-        self.port: int | None = None  # chosen, not used yet
+        self.port: int | None = None  # chosen, but not used yet
         self.stop: StopRequested | None = None
         # A scheduler enforces the limit itself.
         limit = seconds_of(plan.time_limit) if plan.time_limit and not scheduler else None
         self.deadline = time.monotonic() + limit if limit else None
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
-        """Run the job and return the engine's exit code; `on_ready` is called once the job exists."""
+        """Run the job; call `on_ready` once it exists; return the engine's exit code."""
         for number in (signal.SIGTERM, *([signal.SIGUSR1] if self.scheduler else [])):
             signal.signal(number, self._on_signal)
         result: Result | None = Result(FAILED, f"the supervisor failed: see {self.log}")
         try:
-            self._begin_attempt()  # before gptctl hears that the job exists, and prints its endpoint
+            # Before gptctl learns that the job exists: it prints the endpoint.
+            self._begin_attempt()
             on_ready()
             result = self._run_attempts()
         except StopRequested as stop:
@@ -132,7 +131,8 @@ class Supervisor:
         finally:
             self._kill()
             self._record(result)
-            on_ready()  # a job that failed at once exists, too
+            # A job that failed at once exists, too.
+            on_ready()
         return 0 if result and result.state == COMPLETED else 1
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -145,24 +145,24 @@ class Supervisor:
             self.stop = StopRequested(STOPPED, f"the supervisor received {name}")
 
     def _record(self, result: Result | None) -> None:
-        """Write down how the job ended, unless that is for the scheduler to say: its signal may
-        have reached the ranks before it reached the supervisor."""
+        """Record how the job ended, unless the scheduler is stopping it."""
+        # The scheduler's signal may have reached the ranks before it reached the supervisor.
         if result is None or (result.state == FAILED and self._scheduler_ends_job(result.reason)):
             return
         say(f"{result.state}: {result.reason}" if result.reason else result.state)
         self.folder.finish(result.state, result.reason)
 
     def _scheduler_ends_job(self, reason: str) -> bool:
-        """Cancelled, preempted, out of time, a lost node: then the scheduler tells how it ended."""
+        """Whether the scheduler is stopping the job: then it reports how the job ended."""
         state = self.scheduler.ending() if self.scheduler else ""
         if state:
-            say(f"{reason}; the scheduler is ending this job: {state}")
+            say(f"{reason}; the scheduler is stopping this job: {state}")
         return bool(state)
 
     # Attempts
 
     def _begin_attempt(self) -> None:
-        """Number the next attempt, over all requeues, and choose where its ranks meet."""
+        """Create the next attempt, numbered across requeues, and choose its endpoint."""
         self._stop_if_cancelled()
         self.number, self.began = self.folder.attempts(), time.time()
         folder = self.folder.attempt(self.number)
@@ -174,23 +174,23 @@ class Supervisor:
         self._choose_port()
         if self.plan.output_dir:
             self.folder.note_start(self.number, newest_checkpoint(self.plan.output_dir))
-            # Not only the supervisor starts attempts: a scheduler may requeue again and again.
+            # Also checked here: a scheduler may requeue the job without asking the supervisor.
             if self._stalled() > MAX_STALLED:
-                raise StopRequested(FAILED, "three attempts without progress")
+                raise StopRequested(FAILED, "three attempts without a new checkpoint")
 
     def _choose_port(self) -> None:
-        """The endpoint of an attempt, for everybody to read."""
-        # On one machine several jobs share an address. Elsewhere the name by which others know
-        # this host says nothing about its interfaces: look for a port free on all of them.
+        """Choose the endpoint of the attempt, and write it to endpoint.json."""
+        # On one machine the ranks use exactly this address. Elsewhere the name by which others
+        # know this host does not tell the interface: choose a port that is free on all of them.
         probed = self.host if self.plan.is_one_machine else ""
         self.port = self.plan.master_port or free_port(probed)
         with replacing(self.folder.attempt(self.number) / "endpoint.json") as stream:
             stream.write(json.dumps({"host": self.host, "port": self.port}).encode())
 
     def _run_attempts(self) -> Result | None:
-        """Start the job until it is done, or another attempt is pointless or not allowed.
+        """Start attempts until the job completes, or another attempt is useless or not allowed.
 
-        None: the scheduler will say how the job ended.
+        Return None if the scheduler will report how the job ended.
         """
         failures_here = 0
         while True:
@@ -201,9 +201,10 @@ class Supervisor:
             if self._scheduler_ends_job(result.reason):
                 return None
             if self._stalled() >= MAX_STALLED:
-                return Result(FAILED, f"{result.reason}; three attempts without progress")
+                return Result(FAILED, f"{result.reason}; three attempts without a new checkpoint")
             if self._can_requeue() and self.plan.output_dir and _nothing_started(exits):
-                # Such as a node that was away for a moment: Slurm believes it runs the last attempt.
+                # After a node was unreachable for a moment, Slurm may believe that it is still
+                # running the last step, and start no other one.
                 return self._requeue(FAILED, "the scheduler starts nothing on these nodes")
             if result.state == STOPPED:
                 return self._stopped(result)
@@ -211,7 +212,7 @@ class Supervisor:
                 return final
             say(f"attempt {self.number}: {result.reason}")
             failures_here += 1
-            # First again on the same nodes, then on any.
+            # First try again on the same nodes, then let the scheduler choose other ones.
             if self._can_requeue() and failures_here >= FAILURES_PER_ALLOCATION:
                 return self._requeue(FAILED, "two attempts on these nodes failed")
             self._begin_attempt()
@@ -222,16 +223,16 @@ class Supervisor:
         return Result(STOPPED, f"{result.reason}; resume it from its last checkpoint")
 
     def _last_failure(self, reason: str) -> Result | None:
-        """The result, if this was the last failure that the job may have."""
+        """Count the failure; return the result if the job may not be started again."""
         self.folder.note_failure(self.number)
-        if self.folder.cannot_be_helped(self.number):
-            return Result(FAILED, f"{reason}; starting again cannot help")
+        if self.folder.is_unrecoverable(self.number):
+            return Result(FAILED, f"{reason}; a restart would fail in the same way")
         return Result(FAILED, reason) if self.folder.failures() >= self.plan.attempts else None
 
     def _stalled(self) -> int:
-        """How many attempts, counted back from the current one, have brought no new checkpoint.
+        """Count the attempts, backwards from the current one, that saved no new checkpoint.
 
-        Only the bundled trainer's checkpoints are known.
+        Only checkpoints of the bundled trainer are known; for other programs return 0.
         """
         if not self.plan.output_dir:
             return 0
@@ -247,18 +248,20 @@ class Supervisor:
         return self.scheduler is not None and self.scheduler.can_requeue
 
     def _requeue(self, state: str, why: str) -> Result | None:
-        """The scheduler ends this engine and starts another one, on these nodes or others."""
+        """Requeue the job: the scheduler stops this engine, and starts it again later."""
         self._stop_if_cancelled()
         assert self.scheduler
         say(f"requeued: {why}")
         if self.scheduler.requeue():
             self._await_signal(REQUEUE_PATIENCE)
             return None
-        if self._scheduler_ends_job(why):  # a request whose answer was lost may have been heard
+        # The answer may have been lost although the scheduler accepted the request.
+        if self._scheduler_ends_job(why):
             return None
         return Result(state, f"{why}, and it could not be requeued")
 
     def _await_signal(self, patience: float) -> None:
+        # Only a signal that arrives from now on belongs to the requeue.
         self.stop = None
         deadline = time.monotonic() + patience
         while not self.stop and time.monotonic() < deadline:
@@ -267,13 +270,14 @@ class Supervisor:
     # One attempt
 
     def _run_attempt(self) -> tuple[Result, dict[int, NodeExit]]:
-        """How one attempt ended; if its port was taken meanwhile, it is started again."""
+        """Run one attempt; start it again if another program took its port meanwhile."""
         for _ in range(PORT_TRIES):
             exits = self._start_and_wait()
             if not any(end.code for end in exits.values()) or not self._port_was_taken():
                 break
-        if any(end.is_hopeless for end in exits.values()):
-            self.folder.give_up(self.number)
+        # A node on another machine cannot write to this folder.
+        if any(end.is_unrecoverable for end in exits.values()):
+            self.folder.mark_unrecoverable(self.number)
         return self._judge(exits), exits
 
     def _judge(self, exits: dict[int, NodeExit]) -> Result:
@@ -290,11 +294,11 @@ class Supervisor:
             return result
         what = (
             "exited without recording an exit code"
-            if end.is_silent
+            if end.has_no_code
             else f"exited with code {end.code}"
         )
-        words = f": {end.last_words}" if end.last_words else ""
-        return Result(FAILED, f"{name_of(first, self.hosts)} {what}{words}")
+        output = f": {end.last_output}" if end.last_output else ""
+        return Result(FAILED, f"{name_of(first, self.hosts)} {what}{output}")
 
     def _start_and_wait(self) -> dict[int, NodeExit]:
         self._stop_if_cancelled()
@@ -312,12 +316,13 @@ class Supervisor:
             self._stop(stop.result.state)
             if stop.result.state != STOPPED or not self.scheduler:
                 raise
-            return self._exits()  # the job may have completed all the same, or be requeued
+            # The job may have completed nevertheless, or can be requeued.
+            return self._exits()
 
     def _wait(self) -> dict[int, NodeExit]:
-        """Until all nodes have exited; once one has failed, the others have little time left.
+        """Wait until all nodes have exited; if one fails, stop the others soon.
 
-        The node that failed first comes first.
+        The node that failed first comes first in the result.
         """
         exits: dict[int, NodeExit] = {}
         for _ in self._ticks():
@@ -327,7 +332,8 @@ class Supervisor:
             if len(exits) == len(self.nodes):
                 break
             if any(end.code for end in exits.values()) and not self.plan.is_elastic:
-                self._await_exit(LAST_WORDS)
+                # The others usually fail because of it: let them write their own errors first.
+                self._await_exit(EXIT_PATIENCE)
                 self._kill()
         return _failures_first(exits)
 
@@ -341,15 +347,20 @@ class Supervisor:
             if self.stop:
                 raise self.stop
             if self.deadline and time.monotonic() > self.deadline:
-                raise StopRequested(TIMEOUT, f"the time limit of {self.plan.time_limit} is over")
+                raise StopRequested(
+                    TIMEOUT, f"the time limit of {self.plan.time_limit} is exceeded"
+                )
             time.sleep(TICK)
 
     def _stop(self, state: str) -> None:
-        """Let ranks save. A scheduler that wants its machines back sets the limit itself."""
+        """Ask the nodes to stop, so that ranks can save; then kill what is left."""
+        # A scheduler that stops the job enforces its own limit.
         is_open_ended = self.scheduler is not None and state == STOPPED
         deadline = float("inf") if is_open_ended else time.monotonic() + GRACE
         while self._is_running() and time.monotonic() < deadline:
-            if self.folder.is_hurried() or not any(node.can_be_asked() for node in self.nodes):
+            if self.folder.is_cancelled_now() or not any(
+                node.can_be_asked() for node in self.nodes
+            ):
                 break
             for node in self.nodes:
                 node.ask_to_stop()
@@ -369,7 +380,7 @@ class Supervisor:
             node.kill()
 
     def _port_was_taken(self) -> bool:
-        """Another program may take a port between choosing and using it; then no rank starts."""
+        """Whether another program took the port before torchrun did: then no rank started."""
         if self.plan.master_port or any(node.has_ranks() for node in self.nodes):
             return False
         log = self.nodes[0].output()
@@ -389,15 +400,16 @@ def _nothing_started(exits: dict[int, NodeExit]) -> bool:
 
 
 def say(text: str) -> None:
-    """To the log of whatever runs the supervisor."""
+    """Write to the log of the process that runs the supervisor."""
     print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
 def tell_gptctl(answer: bytes) -> None:
-    """Whether the job exists; told once."""
+    """Tell gptctl, once, whether this supervisor runs the job."""
     ready = os.environ.pop(READY_VARIABLE, "")
     if ready:
-        with suppress(BrokenPipeError):  # gptctl may have been killed; the job exists all the same
+        # gptctl may have been killed; the job exists nevertheless.
+        with suppress(BrokenPipeError):
             os.write(int(ready), answer)
         os.close(int(ready))
 
@@ -406,13 +418,15 @@ def main() -> None:
     run_dir = sys.argv[1]
     folder = RunFolder(run_dir)
     os.umask(0o077)
-    # These belong to terminals. If they were ignored here, the ranks would inherit that.
+    # Signals of a terminal. They get a handler that does nothing, because ranks would inherit it
+    # if they were ignored.
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: None)
     adopt_orphans()
     plan = read_plan(folder.path)
     environment = {name: value for name, value in os.environ.items() if name != READY_VARIABLE}
     nodes = [Node(plan, number, environment) for number in range(plan.nodes)]
+    # Whoever takes the claim first decides: gptctl may have abandoned the job meanwhile.
     if folder.take(this_process()):
         Supervisor(plan, nodes).run(on_ready=lambda: tell_gptctl(b"1"))
     else:

@@ -1,7 +1,7 @@
-"""Brings home what a job has written on its ssh hosts. What is complete stays, what was interrupted is gone on with.
+"""Copy what a job has written on its ssh hosts to this machine; resume an interrupted copy.
 
-Files of the same name on several hosts are copies of each other only in checkpoints; of others, those of the first host
-come to their own place, and those of host X below `hosts/X`.
+In a checkpoint, files of the same name on several hosts are copies of each other. Other files of
+the same name are kept apart: the first host's at their usual place, those of host X in `hosts/X`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from gptctl.engine.atomic_files import private_files
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.connection import Connection
 from gptctl.remote.host_error import HostError
-from gptctl.remote.log_sync import CHUNK, MOST_AHEAD, HostSync, LogSync, Part, is_synced
+from gptctl.remote.log_sync import CHUNK, MAX_PREFETCH, HostSync, LogSync, Part, is_synced
 from gptctl.reporting import Fetched, Progress, Say, ShowProgress
 from trainer.errors import OUT_OF_REACH, UserError
 
 CHECKPOINT = re.compile(r"step_\d+(\.aside\d+)?")
-NOT_WANTED = re.compile(r"step_\d+\.(tmp|old)|\.lock|__pycache__|\.{0,2}|.*/.*", re.DOTALL)
-SAME_EVERYWHERE = "latest"  # the name of the newest checkpoint
-TRIES = 5  # of a host whose connection is lost; each goes on where the one before was
+# Unfinished checkpoints, and names that would lead out of the target folder.
+SKIPPED = re.compile(r"step_\d+\.(tmp|old)|\.lock|__pycache__|\.{0,2}|.*/.*", re.DOTALL)
+SAME_EVERYWHERE = "latest"  # contains the name of the newest checkpoint
+TRIES = 5  # after a lost connection; each continues where the one before stopped
 
 
-class Gone(Exception):
-    """A file that was there a moment ago."""
+class FileDisappeared(Exception):
+    """A file was removed after it was listed."""
 
 
 def fetch(
@@ -42,15 +43,19 @@ def fetch(
     say: Say,
     show: ShowProgress,
 ) -> Fetched:
+    """Copy logs, outputs and, if wanted, checkpoints of all hosts; verify the checkpoints."""
+    # Before the first byte: a part of a checkpoint is useless without the parts of other hosts.
     sync.refresh()
     if unreachable := sync.unreachable():
-        message = f"not all of {record.id} can be fetched: {'; '.join(unreachable)}"
-        raise UserError(message, "fetch again", OUT_OF_REACH)
+        message = f"{record.id} cannot be fetched completely: {'; '.join(unreachable)}"
+        raise UserError(message, "fetch it again when the hosts are reachable", OUT_OF_REACH)
+    # Without a target, the files complete the folder that already has the logs.
     here = Path(target).absolute() if target else record.run_folder
     try:
         with private_files():
             here.mkdir(parents=True, exist_ok=True)
             parts = _all_parts(sync.with_files, here, checkpoints, say)
+            # Known before the first byte, for the progress bar.
             total = sum(part.size for _, part in parts.values())
             with show(f"fetching {record.id}", total) as done:
                 _copy_all(parts, say, done)
@@ -65,14 +70,12 @@ Parts = dict[Path, tuple[HostSync, Part]]
 
 
 def _all_parts(hosts: list[HostSync], here: Path, checkpoints: bool, say: Say) -> Parts:
+    """Decide for every file which host it is copied from, and where to."""
     parts: Parts = {}
     for host in hosts:
-        for part in _wanted(host, here, checkpoints, say):
-            if (
-                part.local in parts
-                and not _is_of_checkpoint(part.local)
-                and part.local.name != SAME_EVERYWHERE
-            ):
+        for part in _files_of(host, here, checkpoints, say):
+            is_same = _is_of_checkpoint(part.local) or part.local.name == SAME_EVERYWHERE
+            if part.local in parts and not is_same:
                 own = here / "hosts" / host.route.name / part.local.relative_to(here)
                 parts[own] = host, part._replace(local=own)
             else:
@@ -80,8 +83,8 @@ def _all_parts(hosts: list[HostSync], here: Path, checkpoints: bool, say: Say) -
     return parts
 
 
-def _wanted(host: HostSync, here: Path, checkpoints: bool, say: Say) -> Iterator[Part]:
-    """Logs; what the trainer wrote, or what a script left in its folder beside the files that were sent there."""
+def _files_of(host: HostSync, here: Path, checkpoints: bool, say: Say) -> Iterator[Part]:
+    """List the logs, and the output of the trainer or the new files in a script's folder."""
     plan, own = host.plan, host.record.run_folder
     with host.connected() as connection:
         yield from _below(connection, plan.log_dir, here / "logs", checkpoints, say)
@@ -89,6 +92,7 @@ def _wanted(host: HostSync, here: Path, checkpoints: bool, say: Say) -> Iterator
             yield from _below(connection, plan.output_dir, here / "output", checkpoints, say)
             return
         for part in _below(connection, plan.work_dir, here / "work", checkpoints, say):
+            # Files that were sent with the job are already here.
             sent = own / "code" / part.local.relative_to(here / "work")
             if not _is_here(part._replace(local=sent)):
                 yield part
@@ -99,7 +103,7 @@ def _below(
 ) -> Iterator[Part]:
     links = []
     for entry in connection.listed(remote):
-        if NOT_WANTED.fullmatch(entry.name) or "\0" in entry.name:
+        if SKIPPED.fullmatch(entry.name) or "\0" in entry.name:
             continue
         if CHECKPOINT.fullmatch(entry.name) and not checkpoints:
             continue
@@ -109,12 +113,12 @@ def _below(
             )
         elif stat.S_ISREG(entry.mode):
             yield Part(f"{remote}/{entry.name}", local / entry.name, entry.size, entry.changed)
+        # Links and devices: following them could copy any file of the host.
         else:
             links.append(entry.name)
     if links:
-        say(
-            f"left on {connection.route.name}, in {remote}, since they are no plain files: {', '.join(links)}"
-        )
+        where = f"{connection.route.name}:{remote}"
+        say(f"not copied from {where}, since they are not regular files: {', '.join(links)}")
 
 
 def _is_of_checkpoint(file: Path) -> bool:
@@ -122,43 +126,45 @@ def _is_of_checkpoint(file: Path) -> bool:
 
 
 def _copy_all(parts: Parts, say: Say, done: Progress) -> None:
-    """A running job prunes old checkpoints: one that goes meanwhile does not come."""
-    gone: set[Path] = set()
+    """Copy all files; leave out a checkpoint that is removed meanwhile."""
+    # A running job removes old checkpoints. A part of one must not look like a whole one.
+    removed: set[Path] = set()
     for host, part in list(parts.values()):
         try:
-            if part.local.parent not in gone:
+            if part.local.parent not in removed:
                 _copy(host, part, say, done)
-        except Gone:
-            gone.add(part.local.parent)
-    for folder in gone:
-        lost = [
+        except FileDisappeared:
+            removed.add(part.local.parent)
+    for folder in removed:
+        incomplete = [
             local
             for local in parts
             if local.parent == folder and (_is_of_checkpoint(local) or not local.exists())
         ]
-        for local in lost:
+        for local in incomplete:
             local.unlink(missing_ok=True)
             del parts[local]
 
 
 def _copy(host: HostSync, part: Part, say: Say, done: Progress) -> None:
-    """One file; after a lost connection it goes on where it was."""
+    """Copy one file; after a lost connection, continue where it stopped."""
     if _is_here(part) or _is_synced(host, part):
         done(part.size)
         return
-    unfinished = part.local.with_name(
-        f"{part.local.name}.{part.changed}.part"
-    )  # of this version of the file
+    # With the time of the file: a newer version must not continue the copy of an older one.
+    unfinished = part.local.with_name(f"{part.local.name}.{part.changed}.part")
     part.local.parent.mkdir(parents=True, exist_ok=True)
     for tries_left in reversed(range(TRIES)):
         try:
-            _read_on(host, part, unfinished, done)
+            _resume_copy(host, part, unfinished, done)
             break
         except HostError as error:
+            # Only a lost connection can succeed at the next try.
             if not error.is_lost or not tries_left:
                 raise
             say(f"{error.message}; trying again …")
             host.wait_for_next_try()
+    # Size and time are how the next fetch knows that this file is complete.
     os.utime(unfinished, (part.changed, part.changed))
     unfinished.replace(part.local)
 
@@ -172,27 +178,28 @@ def _is_here(part: Part) -> bool:
 
 
 def _is_synced(host: HostSync, part: Part) -> bool:
-    """What is followed is kept up to date by whoever follows; another file in its place would be shown again."""
+    """Whether log_sync keeps this file up to date."""
+    # A follower would show a file that is replaced again from its start.
     is_in_own_folder = part.local.is_relative_to(host.record.run_folder)
     return is_in_own_folder and is_synced(part.local.name) and part.local.exists()
 
 
-def _read_on(host: HostSync, part: Part, unfinished: Path, done: Progress) -> None:
+def _resume_copy(host: HostSync, part: Part, unfinished: Path, done: Progress) -> None:
     with host.connected() as connection, open(unfinished, "ab") as copy:
         _lock(copy)
         if copy.tell() > part.size:
             copy.truncate(0)
         at = os.fstat(copy.fileno()).st_size
         done(at)
+        # What an earlier try copied is kept; only the rest is read.
         with _opened(connection, part) as source:
             source.seek(at)
-            source.prefetch(min(part.size, MOST_AHEAD))
+            source.prefetch(min(part.size, MAX_PREFETCH))
             while at < part.size:
                 data = source.read(min(CHUNK, part.size - at))
                 if not data:
-                    raise HostError(
-                        host.route.name, f"{part.remote} has become shorter", "fetch again"
-                    )
+                    message = f"{part.remote} was truncated while it was copied"
+                    raise HostError(host.route.name, message, "fetch again")
                 copy.write(data)
                 at += len(data)
                 done(len(data))
@@ -202,23 +209,25 @@ def _opened(connection: Connection, part: Part) -> Any:
     try:
         return connection.files.open(os.fsencode(part.remote), "rb")
     except FileNotFoundError:
-        raise Gone from None
+        raise FileDisappeared from None
     except PermissionError:
         hint = "change its mode there, and fetch again"
-        raise HostError(connection.route.name, f"{part.remote} may not be read", hint) from None
-
-
-def _lock(copy: BinaryIO) -> None:
-    try:
-        fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"another gptctl fetches {copy.name}", "wait for it, or choose another folder"
+        raise HostError(
+            connection.route.name, f"no permission to read {part.remote}", hint
         ) from None
 
 
+def _lock(copy: BinaryIO) -> None:
+    # Two processes that append to the same file would damage it.
+    try:
+        fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        message = f"another gptctl is fetching {copy.name}"
+        raise UserError(message, "wait for it, or choose another folder with --to") from None
+
+
 def _check(here: Path) -> None:
-    """Every checkpoint that came is as it was written."""
+    """Verify the checksums of all checkpoints that were copied."""
     for manifest in sorted(here.glob("output/step_*/manifest.json")):
         try:
             sums = {
@@ -226,18 +235,15 @@ def _check(here: Path) -> None:
                 for name, facts in _files_in(manifest).items()
             }
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{manifest} is damaged", "delete it, and fetch again") from None
+            raise UserError(f"{manifest} is damaged", "delete it and fetch again") from None
         for name, expected in sums.items():
             file = manifest.parent / name
             if not file.exists():
-                raise UserError(
-                    f"{manifest.parent} is not whole: {name} is on none of the hosts",
-                    "see shared_fs",
-                )
+                message = f"{manifest.parent} is incomplete: {name} is on none of the hosts"
+                raise UserError(message, "check shared_fs in the profile")
             if _digest(file) != expected:
-                raise UserError(
-                    f"{file} is damaged: its checksum is another", "delete it, and fetch again"
-                )
+                message = f"{file} is damaged: its checksum does not match"
+                raise UserError(message, "delete it and fetch again")
 
 
 def _files_in(manifest: Path) -> dict[str, Any]:

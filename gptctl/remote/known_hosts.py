@@ -1,4 +1,7 @@
-"""The files that pin host keys: which keys they hold, and how a new one is added."""
+"""Files in the known_hosts format: read the pinned host keys, and add a new one.
+
+Knows only text; `connection.py` compares the keys.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,26 @@ _HASHED = re.compile(r"\|1\|[A-Za-z0-9+/]{27}=\|[A-Za-z0-9+/]{27}=")
 
 
 def key_name(host: str, port: int) -> str:
-    """The name under which a host's key is pinned."""
+    """Return the name under which a host's key is pinned, as ssh writes it."""
     return host if port == SSH_PORT else f"[{host}]:{port}"
 
 
 def pinning_file(known_hosts: Sequence[str]) -> str:
+    """Return the file to which new keys are added."""
     return known_hosts[0] if known_hosts else SYSTEM_KNOWN_HOSTS
 
 
 def pinned_keys(host: str, files: Sequence[str]) -> Iterator[tuple[list[str], str, str]]:
-    """Names, type and key of every line, except revoked keys; a line that makes no sense pins nothing."""
+    """Yield names, type and key of every valid line, except revoked keys."""
     lines = [line for file in (*files, SYSTEM_KNOWN_HOSTS) for line in _lines(host, file)]
+    # A revoked key must not be accepted, even if another line pins it.
     revoked = {
         line.split()[3] for line in lines if line.startswith("@revoked ") and len(line.split()) > 3
     }
     for line in lines:
         words = line.split()
         if len(words) > 2 and not line.startswith(("#", "@")) and words[2] not in revoked:
+            # paramiko fails on a hashed name that is malformed.
             names = [
                 name
                 for name in words[0].split(",")
@@ -43,27 +49,30 @@ def pinned_keys(host: str, files: Sequence[str]) -> Iterator[tuple[list[str], st
 
 def _lines(host: str, file: str) -> list[str]:
     try:
+        # A missing file pins nothing, as with ssh.
         if not os.path.isfile(file):
             return []
         return Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        hint = "fix it, or see known_hosts in the profile"
+        hint = "fix it, or check known_hosts in the profile"
         raise HostError(host, f"{file} cannot be read: {error.strerror}", hint) from None
 
 
 def pin(known_hosts: Sequence[str], host: str, port: int, key: str) -> None:
-    """Accept this key, and no other one, as this host's from now on; `key` is its type and base64 text."""
+    """Pin this key for this host; `key` is its type and base64 text."""
     file = Path(pinning_file(known_hosts))
     if file.exists() and not file.is_file():
-        hint = "name a file as known_hosts in the profile"
+        hint = "set known_hosts in the profile to a file"
         raise UserError(f"{file} is not a file", hint, OUT_OF_REACH)
+    # Appended, never replaced: the file may be the user's own ~/.ssh/known_hosts.
     line = f"{key_name(host, port)} {key}\n"
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The last line may have no line end: do not append to it.
         before = file.read_text(encoding="utf-8") if file.exists() else ""
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with open(descriptor, "a", encoding="utf-8") as stream:
             stream.write(line if not before or before.endswith("\n") else f"\n{line}")
     except OSError as error:
         message = f"{file} cannot be written: {error.strerror}"
-        raise UserError(message, "see known_hosts in the profile", OUT_OF_REACH) from None
+        raise UserError(message, "check known_hosts in the profile", OUT_OF_REACH) from None

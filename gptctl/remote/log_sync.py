@@ -1,7 +1,8 @@
-"""The folder of an ssh job on this machine: what its hosts have written so far, brought here over SFTP.
+"""Keep the folder of an ssh job on this machine up to date with its hosts, over SFTP.
 
-Logs only grow, so each is read on from where its copy ends; everything else is small and copied whole. Since node and
-rank are in their names, the files of all hosts fit into one folder, in which the rest of gptctl reads as in any other.
+Logs only grow, so each copy is continued from its end; other files are small and copied whole.
+File names contain node or rank, so the files of all hosts fit into one folder, which the rest of
+gptctl reads like that of any other job.
 """
 
 from __future__ import annotations
@@ -27,26 +28,27 @@ from gptctl.remote.connection import (
     Connection,
     Files,
     JumpHosts,
-    Route,
     host_errors,
-    in_parallel,
     routes,
 )
 from gptctl.remote.host_error import HostError
+from gptctl.remote.parallel import in_parallel
+from gptctl.remote.route import Route
 from gptctl.remote.scripts import remote_command
 from gptctl.spec.cluster import cluster_of_job
 from trainer.errors import OUT_OF_REACH, UserError
 
-CHUNK = 1 << 20
-FRESH = 3.0  # seconds for which an answer counts
-BRING_EVERY = 0.5  # seconds between two looks at the files of a job that is followed
-LOOK_EVERY = 5.0  # seconds between two looks at its processes
-AGAIN = (1.0, 15.0)  # seconds until a lost host is tried again: at first, at most
-LARGEST = 1 << 20  # of what is copied whole
-MOST_AHEAD = 1 << 30  # bytes that are asked for before the first of them has come
-IS_GONE = 66
+CHUNK = 1 << 20  # bytes
+MAX_AGE = 3.0  # seconds for which the last answer of the hosts is used
+COPY_EVERY = 0.5  # seconds between two copies of new log lines while a job is followed
+STATUS_EVERY = 5.0  # seconds between two queries of its processes
+RETRY_DELAYS = (1.0, 15.0)  # seconds until an unreachable host is tried again: first, maximum
+MAX_WHOLE = 1 << 20  # bytes of a file that is copied whole
+MAX_PREFETCH = 1 << 30  # bytes that are requested before the first of them has arrived
+NO_SUCH_JOB = 66  # exit code of ask_host.sh
 RESULT = "result.json"
 _ATTEMPT = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
+# Names come from other machines: only these are accepted, and none can leave the folder.
 GROWS = re.compile(
     r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|metrics\.jsonl", re.ASCII
 )
@@ -65,7 +67,7 @@ class Part(NamedTuple):
 
 
 class HostSync:
-    """One host of a job: its files, and what it says of its processes."""
+    """One host of a job: its files, and the state of its processes."""
 
     def __init__(
         self,
@@ -77,17 +79,17 @@ class HostSync:
     ) -> None:
         self.record, self.plan, self.route, self.node = record, plan, route, node
         self._jump_hosts = jump_hosts
-        self.fault = "it was not asked yet"  # why it is out of reach
-        self.seen: dict[str, Any] | None = None  # what it said last; None: its folder is gone
+        self.fault = "it was not asked yet"  # why it is unreachable
+        self.status: dict[str, Any] | None = None  # its last answer; None: its folder is missing
         self.has_result = False
         self._connection: Connection | None = None
-        self._refusal: HostError | None = None  # of the last try to connect, if it failed
-        self._pause, self._try_at = 0.0, 0.0  # after it
+        self._connect_error: HostError | None = None  # of the last try to connect, if it failed
+        self._pause, self._try_at = 0.0, 0.0  # until the next try
         self._copying = threading.Lock()
 
     @contextmanager
     def connected(self) -> Iterator[Connection]:
-        """An open connection; when it is lost, the host is out of reach until the next one."""
+        """Use the open connection, or open one; close it if it fails."""
         try:
             self._connection = self._connection or self._connect()
             with host_errors(self.route):
@@ -99,18 +101,20 @@ class HostSync:
             raise
 
     def _connect(self) -> Connection:
-        """A host that did not let us in is left alone for a while: everything that asks it would wait again."""
         began = time.monotonic()
-        if self._refusal and began < self._try_at:
-            raise self._refusal
+        # Right after a failure do not try again: every caller would wait for the same timeout.
+        if self._connect_error and began < self._try_at:
+            raise self._connect_error
         try:
             connection = Connection(self.route, self._jump_hosts)
-            self._refusal, self._pause = None, 0.0
+            self._connect_error, self._pause = None, 0.0
             return connection
         except HostError as error:
             now = time.monotonic()
-            self._pause = min(AGAIN[1], max(AGAIN[0], 2 * self._pause, 2 * (now - began)))
-            self._refusal, self._try_at = error, now + self._pause
+            # Back off, by at least twice the time that the failed try took.
+            shortest, longest = RETRY_DELAYS
+            self._pause = min(longest, max(shortest, 2 * self._pause, 2 * (now - began)))
+            self._connect_error, self._try_at = error, now + self._pause
             raise
 
     def close(self) -> None:
@@ -118,12 +122,13 @@ class HostSync:
         if connection:
             connection.close()
 
-    def ask(self, *words: str, patience: float = 60.0) -> dict[str, Any] | None:
-        """Has `host_commands` answer; None when there is nothing of the job on that host."""
+    def ask(self, *command: str, patience: float = 60.0) -> dict[str, Any] | None:
+        """Run a command of `host_commands`; return None if nothing of the job is on the host."""
         with self.connected() as connection:
-            command = remote_command("ask_host.sh", self.plan.remote_dir, self.record.token, *words)
-            done = connection.run(command, patience=patience)
-            if done.code == IS_GONE:
+            # The token makes sure that the folder belongs to this job, not to one of the same id.
+            words = (self.plan.remote_dir, self.record.token, *command)
+            done = connection.run(remote_command("ask_host.sh", *words), patience=patience)
+            if done.code == NO_SUCH_JOB:
                 return None
             return self._answer(done)
 
@@ -132,22 +137,24 @@ class HostSync:
             answer = json.loads(done.out)
             if isinstance(answer, dict):
                 return answer
-        said = done.err.splitlines()[-1] if done.err else f"exit code {done.code}"
-        raise HostError(self.route.name, f"it cannot look after its job: {said}")
+        problem = done.err.splitlines()[-1] if done.err else f"exit code {done.code}"
+        raise HostError(self.route.name, f"its agent script failed: {problem}")
 
-    def look(self) -> None:
-        self.seen = self.ask("look")
+    def update_status(self) -> None:
+        self.status = self.ask("status")
 
     def names_in(self, folder: str) -> list[str]:
         with self.connected() as connection:
             return [entry.name for entry in connection.listed(folder)]
 
     def copy_new(self) -> None:
-        """Copies what is new."""
+        """Copy everything that the host has written since the last call."""
+        # Only one thread at a time may append to a copy.
         with self._copying, self.connected() as connection:
             for part in self._parts(connection):
                 copy = _append if GROWS.fullmatch(part.local.name) else _replace
-                with suppress(FileNotFoundError):  # it has gone since it was listed
+                # It may have been removed since it was listed.
+                with suppress(FileNotFoundError):
                     copy(connection.files, part)
 
     def _parts(self, connection: Connection) -> Iterator[Part]:
@@ -161,20 +168,17 @@ class HostSync:
                         connection, f"{remote}/{entry.name}", Path(local, entry.name)
                     )
                 self.has_result |= entry.name == RESULT
-        has_first_rank = (
-            self.node == 0 or self.plan.form == "c10d"
-        )  # which sorts the hosts in its own route
+        # With c10d, torchrun itself numbers the nodes: rank 0 may be on any host.
+        has_first_rank = self.node == 0 or self.plan.form == "c10d"
         if self.plan.output_dir and has_first_rank:
             yield from _parts_of(connection, self.plan.output_dir, Path(self.record.output_dir))
 
     def copy_result(self) -> None:
-        """The last word of the job, which only the first host has."""
+        """Copy the result of the job, which only the first host has."""
         with self._copying, self.connected() as connection:
-            remote = f"{self.plan.remote_dir}/{RESULT}"
+            remote, local = f"{self.plan.remote_dir}/{RESULT}", self.record.run_folder / RESULT
             found = connection.files.stat(remote)
-            part = Part(
-                remote, self.record.run_folder / RESULT, found.st_size or 0, found.st_mtime or 0
-            )
+            part = Part(remote, local, found.st_size or 0, found.st_mtime or 0)
             _replace(connection.files, part)
 
     def wait_for_next_try(self) -> None:
@@ -183,6 +187,7 @@ class HostSync:
 
 def _parts_of(connection: Connection, remote: str, local: Path) -> Iterator[Part]:
     for entry in connection.listed(remote):
+        # No symbolic links: they could point to any file of the host.
         if is_synced(entry.name) and stat.S_ISREG(entry.mode):
             yield Part(f"{remote}/{entry.name}", local / entry.name, entry.size, entry.changed)
 
@@ -192,9 +197,10 @@ def is_synced(name: str) -> bool:
 
 
 def _append(files: Files, part: Part) -> None:
-    """Reads on from where the copy ends; a file that has become shorter is another one."""
+    """Continue the copy from its end."""
     part.local.parent.mkdir(parents=True, exist_ok=True)
     with open(part.local, "ab") as copy:
+        # Logs never shrink: a shorter one is another file, so start over.
         if copy.tell() > part.size:
             copy.truncate(0)
         at = os.fstat(copy.fileno()).st_size
@@ -202,27 +208,28 @@ def _append(files: Files, part: Part) -> None:
             return
         with files.open(part.remote, "rb") as source:
             source.seek(at)
-            source.prefetch(min(part.size, MOST_AHEAD))
+            source.prefetch(min(part.size, MAX_PREFETCH))
             while at < part.size and (data := source.read(min(CHUNK, part.size - at))):
                 copy.write(data)
                 at += len(data)
 
 
 def _replace(files: Files, part: Part) -> None:
+    """Copy the whole file, unless size and time show that the copy is up to date."""
     with suppress(FileNotFoundError):
         found = part.local.stat()
         if (found.st_size, int(found.st_mtime)) == (part.size, part.changed):
             return
     part.local.parent.mkdir(parents=True, exist_ok=True)
     with files.open(part.remote, "rb") as source:
-        data = source.read(LARGEST)
+        data = source.read(MAX_WHOLE)
     with replacing(part.local) as copy:
         copy.write(data)
     os.utime(part.local, (part.changed, part.changed))
 
 
 class LogSync:
-    """All hosts of a job. Of several gptctl that look at the same job, one writes its copy here, and all read it."""
+    """All hosts of a job. Of several gptctl processes one writes the copies, and all read them."""
 
     def __init__(self, record: JobRecord, jump_hosts: JumpHosts) -> None:
         self.record = record
@@ -234,13 +241,13 @@ class LogSync:
         ]
         self.with_files = self.hosts[:1] if cluster.shared_fs else self.hosts
         self._refreshed = float("-inf")
-        self._stopped: threading.Event | None = None  # while it is kept fresh
+        self._stopped: threading.Event | None = None  # set while followers run
         self._followers: list[threading.Thread] = []
         self._lock: int | None = None
 
-    def refresh(self, oldest: float = FRESH) -> None:
-        """What the hosts have and say now, unless that was asked a moment ago or is kept fresh anyway."""
-        if self._stopped or time.monotonic() - self._refreshed < oldest:
+    def refresh(self, max_age: float = MAX_AGE) -> None:
+        """Update status and files of all hosts, unless that was just done or followers do it."""
+        if self._stopped or time.monotonic() - self._refreshed < max_age:
             return
         may_write = self._may_write()
         with private_files():
@@ -251,16 +258,17 @@ class LogSync:
         self._refreshed = time.monotonic()
 
     def _refresh_host(self, host: HostSync, may_write: bool) -> None:
-        host.look()
+        host.update_status()
         if may_write and host in self.with_files:
             host.copy_new()
 
     def _copy_result(self) -> None:
-        """After everything that was written before it."""
+        """Copy the result last: whoever sees it here may rely on all files written before it."""
         head, folder = self.hosts[0], RunFolder(self.record.local_dir)
         if not head.has_result or (folder.result() and not folder.not_copied.exists()):
             return
         results = in_parallel(HostSync.copy_new, self.with_files)
+        # The job has ended, but these logs are incomplete until the hosts can be reached again.
         missing = [
             host.route.name
             for host, result in zip(self.with_files, results)
@@ -276,9 +284,10 @@ class LogSync:
 
     @contextmanager
     def keep_updated(self) -> Iterator[None]:
-        """While a job is followed. Every host is read by a thread of its own: one that is lost holds up no other."""
+        """Copy new log lines in the background while a job is followed."""
         self.refresh()
         self._stopped = stopped = threading.Event()
+        # A thread for each host: one that is unreachable must not delay the others.
         self._followers = [
             threading.Thread(target=self._follow, args=(host, stopped), daemon=True)
             for host in self.hosts
@@ -294,28 +303,28 @@ class LogSync:
                 self._give_up_lock()
 
     def _follow(self, host: HostSync, stopped: threading.Event) -> None:
-        looked = float("-inf")
+        updated = float("-inf")
         while not stopped.is_set():
             try:
-                if time.monotonic() - looked > LOOK_EVERY:
-                    host.look()
-                    looked = time.monotonic()
+                if time.monotonic() - updated > STATUS_EVERY:
+                    host.update_status()
+                    updated = time.monotonic()
                 if self._may_write() and host in self.with_files:
                     host.copy_new()
                 if self._may_write() and host.node == 0:
                     self._copy_result()
-            except (
-                Exception
-            ) as error:  # the route to it, the disk here, nonsense that it sent: it is tried again
+            # The connection, the disk here, an invalid answer: the next round tries again.
+            except Exception as error:
                 host.fault = getattr(error, "what", "") or str(error) or repr(error)
-            stopped.wait(BRING_EVERY)
+            stopped.wait(COPY_EVERY)
 
     def _may_write(self) -> bool:
-        """Whether this process is the one that writes the copy; the lock goes with the process that has it."""
+        """Whether this process writes the copies; take the lock if it is free."""
+        # Two writers would append the same lines twice. The kernel frees the lock of a process
+        # that was killed.
         if self._lock is None:
-            lock = os.open(
-                self.record.run_folder / ".sync", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            file = self.record.run_folder / ".sync"
+            lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -325,8 +334,8 @@ class LogSync:
         return True
 
     def _give_up_lock(self) -> None:
-        """Not while something is still being written: another process would write the same."""
-        deadline = time.monotonic() + BRING_EVERY
+        """Release the lock, unless a follower is still writing: another process would interfere."""
+        deadline = time.monotonic() + COPY_EVERY
         for follower in self._followers:
             follower.join(max(0.0, deadline - time.monotonic()))
             if follower.is_alive():
@@ -336,30 +345,32 @@ class LogSync:
             os.close(lock)
 
     def unreachable(self) -> list[str]:
-        """In words, which hosts are, since when, and why; when each was last seen is kept in the folder."""
+        """Describe each unreachable host: since when, and why."""
+        # The times are kept in the folder, so that the next gptctl process knows them, too.
         file = self.record.run_folder / "reach.json"
         last = read_json(file) or {}
         now = time.time()
         last |= {host.route.name: now for host in self.hosts if not host.fault}
         with suppress(OSError), private_files(), replacing(file) as stream:
             stream.write(json.dumps(last).encode())
-        away = {host.route.name: host.fault for host in self.hosts if host.fault}
-        since = {name: _clock(last.get(name, self.record.created)) for name in away}
+        faults = {host.route.name: host.fault for host in self.hosts if host.fault}
+        since = {name: _clock(last.get(name, self.record.created)) for name in faults}
         return [
-            f"{name} is out of reach since {since[name]}: {fault}" for name, fault in away.items()
+            f"{name} has been unreachable since {since[name]}: {fault}"
+            for name, fault in faults.items()
         ]
 
 
 def _plan_in(folder: Path) -> LaunchPlan:
     try:
         plan = LaunchPlan.from_json(read_json(folder / "plan.json") or {})
+        # A plan of another job would point to another folder on the hosts.
         if plan.job_id != folder.name or not isinstance(plan.remote_dir, str):
             raise KeyError
         return plan
     except KeyError:
-        raise UserError(
-            f"{folder}/plan.json is gone or damaged", "look at the job on its hosts", OUT_OF_REACH
-        ) from None
+        message = f"{folder}/plan.json is missing or damaged"
+        raise UserError(message, "look at the job on its hosts", OUT_OF_REACH) from None
 
 
 def _clock(moment: float) -> str:

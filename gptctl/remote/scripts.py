@@ -1,4 +1,4 @@
-"""Shell scripts that run on other machines. They are bundled in templates/remote, and users cannot replace them."""
+"""Shell scripts that run on other machines: templates/remote, which users cannot replace."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from functools import cache
 
 from gptctl.spec.resources import folder
 
-BASH = ("bash", "--norc", "-c")  # --norc: started by sshd, bash would read what is meant for people
+# --norc: bash that is started by sshd would read ~/.bashrc, which is meant for terminals.
+BASH = ("bash", "--norc", "-c")
 _USES = re.compile(r"^# uses (\S+)$", re.MULTILINE)
-# After these the command goes on in the next line; a case pattern ends with a parenthesis of its own.
+# After these the command continues in the next line. The last one is a pattern of `case`.
 _OPEN_END = re.compile(r"(\bthen|\bdo|\belse|\bin|[{(|&]|;;|^[^()]*\))$")
 
 
 def remote_command(name: str, *arguments: str) -> list[str]:
-    """The words that run a script of templates/remote with these arguments."""
+    """Return the command that runs a script of templates/remote with these arguments."""
     return [*BASH, one_line(name), "gptctl", *arguments]
 
 
 @cache
 def one_line(name: str) -> str:
-    """A script without comments, in one line: not every login shell accepts quoted line ends."""
+    """Return a script without comments, in one line."""
+    # Not every login shell accepts a quoted line end (csh does not).
     text = (folder("templates") / "remote" / name).read_text(encoding="utf-8")
     used = [one_line(other) + "; " for other in _USES.findall(text)]
     return "".join(used) + _joined(text)

@@ -1,8 +1,8 @@
-"""How long it takes until all ssh hosts of a job are armed: `python tests/bench/launch.py`
+"""How long it takes until all ssh hosts of a job are ready: `python tests/bench/launch.py`
 
 Real sshd hosts in namespaces of this machine. Each gets a tenth of a core, whether it works alone or with others, as
 machines have CPUs of their own; without such a limit (also reported) two cores do the work of all of them in turns.
-Reported are seconds between what `gptctl submit` says when it begins to connect and when all hosts are armed, 8 hosts
+Reported are seconds between what `gptctl submit` says when it begins to connect and when all hosts are ready, 8 hosts
 and 1 in turns, and the ratio of their medians. Exit code 1 over the budget.
 """
 
@@ -27,7 +27,7 @@ MAX_RATIO = 2.0
 SHARE = 0.1
 
 
-def time_to_armed(desk: Desk, nodes: int) -> float:
+def time_to_ready(desk: Desk, nodes: int) -> float:
     asked = ["submit", "--cluster", "eight", "--nodes", str(nodes), "--gpus-per-node", "1", "--json", "--", "job.py"]
     with desk.start(*asked, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         assert process.stderr
@@ -45,7 +45,7 @@ class Times(NamedTuple):
         return self.all_of_them / self.one
 
     def __str__(self) -> str:
-        return f"1 host armed in {self.one:.2f} s, {HOSTS} hosts in {self.all_of_them:.2f} s: {self.ratio:.2f} ×"
+        return f"1 host ready in {self.one:.2f} s, {HOSTS} hosts in {self.all_of_them:.2f} s: {self.ratio:.2f} ×"
 
 
 def measure(rounds: int, share: float | None) -> Times:
@@ -59,7 +59,7 @@ def measure(rounds: int, share: float | None) -> Times:
         desk = Desk(lab)
         hosts = [{"host": name, "address": f"10.78.0.{50 + number}"} for number, name in enumerate(names, 1)]
         desk.write_profile("eight", hosts=hosts, python=str(desk.stand_in), patience=30)
-        pairs = [(time_to_armed(desk, 1), time_to_armed(desk, HOSTS)) for _ in range(rounds)]
+        pairs = [(time_to_ready(desk, 1), time_to_ready(desk, HOSTS)) for _ in range(rounds)]
     return Times(*(statistics.median(times) for times in zip(*pairs)))
 
 

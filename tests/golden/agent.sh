@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# A part of gptctl's engine on a host of job gpt-3f9a2c: `agent.sh agent NODE` runs the job there,
-# `agent.sh host_commands COMMAND` answers gptctl.
+# Start a module of gptctl's engine on a host of job gpt-3f9a2c: `agent.sh agent NODE` runs the
+# job there, `agent.sh host_commands COMMAND` answers gptctl.
 umask 077
-trap '' PIPE # if the connection is lost, what was sent here must still be removed
-exec 3>&1 4<&0 1>&2 < /dev/null # gptctl's messages are not for the setup, nor the setup's output for gptctl
+# If the connection is lost, this script must still remove what was sent here.
+trap '' PIPE
+# Keep gptctl's messages (3, 4) from the setup, and the setup's output from gptctl.
+exec 3>&1 4<&0 1>&2 < /dev/null
 fail() {
   echo "error: $*" >&2
   exit 78
 }
 gptctl_dir=/home/me/work/runs/gpt-3f9a2c
 # shellcheck shell=bash
-# Kill every process of a job on this machine. Ranks have sessions of their own, so only the
-# environment tells: each process of a job has the job's folder in GPTCTL_RUN_DIR.
+# Kill every process of a job on this machine. Ranks have their own sessions, so they are found by
+# their environment: every process of a job has the job's folder in GPTCTL_RUN_DIR.
 job_processes() {
   grep -lszxF "GPTCTL_RUN_DIR=$1" /proc/[0-9]*/environ | cut -d/ -f3
 }
@@ -21,9 +23,11 @@ kill_job() {
   done 2> /dev/null
 }
 gptctl_guard=''
-end_guard() { # its session may be too young to be known
+# Kill the guard and its children; right after its start it may not have its own session yet.
+end_guard() {
   [ -z "$gptctl_guard" ] || kill -- -"$gptctl_guard" 2> /dev/null || kill "$gptctl_guard"
 }
+# Remove the job's folder if this script fails: fail() has explained code 78 already.
 roll_back() {
   [ "$BASHPID" = "$$" ] || return 0 # a child that was killed before it became the guard has this trap, too
   end_guard
@@ -31,9 +35,10 @@ roll_back() {
   [ "$1" = 78 ] || echo "error: the setup exited with code $1" >&2
 }
 gptctl_functions=$(declare -f job_processes kill_job)
-if [ -n "${GPTCTL_ROLL_BACK:-}" ]; then # as long as there is no agent to do it
+# Until the agent runs, which rolls back by itself.
+if [ -n "${GPTCTL_ROLL_BACK:-}" ]; then
   trap 'roll_back $?' EXIT
-  # A second shell kills a setup that hangs.
+  # A guard kills a setup that hangs: gptctl may have lost the connection meanwhile.
   # shellcheck disable=SC2016
   setsid bash -c "$gptctl_functions"'
     sleep "$1"
@@ -50,10 +55,12 @@ fi
 } || fail 'setup failed: module load cuda/12'
 
 gptctl_python=/srv/venv/bin/python
-[ "$1" != old ] || fail "$gptctl_python is not Python 3.10 or newer: set engine_python in the profile"
-command -v "$gptctl_python" > /dev/null || fail "there is no $gptctl_python"
+[ "$1" != old ] ||
+  fail "$gptctl_python is older than Python 3.10: set engine_python in the profile"
+command -v "$gptctl_python" > /dev/null || fail "cannot find $gptctl_python"
 "$gptctl_python" -S -c '' || fail "$gptctl_python does not start"
-cd "$gptctl_dir" || fail "the job's folder is not here"
+cd "$gptctl_dir" || fail "the job's folder is missing here"
 end_guard
-# -S: it needs nothing but the standard library, and starts in half the time. An old Python comes back here.
+# -S: the engine needs only the standard library, and starts faster without site-packages.
+# A Python that is too old starts this script again with `old`.
 exec "$gptctl_python" -S engine.pyz "$1" "$gptctl_dir" "${@:2}" >&3 3>&- <&4 4<&-

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Job gpt-3f9a2c: 2 node(s) with 4 rank(s) each. gptctl submits it; it belongs to its folder and runs once.
+# Job gpt-3f9a2c: 2 node(s) with 4 rank(s) each.
+# gptctl submits this script. It belongs to its folder, and cannot be submitted again by hand.
 #SBATCH --job-name=gpt
 #SBATCH --partition=a800
 #SBATCH --nodes=2
@@ -15,16 +16,17 @@
 #SBATCH --requeue
 
 umask 077
-trap '' USR1 # until the engine listens: it would kill this script
+# Until the engine handles it, the signal would kill this script.
+trap '' USR1
 cd /home/me/work/runs/gpt-3f9a2c || exit 73
 fail() {
   echo "error: $*" >&2
   exit 72
 }
 
-# Of two submissions of the same job, only the one with the claim runs.
+# If a lost reply made gptctl submit the job twice, only the one with the claim may run.
 grep -qs "\"scheduler_id\": \"$SLURM_JOB_ID\"" claim.json || {
-  echo "Slurm job $SLURM_JOB_ID was abandoned by gptctl: it does nothing"
+  echo "Slurm job $SLURM_JOB_ID does not have the claim of this folder: gptctl abandoned it"
   exit 1
 }
 
@@ -47,5 +49,6 @@ runs_engine "$gptctl_python" || gptctl_python=$(
 )
 runs_engine "$gptctl_python" || fail "no Python 3.10 or newer for gptctl's engine on $(uname -n):" \
   'gptctl tries engine_python of profile lab (not set), then the interpreter it was submitted with (/venv/bin/python), then python3 after the setup; set engine_python in the profile'
-# Attempts, restarts, requeueing, stopping and the result are the engine's: it starts launch.sh on every node by srun.
+# The engine starts launch.sh on every node with srun. It handles attempts, restarts, requeueing,
+# stopping and the result.
 exec "$gptctl_python" -S engine.pyz srun_node /home/me/work/runs/gpt-3f9a2c

@@ -1,22 +1,28 @@
 #!/usr/bin/env bash
-# One node of one attempt of job gpt-3f9a2c: 1 node(s) with 2 rank(s) each. gptctl starts it; by hand, from any folder:
-#   GPTCTL_NODE=0 GPTCTL_ATTEMPT=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 bash /home/me/work/runs/gpt-3f9a2c/launch.sh
-: "${GPTCTL_NODE:?the number of this node, from 0}" "${GPTCTL_ATTEMPT:?how often the job was started before}"
-: "${MASTER_ADDR:?the address of node 0}" "${MASTER_PORT:?a free port of node 0}"
+# One node of an attempt of job gpt-3f9a2c: 1 node(s) with 2 rank(s) each.
+# gptctl starts this script. To start it by hand, from any folder:
+#   GPTCTL_NODE=0 GPTCTL_ATTEMPT=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 \
+#     bash /home/me/work/runs/gpt-3f9a2c/launch.sh
+: "${GPTCTL_NODE:?set it to the number of this node, from 0}"
+: "${GPTCTL_ATTEMPT:?set it to the number of earlier attempts}"
+: "${MASTER_ADDR:?set it to the address of node 0}"
+: "${MASTER_PORT:?set it to a free port of node 0}"
 
 export GPTCTL_NODE GPTCTL_ATTEMPT
 export GPTCTL_JOB=gpt-3f9a2c
-export GPTCTL_RUN_DIR=/home/me/work/runs/gpt-3f9a2c # in the environment of every process of the job, so that each can be found
+# All processes of the job inherit this variable: gptctl finds them by it.
+export GPTCTL_RUN_DIR=/home/me/work/runs/gpt-3f9a2c
 export GPTCTL_ATTEMPT_DIR="$GPTCTL_RUN_DIR/attempt-$GPTCTL_ATTEMPT"
 export GPTCTL_LOG_DIR=/home/me/work/runs/gpt-3f9a2c/logs/"attempt-$GPTCTL_ATTEMPT"
-asked='' # to stop, by a signal to this script
+asked='' # not empty after a signal asked this script to stop
 umask 077
 mkdir -p "$GPTCTL_ATTEMPT_DIR" "$GPTCTL_LOG_DIR" || exit 73
 
 # Record how this node exited.
 finish() {
   echo "$1" > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.exit" || exit "$1"
-  [ -z "$asked" ] || exit 0 # torchrun exits with 1 then, for which srun would kill nodes that are still saving
+  # After a stop torchrun exits with 1, for which srun would kill nodes that are still saving.
+  [ -z "$asked" ] || exit 0
   exit "$1"
 }
 fail() {
@@ -38,7 +44,7 @@ export TOKEN
 export KEY="${MY_KEY:-}"
 export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$GPTCTL_LOG_DIR/nccl_trace_rank_}"
 
-cd /home/me/work || fail "the job's working folder is not here"
+cd /home/me/work || fail "the job's working folder is missing here"
 
 # Setup of cluster profile lab.
 {
@@ -48,9 +54,11 @@ cd /home/me/work || fail "the job's working folder is not here"
   source /venv/bin/activate
 } || fail 'setup failed: source /venv/bin/activate'
 
-# `-m trainer` is the frozen copy.
+# `-m trainer` runs the copy that was frozen with the job.
 export GPTCTL_WORK_DIR=/home/me/work/runs/gpt-3f9a2c/code PYTHONPATH=/home/me/work/runs/gpt-3f9a2c/code"${PYTHONPATH:+:$PYTHONPATH}"
-cd "$GPTCTL_ATTEMPT_DIR" || fail # torchrun imports from where it is started: there is nothing here
+# torchrun imports modules from its current folder: here are none that could replace others.
+cd "$GPTCTL_ATTEMPT_DIR" || fail "the folder of the attempt is missing here"
+# The job may have been cancelled while the setup ran.
 [ ! -e "$GPTCTL_RUN_DIR/cancelled" ] || finish 143
 
 torchrun \
@@ -60,13 +68,16 @@ torchrun \
   /home/me/work/runs/gpt-3f9a2c/code/rank_log.py -m trainer -c /home/me/work/runs/gpt-3f9a2c/config.json -o Engine.save_load.output_dir=/home/me/work/runs/gpt-3f9a2c/output &
 torchrun=$!
 
-# Signals are for torchrun, which passes them on to its ranks; this script only has to outlive them.
+# Signals go to torchrun, which passes them on to its ranks; this script must survive them to record
+# the exit code.
 echo "$torchrun" > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.pid"
 trap 'asked=yes; : > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.asked"' TERM INT HUP USR1 USR2
 wait "$torchrun"
-while kill -0 "$torchrun" 2> /dev/null; do # a signal ends `wait` early
+# A signal interrupts `wait`.
+while kill -0 "$torchrun" 2> /dev/null; do
   wait "$torchrun"
 done
-wait "$torchrun" # again: it may have ended while a signal was dealt with
+# Again, for the exit code: torchrun may have exited while a signal was handled.
+wait "$torchrun"
 code=$?
 finish "$code"

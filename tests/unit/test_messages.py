@@ -44,7 +44,7 @@ def test_nonsense_ends_the_conversation(nonsense: bytes) -> None:
 
 def test_the_other_side_is_gone(pair: tuple[MessageStream, MessageStream]) -> None:
     here, there = pair
-    there._keeps.close()  # type: ignore[attr-defined]
+    there._owner.close()  # type: ignore[attr-defined]
     with pytest.raises(ConnectionLost):
         here.receive(1)
 
@@ -63,9 +63,9 @@ def meet(peer_key: bytes, head_key: bytes) -> list[object]:
         thread = threading.Thread(target=as_peer)
         thread.start()
         connection, _ = listener.accept()
-        wire, asked = socket_stream(connection, 5.0), challenge()
-        wire.send(challenge=asked)
-        answers[1] = admit(wire, asked, wire.receive(5.0) or {}, head_key)
+        stream, asked = socket_stream(connection, 5.0), challenge()
+        stream.send(challenge=asked)
+        answers[1] = admit(stream, asked, stream.receive(5.0) or {}, head_key)
         if answers[1] is None:
             connection.close()
         thread.join()
@@ -87,10 +87,10 @@ def test_a_false_head_is_not_joined() -> None:
 
         def pretend() -> None:
             connection, _ = listener.accept()
-            wire = socket_stream(connection, 5.0)
-            wire.send(challenge=challenge())
-            wire.receive(5.0)
-            wire.send(proof=prove(b"other", "head", "x"))
+            stream = socket_stream(connection, 5.0)
+            stream.send(challenge=challenge())
+            stream.receive(5.0)
+            stream.send(proof=prove(b"other", "head", "x"))
             done.wait(5)
             connection.close()
 

@@ -1,6 +1,6 @@
 """Plans and the scripts made from them. Oracles: golden files, bash and shellcheck, and what arrives in real processes.
 
-`GOLDEN=update pytest tests/unit/test_render.py` writes the golden files anew.
+`GOLDEN=update pytest tests/unit/test_render.py` writes the golden files again.
 """
 
 from __future__ import annotations

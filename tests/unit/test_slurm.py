@@ -41,25 +41,25 @@ def record(tmp_path: Path) -> JobRecord:
         ({"restarts": 2, "reason": "BeginTime"}, "PENDING: requeued 2 times; BeginTime"),
         (
             {"reason": "BadConstraints", "start": "2026-01-01T10:00:00"},
-            "PENDING: BadConstraints: that does not pass by itself; cancel it, and ask for what the cluster has",
+            "PENDING: BadConstraints: it will never start; cancel it, and request what the cluster has",
         ),
         ({"state": "REQUEUE_HOLD", "reason": "job_requeued_in_held_state"}, "PENDING: job_requeued_in_held_state"),
         ({"state": "RUNNING"}, "RUNNING: starting"),
         ({"state": "RUNNING", "restarts": 1}, "RUNNING: starting, requeued once"),
         ({"state": "SUSPENDED"}, "RUNNING: suspended"),
-        ({"state": "OUT_OF_MEMORY", "nodes": "n1"}, "OUT_OF_MEMORY: Slurm calls it OUT_OF_MEMORY, on n1"),
-        ({"state": "TIMEOUT", "nodes": "n1"}, "TIMEOUT: Slurm calls it TIMEOUT, on n1"),
-        ({"state": "PREEMPTED"}, "PREEMPTED: Slurm calls it PREEMPTED"),
-        ({"state": "BOOT_FAIL"}, "NODE_FAIL: Slurm calls it BOOT_FAIL"),
-        ({"state": "FAILED", "exit_code": 3 << 8}, "FAILED: Slurm calls it FAILED, exit code 3"),
-        ({"state": "FAILED", "exit_code": 9}, "FAILED: Slurm calls it FAILED, signal 9"),
+        ({"state": "OUT_OF_MEMORY", "nodes": "n1"}, "OUT_OF_MEMORY: Slurm reports OUT_OF_MEMORY, on n1"),
+        ({"state": "TIMEOUT", "nodes": "n1"}, "TIMEOUT: Slurm reports TIMEOUT, on n1"),
+        ({"state": "PREEMPTED"}, "PREEMPTED: Slurm reports PREEMPTED"),
+        ({"state": "BOOT_FAIL"}, "NODE_FAIL: Slurm reports BOOT_FAIL"),
+        ({"state": "FAILED", "exit_code": 3 << 8}, "FAILED: Slurm reports FAILED, exit code 3"),
+        ({"state": "FAILED", "exit_code": 9}, "FAILED: Slurm reports FAILED, signal 9"),
         ({"state": "CANCELLED"}, "CANCELLED: cancelled with scancel"),
         (
             {"state": "CANCELLED", "reason": "DependencyNeverSatisfied"},
-            "CANCELLED: a job that it waited for did not complete",
+            "CANCELLED: a job that it depends on did not complete",
         ),
-        ({"state": "COMPLETED"}, "COMPLETED: Slurm says so; the job could not write its own result"),
-        ({"state": "NEW_IN_25"}, "UNKNOWN: Slurm calls it NEW_IN_25"),
+        ({"state": "COMPLETED"}, "COMPLETED: reported by Slurm; the job could not record its own result"),
+        ({"state": "NEW_IN_25"}, "UNKNOWN: Slurm reports NEW_IN_25"),
     ],
 )
 def test_states(backend: SlurmBackend, record: JobRecord, facts: dict[str, object], state: str) -> None:
@@ -88,8 +88,8 @@ def test_an_end_that_slurm_told_is_known_when_it_has_forgotten_the_job(
 
 def test_a_script_that_could_not_be_started(backend: SlurmBackend, record: JobRecord) -> None:
     backend.queue.jobs = {"7": SEEN._replace(state="FAILED", exit_code=53, nodes="n1", work_dir=record.local_dir)}
-    said = f"Slurm could not start its script on n1: do the nodes see {record.local_dir}? gptctl doctor --cluster lab"
-    assert backend.state(record).reason == said
+    check = f"check that the nodes see {record.local_dir}, for example with gptctl doctor --cluster lab"
+    assert backend.state(record).reason == f"Slurm could not start its script on n1: {check}"
 
 
 def test_a_job_of_another_folder_in_the_accounting_is_not_ours(
@@ -111,7 +111,7 @@ def test_the_accounting_may_be_late(backend: SlurmBackend, record: JobRecord, mo
     monkeypatch.setattr(slurm_queue, "recorded", lambda jobs: records.pop(0))
     fresh, states = record._replace(created=time.time()), []
     for _ in answers:
-        backend.queue._looked_up = dict.fromkeys(backend.queue._looked_up, float("-inf"))  # some seconds later
+        backend.queue._queried = dict.fromkeys(backend.queue._queried, float("-inf"))  # some seconds later
         states.append(backend.state(fresh).state)
     assert states == ["UNKNOWN", "RUNNING", "COMPLETED"]
     assert backend.state(fresh).state == "COMPLETED"  # and is not asked for again
@@ -156,7 +156,7 @@ def test_slurms_last_words_are_the_reason(backend: SlurmBackend, record: JobReco
     log.write_text("srun: error: Node failure on n2\nslurmstepd: error: *** JOB 7 ON n1 CANCELLED AT x DUE TO y ***\n")
     backend.queue.jobs = {"7": SEEN._replace(state="NODE_FAIL", work_dir=record.local_dir)}
     words = "(Node failure on n2; *** JOB 7 ON n1 CANCELLED AT x DUE TO y ***)"
-    assert backend.state(record).reason == f"Slurm calls it NODE_FAIL {words}"
+    assert backend.state(record).reason == f"Slurm reports NODE_FAIL {words}"
     RunFolder(record.local_dir).attempt(1).mkdir()
     assert "(attempt 0: Node failure on n2;" in backend.state(record).reason
 
@@ -180,14 +180,14 @@ def test_slurms_last_words_are_the_reason(backend: SlurmBackend, record: JobReco
     ],
 )
 def test_what_is_in_doubt(said: str, is_doubtful: bool) -> None:
-    assert slurm.failure(slurm.said_by(said)).is_doubtful is is_doubtful
+    assert slurm.failure(slurm.error_text(said)).is_doubtful is is_doubtful
 
 
 def test_words_without_the_name_of_their_client() -> None:
     said = (
         "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition\n"
     )
-    assert slurm.said_by(said) == "invalid partition specified: x; Batch job submission failed: Invalid partition"
+    assert slurm.error_text(said) == "invalid partition specified: x; Batch job submission failed: Invalid partition"
 
 
 def test_a_damaged_line_of_squeue_is_left_out() -> None:

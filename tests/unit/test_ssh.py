@@ -72,7 +72,7 @@ def test_what_cannot_be_used_is_said_of_its_host(cluster: Any, tmp_path: Path) -
         "a: the key /no/key cannot be read; b: the key /no/key cannot be read"
     )
     (tmp_path / ".ssh" / "config").write_text("Host a\n  Port ssh\n")
-    assert fault(cluster(Host(host="a"))) == "a: ssh is no port"
+    assert fault(cluster(Host(host="a"))) == "a: invalid port: ssh"
     (tmp_path / ".ssh" / "config").write_text('UserKnownHostsFile "/a b\n')
     assert "No closing quotation" in fault(cluster(Host(host="a")))
     (tmp_path / ".ssh" / "config").write_text("nonsense\n")

@@ -1,7 +1,7 @@
-"""Slurm. submitit sends our script held and with a token; it is released only after this very job has the claim.
+"""Slurm. gptctl submits a job held and with a token, lets it take the claim, and releases it then.
 
-So a lost reply or a killed gptctl can neither run a job twice nor lose one: what is in doubt is
-looked up by its token, and a job without the claim does nothing even if somebody releases it.
+So a lost reply or a killed gptctl can neither run a job twice nor lose it: gptctl finds a job whose
+submission is in doubt by its token, and a job without the claim does nothing, even if released.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ ACCEPTED = Rule("S008", "the scheduler must accept the job")
 BACKSLASH = Rule("S009", "paths of a Slurm job must not contain a backslash: Slurm interprets it")
 
 SEND_PATIENCE = 60.0  # seconds for which an unreachable controller is tried again
-SETTLE = 3.0  # seconds after which a request that was on its way has been processed
-STOP_PATIENCE = 60.0
-LATE = 3600.0  # seconds after which the accounting knows a job, if it ever will
+SETTLE = 3.0  # seconds after which Slurm has processed a request that was still on its way
+STOP_PATIENCE = 60.0  # seconds
+ACCOUNTING_DELAY = 3600.0  # seconds until the accounting knows a job, if it ever will
 
 T = TypeVar("T")
 
@@ -73,48 +73,54 @@ class SlurmBackend(Backend):
         try:
             return [], client.would_start(script)
         except SlurmError as error:
+            # Slurm did not answer: that says nothing about the job.
             if error.is_doubtful or error.is_missing:
                 return [_not_asked(checked, error.said)], ""
-            words, hint = (
-                f"Slurm refuses it: {error.said}",
-                "sinfo shows partitions and their limits",
-            )
-            return [ACCEPTED.found("Launch.cluster", checked.cluster.name, words, hint)], ""
+            message, hint = f"Slurm rejects it: {error.said}", "sinfo shows partitions and limits"
+            return [ACCEPTED.found("Launch.cluster", checked.cluster.name, message, hint)], ""
 
     # Submitting
 
     def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
         with private_files():
-            os.makedirs(plan.log_dir, exist_ok=True)  # Slurm writes there before the job does
+            # Slurm opens its log file there before the job starts.
+            os.makedirs(plan.log_dir, exist_ok=True)
             os.makedirs(_submitit_folder(plan), exist_ok=True)
         deadline = time.monotonic() + SEND_PATIENCE
+        # 1. Submit it held: Slurm must not start it before gptctl knows its id.
         job, was_doubtful = self._send_once(plan, record, deadline)
         handle = {"scheduler_id": job, "host": os.uname().nodename}
+        # 2. Give it the claim: of several Slurm jobs for this folder only this one does anything.
         if not RunFolder(plan.remote_dir).take(handle):
             message = f"another gptctl has abandoned {plan.job_id}"
             raise UserError(message, "submit it again", OUT_OF_REACH)
+        # 3. Remove the others, if a request was repeated because its reply was lost.
         if was_doubtful:
             _cancel(other.id for other in self._found(record, deadline) if other.id != job)
+        # 4. Only now let Slurm start it.
         self._release(job, record, deadline)
         return handle
 
     def _send_once(self, plan: LaunchPlan, record: JobRecord, deadline: float) -> tuple[str, bool]:
-        """The job's id, and whether it may have been sent more than once."""
-        was_doubtful = has_said = False
+        """Submit the job; return its id, and whether it may have been submitted more than once."""
+        was_doubtful = is_reported = False
         while True:
             try:
                 return _sbatch(plan, record), was_doubtful
             except SlurmError as error:
-                if error.is_missing:  # nothing was sent
+                # Without sbatch nothing was sent.
+                if error.is_missing:
                     raise
                 was_doubtful = True
+                # Slurm may have accepted the job although sbatch failed: look for its token first.
                 if found := self._found(record, deadline):
                     return found[0].id, True
                 if not error.is_doubtful:
                     raise
-                if not has_said:
+                if not is_reported:
                     self._say(f"{error.said}; trying again …")
-                has_said = True
+                is_reported = True
+                # The request may still be on its way: wait, and look again before sending another.
                 time.sleep(SETTLE)
                 if found := self._found(record, deadline):
                     return found[0].id, True
@@ -122,7 +128,7 @@ class SlurmBackend(Backend):
                     raise
 
     def _found(self, record: JobRecord, deadline: float) -> list[Seen]:
-        """Jobs that were submitted for this record; waits for an unreachable controller."""
+        """Find the Slurm jobs that were submitted for this record, the oldest first."""
 
         def ask() -> list[Seen]:
             return sorted(with_token(record.token, record.local_dir), key=lambda job: int(job.id))
@@ -133,6 +139,7 @@ class SlurmBackend(Backend):
         def release() -> None:
             try:
                 client.run("scontrol", "release", job)
+            # The reply may have been lost after Slurm released the job.
             except SlurmError:
                 found = [seen for seen in self._found(record, deadline) if seen.id == job]
                 if not found or found[0].is_held:
@@ -141,33 +148,35 @@ class SlurmBackend(Backend):
         self._retried(release, deadline)
 
     def _retried(self, action: Callable[[], T], deadline: float) -> T:
-        """Repeat what Slurm left in doubt, until it answers or the deadline has passed."""
-        has_said = False
+        """Repeat a request until Slurm answers or the deadline has passed."""
+        is_reported = False
         while True:
             try:
                 return action()
             except SlurmError as error:
                 if not error.is_doubtful or time.monotonic() > deadline:
                     raise
-                if not has_said:
+                if not is_reported:
                     self._say(f"{error.said}; trying again …")
-                has_said = True
+                is_reported = True
                 time.sleep(1)
 
     def abandon(self, record: JobRecord) -> bool:
-        """Remove a job from the queue that was sent but not released; without the claim it does nothing anyway."""
+        """Remove a job that was submitted but not released from the queue."""
         folder = RunFolder(record.local_dir)
+        # Without the claim the job does nothing, even if it cannot be removed now.
         folder.take({"abandoned": True})
         owner = (folder.claimed_by() or {}).get("scheduler_id")
         try:
             jobs = self._found(record, time.monotonic())
         except SlurmError as error:
-            if error.is_missing and not owner:  # from a machine without Slurm nothing was sent
+            # Nothing can have been submitted from a machine without Slurm.
+            if error.is_missing and not owner:
                 return True
             raise
         has_begun = any(job.id == owner and not job.is_held for job in jobs)
         if owner and owner not in {job.id for job in jobs}:
-            # Slurm forgot it after it ran, or lost it before it was released.
+            # Slurm has forgotten it after it ran, or lost it before it was released.
             has_begun = folder.attempts() > 0 or folder.result() is not None
         _cancel(job.id for job in jobs if job.id != owner or not has_begun)
         return not has_begun
@@ -175,10 +184,11 @@ class SlurmBackend(Backend):
     # States
 
     def expect(self, records: Sequence[JobRecord]) -> None:
-        self.queue.look()
-        with suppress(SlurmError):  # then `state` says so for each
+        self.queue.refresh()
+        # `state` reports the error for each job.
+        with suppress(SlurmError):
             ids = [record.handle.get("scheduler_id") for record in records]
-            self.queue.look_up([job for job in ids if job])
+            self.queue.query_accounting([job for job in ids if job])
 
     def state(self, record: JobRecord) -> JobState:
         folder = RunFolder(record.local_dir)
@@ -188,40 +198,41 @@ class SlurmBackend(Backend):
             return JobState(CANCELLED, "abandoned before it was submitted")
         if not job:
             return _half_submitted(record)
-        self.queue.look()
+        self.queue.refresh()
         seen = self.queue.jobs.get(job)
-        # A controller that lost its state gives out the same ids again.
+        # A controller that lost its state assigns the same ids again: compare the folder, too.
         if seen and seen.work_dir == record.local_dir:
-            return self._with_silence(as_seen(seen, folder, record))
+            return self._with_outage(as_seen(seen, folder, record))
         if self.queue.silent_since is not None:
-            return self._with_silence(JobState(UNKNOWN))
-        if result := folder.result():  # written since the caller looked
+            return self._with_outage(JobState(UNKNOWN))
+        # The job may have ended between the caller's check and this one.
+        if result := folder.result():
             return JobState(result.state, result.reason)
         return self._forgotten(job, folder, record)
 
     def _forgotten(self, job: str, folder: RunFolder, record: JobRecord) -> JobState:
-        """The controller no longer knows the job."""
+        """Return the state of a job that the controller does not know any more."""
         try:
             known = self.queue.record(job)
         except SlurmError as error:
-            words = "the controller has forgotten it, and the accounting does not answer"
-            return JobState(UNKNOWN, f"{words}: {error.said}")
+            reason = "it is not in the queue any more, and sacct does not answer"
+            return JobState(UNKNOWN, f"{reason}: {error.said}")
         if known and known.work_dir == record.local_dir:
             return as_ended(known, folder, record)
-        if self.queue.has_accounting and time.time() - record.created < LATE:
-            words = f"the controller does not know job {job} any more, the accounting not yet"
-            return JobState(UNKNOWN, words)
+        if self.queue.has_accounting and time.time() - record.created < ACCOUNTING_DELAY:
+            reason = f"job {job} is not in the queue any more, and not in the accounting yet"
+            return JobState(UNKNOWN, reason)
         where = "" if folder.path.is_dir() else f", and its folder {record.local_dir} is missing"
-        words = f"Slurm does not know job {job} any more, and it recorded no result{where}"
-        return JobState(LOST, words)
+        reason = f"Slurm does not know job {job} any more, and it recorded no result{where}"
+        return JobState(LOST, reason)
 
-    def _with_silence(self, state: JobState) -> JobState:
-        """What was known before Slurm stopped answering."""
+    def _with_outage(self, state: JobState) -> JobState:
+        """Add to the last known state that Slurm does not answer, if so."""
         if self.queue.silent_since is None:
             return state
         since = time.strftime("%H:%M:%S", time.localtime(self.queue.silent_since))
-        words = f"Slurm has not answered since {since}: {self.queue.fault}"
-        return JobState(state.state if state.state in (PENDING, RUNNING) else UNKNOWN, words)
+        reason = f"Slurm has not answered since {since}: {self.queue.fault}"
+        return JobState(state.state if state.state in (PENDING, RUNNING) else UNKNOWN, reason)
 
     # Cancelling
 
@@ -229,15 +240,17 @@ class SlurmBackend(Backend):
         folder = RunFolder(record.local_dir)
         has_folder = folder.path.is_dir()
         if has_folder:
-            folder.take({"abandoned": True})  # only if nobody has the claim: then it never starts
+            # Has no effect if a Slurm job has the claim; else no Slurm job can get it any more.
+            folder.take({"abandoned": True})
             folder.cancel(now)
         jobs = {job.id: job for job in self._found(record, time.monotonic() + STOP_PATIENCE)}
         is_running = any(job.state == "RUNNING" for job in jobs.values())
         if is_running and has_folder and not now:
             self._ask_to_save(jobs, record)
-        self.queue.look(now=True)
+        self.queue.refresh(now=True)
         unfinished = [job.id for job in self._unfinished(set(jobs))]
         if unfinished:
+            # --full: the batch script and its child processes, too.
             if now:
                 _try("scancel", "--signal=KILL", "--full", *unfinished)
             client.run("scancel", *unfinished)
@@ -250,11 +263,12 @@ class SlurmBackend(Backend):
         return [job for job in known if STATES.get(job.state) in (PENDING, RUNNING)]
 
     def _ask_to_save(self, jobs: dict[str, Seen], record: JobRecord) -> None:
-        """The engine lets the ranks save, and exits; it has as much time as they have."""
+        """Ask the engine to let the ranks save, and wait until it has recorded the result."""
         _try("scancel", "--signal=USR1", "--batch", *jobs)
         deadline = time.monotonic() + STOP_PATIENCE
         while time.monotonic() < deadline and not RunFolder(record.local_dir).result():
-            self.queue.look()  # a job that was killed leaves no result
+            # A job that was killed records no result: check that it still runs.
+            self.queue.refresh()
             if self.queue.silent_since is None and not any(map(self._is_running, jobs)):
                 return
             time.sleep(0.2)
@@ -265,23 +279,24 @@ class SlurmBackend(Backend):
     def _wait_until_ended(self, jobs: set[str], record: JobRecord) -> None:
         deadline = time.monotonic() + STOP_PATIENCE
         while time.monotonic() < deadline:
-            self.queue.look(now=True)
+            self.queue.refresh(now=True)
             if self.queue.silent_since is None and not self._unfinished(jobs):
                 return
             time.sleep(1)
-        message = f"{record.id} has not ended in {STOP_PATIENCE:.0f} s"
+        message = f"{record.id} did not stop within {STOP_PATIENCE:.0f} s"
         raise UserError(message, "check again: gptctl status", OUT_OF_REACH)
 
 
 def _not_asked(checked: Checked, why: str) -> Finding:
-    rule, words = ACCEPTED._replace(level="notice"), f"Slurm was not asked: {why}"
-    return rule.found("Launch.cluster", checked.cluster.name, words, "ask again on a login node")
+    rule, message = ACCEPTED._replace(level="notice"), f"Slurm was not asked: {why}"
+    hint = "run this command on a login node"
+    return rule.found("Launch.cluster", checked.cluster.name, message, hint)
 
 
 def _half_submitted(record: JobRecord) -> JobState:
     if not is_here(record.submitter):
         host = record.submitter.get("host")
-        return JobState(UNKNOWN, f"it is being submitted on {host}, or was: ask there")
+        return JobState(UNKNOWN, f"it was being submitted on {host}: run gptctl there")
     if is_alive(record.submitter):
         return JobState(PENDING, "being submitted")
     return JobState(LOST, "gptctl was killed before it submitted the job")
@@ -291,40 +306,44 @@ def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+    # The token comes first; a comment of the user is kept.
     comment = " ".join(filter(None, [record.token, plan.sbatch.get("comment", "")]))
     script = os.path.join(plan.remote_dir, BATCH_SCRIPT)
 
     class ScriptExecutor(SlurmExecutor):
-        """Sends our script instead of a pickled function. What differs between submissions is on
-        the command line, so that the script is what the dry run printed."""
+        """Submits our script instead of a pickled function."""
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             with open(script, encoding="utf-8") as file:
                 return file.read()
 
         def _make_submission_command(self, submission_file_path: Any) -> list[str]:
+            # On the command line, so that the script is exactly what --dry-run printed.
             own = ["--hold", f"--comment={comment}"]
             return [*_clean_prefix(), "sbatch", *own, str(submission_file_path)]
 
     try:
-        with private_files(), redirect_stderr(io.StringIO()):  # submitit prints what it raises
+        # submitit prints the errors that it raises.
+        with private_files(), redirect_stderr(io.StringIO()):
             executor = ScriptExecutor(_submitit_folder(plan))
             return str(executor._submit_command("").job_id)
     except (FailedJobError, FailedSubmissionError) as error:
-        said = client.said_by(str(error)) or "sbatch was killed"
+        said = client.error_text(str(error)) or "sbatch was killed"
         raise client.failure(said) from None
-    except RuntimeError as error:  # without srun submitit sees no cluster
-        words = f"Slurm is not installed here: {error}"
-        raise SlurmError(words, is_doubtful=False, is_missing=True) from None
+    # submitit raises it where srun is not installed.
+    except RuntimeError as error:
+        said = f"Slurm is not installed here: {error}"
+        raise SlurmError(said, is_doubtful=False, is_missing=True) from None
 
 
 def _submitit_folder(plan: LaunchPlan) -> str:
-    """Where submitit keeps the script as it was sent."""
+    """Return the folder where submitit keeps the script as it was submitted."""
     return os.path.join(plan.remote_dir, "submitit")
 
 
 def _clean_prefix() -> list[str]:
-    """Drop variables that sbatch would take for the job's own: submitit passes our environment on."""
+    """Drop variables that sbatch would take for the job's own."""
+    # submitit starts sbatch with the environment of this process, so `env` has to remove them.
     clean = clean_environment()
     dropped = [word for name in os.environ if name not in clean for word in ("-u", name)]
     changed = [f"{name}={value}" for name, value in clean.items() if value != os.environ[name]]
@@ -337,6 +356,7 @@ def _cancel(jobs: Iterable[str]) -> None:
 
 
 def _try(*command: str) -> None:
+    """Run a command whose refusal does not matter, such as a signal to a job that has ended."""
     try:
         client.run(*command)
     except SlurmError as error:

@@ -1,6 +1,6 @@
-"""The jobs that Slurm knows. Only text formats are read: they are the same in every version.
+"""The jobs that Slurm knows, from squeue and sacct.
 
-One `squeue` answers for all jobs of the user, and is asked again after some seconds at the earliest.
+Only their text formats are used: unlike JSON, they are the same in every version of Slurm.
 """
 
 from __future__ import annotations
@@ -13,27 +13,17 @@ from typing import NamedTuple
 from gptctl.backends.slurm.client import SlurmError, run
 
 EVERY = 5.0  # seconds between two queries
-FIELDS = (
-    "jobid",
-    "state",
-    "reason",
-    "starttime",
-    "nodelist",
-    "restartcnt",
-    "exit_code",
-    "workdir",
-    "comment",
-)
-SEPARATOR = "\x1f"  # in no value: control characters are refused
+FIELDS = tuple("jobid state reason starttime nodelist restartcnt exit_code workdir comment".split())
+SEPARATOR = "\x1f"  # is in no value: gptctl refuses control characters
 RECORDED = ("JobIDRaw", "State", "ExitCode", "NodeList", "WorkDir")
 HELD = "JobHeld"
-# States that pass by themselves; any other one is the end of a job.
+# States that change by themselves; in any other one the job has ended.
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 GOING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 
 
 class Recorded(NamedTuple):
-    """How a job stands or ended, in Slurm's words."""
+    """The state of a job, as the accounting records it."""
 
     state: str
     code: int
@@ -43,7 +33,7 @@ class Recorded(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A job as the controller knows it."""
+    """A job in the queue, as the controller reports it."""
 
     id: str
     state: str
@@ -61,14 +51,15 @@ class Seen(NamedTuple):
 
     @property
     def recorded(self) -> Recorded:
-        """As the accounting would write it; `exit_code` is that of wait(2)."""
-        return Recorded(
-            self.state, self.exit_code >> 8, self.exit_code & 0x7F, self.nodes, self.work_dir
-        )
+        """Convert to the form of the accounting."""
+        # squeue reports the exit status of wait(2): the exit code and the signal in one number.
+        code, signal = self.exit_code >> 8, self.exit_code & 0x7F
+        return Recorded(self.state, code, signal, self.nodes, self.work_dir)
 
 
 def queue() -> dict[str, Seen]:
-    """All jobs of this user that the controller remembers, ended ones too."""
+    """Return all jobs of this user that the controller knows, including ended ones."""
+    # One query for all jobs: a busy controller suffers from many.
     form = ",".join(f"{field}:{SEPARATOR}" for field in FIELDS)
     mine = f"--user={os.getuid()}"
     lines = run("squeue", "--noheader", "--states=all", mine, f"--Format={form}").splitlines()
@@ -77,6 +68,7 @@ def queue() -> dict[str, Seen]:
 
 
 def _seen(fields: Sequence[str]) -> Seen | None:
+    # Other output, such as a warning of the site.
     if len(fields) < len(FIELDS):
         return None
     job, state, reason, start, nodes, restarts, code, folder, comment = (
@@ -90,7 +82,7 @@ def _number(text: str) -> int:
 
 
 def recorded(ids: Sequence[str]) -> dict[str, Recorded] | None:
-    """What the accounting knows of jobs, their last run only; None where there is no accounting."""
+    """Return what the accounting knows about the last run of jobs; None without accounting."""
     try:
         text = run("sacct", "-X", "-P", "-n", "-j", ",".join(ids), "-o", ",".join(RECORDED))
     except SlurmError as error:
@@ -106,7 +98,7 @@ def recorded(ids: Sequence[str]) -> dict[str, Recorded] | None:
 
 
 class Queue:
-    """The last answer of the controller, asked again when it is some seconds old; it may be silent for a while."""
+    """The last answer of the controller, and when it stopped answering, if it did."""
 
     def __init__(self) -> None:
         self.jobs: Mapping[str, Seen] = {}
@@ -115,41 +107,45 @@ class Queue:
         self.has_accounting = False
         self._asked = float("-inf")
         self._records: dict[str, Recorded] = {}
-        self._looked_up: dict[str, float] = {}  # when
+        self._queried: dict[str, float] = {}  # when the accounting was asked about a job
 
-    def look(self, now: bool = False) -> None:
+    def refresh(self, now: bool = False) -> None:
+        """Ask the controller, unless it was asked a few seconds ago."""
         if not now and time.monotonic() - self._asked < EVERY:
             return
         try:
             self.jobs = queue()
             self.silent_since = None
+        # Keep the old answer: the last known state is better than none.
         except SlurmError as error:
             self.fault = error.said
             self.silent_since = self.silent_since or time.time()
         self._asked = time.monotonic()
 
-    def look_up(self, jobs: Sequence[str]) -> None:
-        """Asks the accounting about jobs that the controller has forgotten, all at once; it may know them late."""
+    def query_accounting(self, jobs: Sequence[str]) -> None:
+        """Ask the accounting, with one query, about jobs that the controller has forgotten."""
         now = time.monotonic()
         unknown = [job for job in jobs if job not in self.jobs and not self._is_settled(job, now)]
         if unknown:
             found = recorded(unknown)
             self.has_accounting = found is not None
             self._records |= found or {}
-            self._looked_up |= dict.fromkeys(unknown, now)
+            self._queried |= dict.fromkeys(unknown, now)
 
     def _is_settled(self, job: str, now: float) -> bool:
+        # The accounting may lag behind: ask again about a job that it does not know as ended.
         known = self._records.get(job)
         has_ended = known is not None and known.state not in (*WAITING, *GOING)
-        return has_ended or now - self._looked_up.get(job, float("-inf")) < EVERY
+        return has_ended or now - self._queried.get(job, float("-inf")) < EVERY
 
     def record(self, job: str) -> Recorded | None:
-        self.look_up([job])
+        self.query_accounting([job])
         return self._records.get(job)
 
 
 def with_token(token: str, run_dir: str) -> list[Seen]:
-    """Jobs that were submitted with a token, or for a folder: a site's plugin may rewrite comments."""
+    """Find the jobs that were submitted with a token, or for a folder."""
+    # By folder, too: a plugin of the site may rewrite the comment that contains the token.
     return [
         job for job in queue().values() if token in job.comment.split() or job.work_dir == run_dir
     ]

@@ -1,4 +1,4 @@
-"""What Slurm says about a job, as a state of gptctl's."""
+"""Translate what Slurm reports about a job into a state of gptctl."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from gptctl.engine.run_folder import (
 )
 from gptctl.jobs.store import JobRecord
 
-# Such as `slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2024-05-01T10:00:00 DUE TO PREEMPTION ***`
-LAST_WORDS = re.compile(
+# Slurm writes why it stopped a job to the job's own log, such as
+# `slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2024-05-01T10:00:00 DUE TO PREEMPTION ***`.
+STOP_REASON = re.compile(
     r"^(?:srun|slurmstepd\S*): error: (Node failure on .*|\*\*\* JOB .* DUE TO .*? \*\*\*)",
     re.MULTILINE,
 )
@@ -45,48 +46,44 @@ STATES = {
     **dict.fromkeys(WAITING, PENDING),
     **dict.fromkeys(GOING, RUNNING),
 }
-# Reasons for which a job waits until somebody changes it or the cluster.
-HOPELESS = re.compile(
-    "BadConstraints|Partition(Node|Time)Limit|(Account|QOS)NotAllowed|Invalid(Account|QOS)|DependencyNeverSatisfied"
+# Reasons for which a job waits until somebody changes the job or the cluster.
+NEVER_STARTS = re.compile(
+    "BadConstraints|Partition(Node|Time)Limit|(Account|QOS)NotAllowed|Invalid(Account|QOS)|"
+    "DependencyNeverSatisfied"
 )
-CANNOT_START = 53  # the signal by which Slurm says that it could not begin with a batch script
+SCRIPT_FAILED = 53  # the signal that Slurm reports if it could not start a batch script
 
 
 def as_seen(seen: Seen, folder: RunFolder, record: JobRecord) -> JobState:
+    """Return the state of a job that is in the queue."""
     kind = STATES.get(seen.state, UNKNOWN)
     if kind == PENDING:
-        return JobState(
-            PENDING, "; ".join(filter(None, [_requeued(seen, folder, record), _why(seen)]))
-        )
+        facts = [_requeued(seen, folder, record), _why_pending(seen)]
+        return JobState(PENDING, "; ".join(filter(None, facts)))
     if kind == RUNNING:
         begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
         again = f"attempt {folder.attempts() - 1}" if folder.attempts() > 1 else ""
         stage = "" if begun else "starting"
         if seen.state != "RUNNING":
             stage = seen.state.lower()
-        return JobState(
-            RUNNING, ", ".join(filter(None, [again, stage, _requeued(seen, folder, record)]))
-        )
+        facts = [again, stage, _requeued(seen, folder, record)]
+        return JobState(RUNNING, ", ".join(filter(None, facts)))
     if kind == UNKNOWN:
-        return JobState(UNKNOWN, f"Slurm calls it {seen.state}")
+        return JobState(UNKNOWN, f"Slurm reports {seen.state}")
+    # The job knows best how it ended: Slurm sees only the exit code of the batch script.
     if result := folder.result():
         return JobState(result.state, result.reason)
     if kind == CANCELLED and "Dependency" in seen.reason and not folder.cancelled.exists():
-        return _kept(JobState(CANCELLED, "a job that it waited for did not complete"), folder)
+        return _recorded(JobState(CANCELLED, "a job that it depends on did not complete"), folder)
     return as_ended(seen.recorded, folder, record)
 
 
-def _why(seen: Seen) -> str:
-    expected = (
-        ""
-        if seen.start in ("", "N/A", "Unknown")
-        else f", expected to start {seen.start.replace('T', ' ')}"
-    )
+def _why_pending(seen: Seen) -> str:
+    is_known = seen.start not in ("", "N/A", "Unknown")
+    expected = f", expected to start {seen.start.replace('T', ' ')}" if is_known else ""
     reason = "" if seen.reason in ("", "None") else seen.reason
-    if HOPELESS.search(reason):
-        return (
-            f"{reason}: that does not pass by itself; cancel it, and ask for what the cluster has"
-        )
+    if NEVER_STARTS.search(reason):
+        return f"{reason}: it will never start; cancel it, and request what the cluster has"
     return f"{reason}{expected}" if reason else expected.removeprefix(", ")
 
 
@@ -94,51 +91,49 @@ def _requeued(seen: Seen, folder: RunFolder, record: JobRecord) -> str:
     if not seen.restarts:
         return ""
     times = "once" if seen.restarts == 1 else f"{seen.restarts} times"
-    return f"requeued {times}{_ending_words(record, folder)}"
+    return f"requeued {times}{_stop_reason(record, folder)}"
 
 
-def _ending_words(record: JobRecord, folder: RunFolder) -> str:
-    """What Slurm said of the end of the last attempt that it ended, in that attempt's output."""
+def _stop_reason(record: JobRecord, folder: RunFolder) -> str:
+    """Return why Slurm stopped an attempt, from the newest log that contains a reason."""
     newest = folder.attempts() - 1
     for attempt in range(newest, -1, -1):
         log = read_text(Path(record.log_dir) / f"attempt-{attempt}" / "batch.log")
-        if words := dict.fromkeys(match[1] for match in LAST_WORDS.finditer(log)):
+        if reasons := dict.fromkeys(match[1] for match in STOP_REASON.finditer(log)):
             which = "" if attempt == newest else f"attempt {attempt}: "
-            return f" ({which}{'; '.join(words)})"
+            return f" ({which}{'; '.join(reasons)})"
     return ""
 
 
 def as_ended(end: Recorded, folder: RunFolder, record: JobRecord) -> JobState:
-    """A job that left no result: what Slurm says of its end."""
+    """Return the state of a job that ended without recording a result."""
     kind = STATES.get(end.state, UNKNOWN)
     if kind == COMPLETED:
-        return JobState(COMPLETED, "Slurm says so; the job could not write its own result")
+        return JobState(COMPLETED, "reported by Slurm; the job could not record its own result")
     if kind == CANCELLED:
-        return _kept(
-            JobState(
-                CANCELLED, "cancelled" if folder.cancelled.exists() else "cancelled with scancel"
-            ),
-            folder,
-        )
-    if end.signal == CANNOT_START and not folder.attempts():
-        words = f"Slurm could not start its script on {end.nodes or 'a node'}: do the nodes see {record.local_dir}?"
-        return _kept(JobState(kind, f"{words} gptctl doctor --cluster {record.cluster}"), folder)
+        reason = "cancelled" if folder.cancelled.exists() else "cancelled with scancel"
+        return _recorded(JobState(CANCELLED, reason), folder)
+    if end.signal == SCRIPT_FAILED and not folder.attempts():
+        where = f"on {end.nodes or 'a node'}: check that the nodes see {record.local_dir}"
+        hint = f"gptctl doctor --cluster {record.cluster}"
+        reason = f"Slurm could not start its script {where}, for example with {hint}"
+        return _recorded(JobState(kind, reason), folder)
+    # The batch script explained this in its only line of output.
     if end.code == NO_ENGINE_PYTHON and not folder.attempts():
         said = read_text(Path(record.log_dir) / "batch.log").strip().rpartition("\n")[2]
-        return _kept(JobState(kind, said.removeprefix("error: ")), folder)
+        return _recorded(JobState(kind, said.removeprefix("error: ")), folder)
+    # Slurm reports 0 and an empty text for what it does not know.
     facts = {"exit code": end.code, "signal": end.signal, "on": end.nodes}
-    words = ", ".join(
-        [
-            f"Slurm calls it {end.state}",
-            *(f"{name} {value}" for name, value in facts.items() if value),
-        ]
-    )
-    return _kept(JobState(kind, f"{words}{_ending_words(record, folder)}"), folder)
+    known = [f"{name} {value}" for name, value in facts.items() if value]
+    reason = ", ".join([f"Slurm reports {end.state}", *known])
+    return _recorded(JobState(kind, f"{reason}{_stop_reason(record, folder)}"), folder)
 
 
-def _kept(state: JobState, folder: RunFolder) -> JobState:
-    """Slurm forgets a job after some minutes: what it said of its end is written down, unless it may be requeued."""
+def _recorded(state: JobState, folder: RunFolder) -> JobState:
+    """Record the result of a job, because Slurm forgets it after some minutes."""
+    # Other states are not final: Slurm may still requeue the job.
     if state.state in (CANCELLED, FAILED, TIMEOUT, OUT_OF_MEMORY) and folder.path.is_dir():
-        with suppress(OSError):  # full, or another user's: then it is asked again
+        # The disk may be full, or the folder another user's: then Slurm is asked again.
+        with suppress(OSError):
             folder.finish(*state)
     return state

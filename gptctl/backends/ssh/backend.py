@@ -1,4 +1,7 @@
-"""Machines without a scheduler. Their agents run the job; a copy of its folder on this machine shows its state."""
+"""Machines without a scheduler, reached by ssh. An agent on each of them runs the job.
+
+gptctl keeps a copy of the job's folder on this machine, and reads logs and state from there.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
-from gptctl.remote.connection import JumpHosts, in_parallel
+from gptctl.remote.connection import JumpHosts
 from gptctl.remote.host_error import HostError
 from gptctl.remote.log_sync import LogSync
+from gptctl.remote.parallel import in_parallel
 from gptctl.reporting import Fetched, Say, ShowProgress
 from gptctl.spec.check import Checked
 from gptctl.spec.resources import home
@@ -27,8 +31,8 @@ from trainer.errors import OUT_OF_REACH, UserError
 if TYPE_CHECKING:
     from gptctl.backends.ssh.launcher import Launcher
 
-MAX_JOBS = 4  # asked for at the same time: sshd accepts only a few connections at once
-END_PATIENCE = 120.0  # seconds that a host has to end a job
+MAX_JOBS = 4  # queried at the same time: sshd accepts only a few connections at once
+END_PATIENCE = 120.0  # seconds in which a host must stop a job
 
 
 class SshBackend(Backend):
@@ -37,10 +41,10 @@ class SshBackend(Backend):
     def __init__(self, say: Say) -> None:
         self._say = say
         self._jump_hosts = JumpHosts()
-        self._syncs: dict[str, LogSync] = {}  # of every job asked for, with open connections
+        self._syncs: dict[str, LogSync] = {}  # by job id, with open connections
 
     def plan_defaults(self, checked: Checked, site: Site, identity: JobIdentity) -> PlanDefaults:
-        # Hosts do not have the current folder, but the files that are sent with the job.
+        # Hosts do not have the current folder, only the files that are sent with the job.
         code = os.path.join(identity.remote_dir, "code") if identity.remote_dir else ""
         return PlanDefaults(
             rdzv_id=checked.launch.job_name, python="python", work_dir=code, pins_interface=True
@@ -63,13 +67,15 @@ class SshBackend(Backend):
         launcher = Launcher(plan, record, self._jump_hosts, self._say)
         try:
             _prepare(launcher, folder)
-            # From here on the job may run, even if its answer never arrives.
+            # From here on the job may run, even if the reply never arrives. Recorded before the
+            # commit, so that a gptctl that is killed meanwhile does not remove a running job.
             folder.in_doubt.touch(mode=0o600)
             answer = launcher.commit()
         finally:
             launcher.close()
         host, port = answer["endpoint"]
         handle = {**answer["committed"], "host": host}
+        # Record here what the first host has: state and logs are read from this folder.
         with private_files():
             folder.take(handle)
             folder.attempt(0).mkdir()
@@ -78,7 +84,7 @@ class SshBackend(Backend):
         return handle
 
     def abandon(self, record: JobRecord) -> bool:
-        """What the first host says counts: once its agent has the claim, the job exists."""
+        """Let the first host decide: once its agent has the claim, the job exists."""
         folder = RunFolder(record.local_dir)
         if (folder.claimed_by() or {}).get("abandoned"):
             return True
@@ -96,7 +102,7 @@ class SshBackend(Backend):
 
     def expect(self, records: Sequence[JobRecord]) -> None:
         started = [record for record in records if record.handle]
-        # Around all threads: the umask belongs to the process, and each would restore what it found.
+        # Around all threads: the umask belongs to the process, not to a thread.
         with private_files():
             in_parallel(lambda record: self.sync_of(record).refresh(), started, MAX_JOBS)
 
@@ -105,7 +111,8 @@ class SshBackend(Backend):
             return _half_submitted(record)
         try:
             sync = self.sync_of(record)
-        except UserError as error:  # the job's folder here, or the user's ssh config
+        # The job's folder here or the user's ssh config is damaged.
+        except UserError as error:
             return JobState(UNKNOWN, error.message)
         sync.refresh()
         unreachable = sync.unreachable()
@@ -114,17 +121,19 @@ class SshBackend(Backend):
         head = sync.hosts[0]
         if head.fault:
             return JobState(UNKNOWN, "; ".join(unreachable))
-        return _as_reported(head.route.name, head.seen, record, unreachable)
+        return _as_reported(head.route.name, head.status, record, unreachable)
 
     # Cancelling
 
     def cancel(self, record: JobRecord, now: bool) -> None:
-        """The first host lets all ranks save and records the result; then every host kills what is left."""
+        """Let the first host stop all ranks gently, then kill what is left on every host."""
         sync, folder = self.sync_of(record), RunFolder(record.local_dir)
         folder.cancel(now)
+        # The agent of the first host lets the ranks of all hosts save, and records the result.
         if not now:
             with suppress(HostError):
                 sync.hosts[0].ask("end", "gently", patience=END_PATIENCE)
+        # A host that lost its connection to the first one may still run ranks.
         answers = in_parallel(
             lambda host: host.ask("end", "now", patience=END_PATIENCE), sync.hosts
         )
@@ -138,8 +147,8 @@ class SshBackend(Backend):
         _note_not_ended(folder, problems)
         if problems:
             where = "; ".join(problem.message for problem in problems)
-            hint = f"cancel it again when they can be reached: gptctl cancel {record.id}"
-            raise UserError(f"{record.id} is not ended everywhere: {where}", hint, OUT_OF_REACH)
+            hint = f"cancel it again when the hosts are reachable: gptctl cancel {record.id}"
+            raise UserError(f"{record.id} is not stopped everywhere: {where}", hint, OUT_OF_REACH)
         if not folder.result():
             with private_files():
                 folder.finish(CANCELLED, "cancelled")
@@ -151,11 +160,12 @@ class SshBackend(Backend):
 
     def catch_up(self, record: JobRecord) -> list[str]:
         folder = RunFolder(record.local_dir)
+        # Of a job that has ended everything is here already, unless a host was unreachable.
         if not record.handle or (folder.result() and not folder.not_copied.exists()):
             return []
         sync = self.sync_of(record)
         sync.refresh()
-        return [f"{words}; its logs here are incomplete" for words in sync.unreachable()]
+        return [f"{problem}; its logs here are incomplete" for problem in sync.unreachable()]
 
     def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
         sync = self.sync_of(record)
@@ -172,7 +182,8 @@ class SshBackend(Backend):
 def _prepare(launcher: Launcher, folder: RunFolder) -> None:
     try:
         launcher.prepare()
-    except BaseException:  # an interrupt, too: what cannot be undone from here the agents undo
+    # An interrupt, too. Agents that cannot be reached from here roll back when their lease expires.
+    except BaseException:
         folder.take({"abandoned": True})
         launcher.roll_back()
         raise
@@ -181,37 +192,38 @@ def _prepare(launcher: Launcher, folder: RunFolder) -> None:
 def _half_submitted(record: JobRecord) -> JobState:
     if not is_here(record.submitter):
         host = record.submitter.get("host")
-        return JobState(UNKNOWN, f"it is being submitted on {host}, or was: ask there")
+        return JobState(UNKNOWN, f"it was being submitted on {host}: run gptctl there")
     if is_alive(record.submitter):
         return JobState(PENDING, "being submitted")
     if RunFolder(record.local_dir).in_doubt.exists():
-        words = "gptctl lost its first host while starting it: whether it runs is not known"
-        return JobState(UNKNOWN, words)
+        reason = "gptctl lost the connection to the first host while it started the job"
+        return JobState(UNKNOWN, reason)
     return JobState(LOST, "gptctl was killed before it started the job")
 
 
 def _as_reported(
-    name: str, seen: Mapping[str, Any] | None, record: JobRecord, unreachable: Sequence[str]
+    name: str, status: Mapping[str, Any] | None, record: JobRecord, unreachable: Sequence[str]
 ) -> JobState:
-    """By what its first host reports."""
-    if seen is None:
+    """Derive the state from what the first host reports."""
+    if status is None:
         return JobState(LOST, f"its folder on {name} is missing")
-    if seen["agents"]:
+    if status["agents"]:
         folder = RunFolder(record.local_dir)
         begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
         return JobState(RUNNING, "; ".join([*([] if begun else ["starting"]), *unreachable]))
-    if seen["result"]:  # not copied here yet: another gptctl writes the copy
-        return JobState(*seen["result"][:2])
-    if seen["processes"]:
-        words = f"its agent on {name} was killed: nobody restarts it or enforces the time limit"
-        return JobState(RUNNING, words)
-    is_same_boot = seen["boot"] == record.handle.get("boot")
-    what = f"its agent on {name} was killed" if is_same_boot else f"{name} was restarted"
-    return JobState(LOST, what)
+    # The result may not be here yet, if another gptctl process writes the copy.
+    if status["result"]:
+        return JobState(*status["result"][:2])
+    if status["processes"]:
+        reason = f"its agent on {name} was killed: no restarts, and no time limit"
+        return JobState(RUNNING, reason)
+    is_same_boot = status["boot"] == record.handle.get("boot")
+    reason = f"its agent on {name} was killed" if is_same_boot else f"{name} was restarted"
+    return JobState(LOST, reason)
 
 
 def _note_not_ended(folder: RunFolder, problems: Sequence[HostError]) -> None:
-    """Where the job must still be ended, though the first host may have recorded its result."""
+    """Record on which hosts the job must still be stopped, even if it has a result."""
     if problems:
         names = "\n".join(problem.host for problem in problems)
         folder.not_ended.write_text(names, encoding="utf-8")

@@ -1,7 +1,9 @@
-"""Starts a job on ssh hosts. Each has an agent: all are armed first, then one word to the first one starts the job.
+"""Start a job on ssh hosts in two phases, like a distributed transaction.
 
-So a connection that breaks at any moment leaves all hosts running the job, or none: what is not committed is taken back
-by the agents themselves (`agent.py`), at the latest when their lease is over.
+Prepare: every host gets the job's folder and an agent; the agents of the others join the first.
+Commit:  one message to the first host starts the job.
+So a connection that breaks at any moment leaves all hosts running the job, or none: agents that are
+not committed roll back by themselves (`agent.py`), at the latest when their lease expires.
 """
 
 from __future__ import annotations
@@ -23,41 +25,44 @@ from gptctl.remote.connection import (
     Channel,
     Connection,
     JumpHosts,
-    Route,
     all_or_none,
-    in_parallel,
-    last_words,
+    remaining_stderr,
     routes,
 )
 from gptctl.remote.host_error import HostError
+from gptctl.remote.parallel import in_parallel
+from gptctl.remote.route import Route
 from gptctl.remote.scripts import remote_command
 from gptctl.reporting import Say
 from gptctl.spec.cluster import cluster_of_job
 from gptctl.text import count
 from trainer.errors import UserError
 
-NOT_SHIPPED = ("cluster.json", "git.json", "templates")
+# Hosts do not need these, and the profile may name other machines.
+NOT_SENT = ("cluster.json", "git.json", "templates")
 
-SLOWEST = 50_000  # bytes a second at which a job's folder is sent
+MIN_SPEED = 50_000  # bytes per second at which a job's folder must arrive
 
 
 class AgentClient:
-    """The agent of one host, as gptctl talks to it while it is armed."""
+    """Talks to the agent of one host until the job is committed."""
 
     def __init__(self, route: Route, node: int, jump_hosts: JumpHosts) -> None:
         self.route, self.node = route, node
         self.connection = Connection(route, jump_hosts)
         self._channel: Channel | None = None
         self._sending = threading.Lock()
-        self._rest = b""
-        self._is_begun = False  # before that, the login shell may have its say
+        self._buffer = b""
+        self._has_started = False  # before that, the login shell may print something
 
     def begin(self, plan: LaunchPlan, archive: bytes, lease: float, **hello: Any) -> None:
+        """Send the job's folder, and start the agent there."""
+        # Without an archive another host has unpacked the folder on a shared file system.
         script = "receive_job.sh" if archive else "join_job.sh"
-        words = (len(archive), self.node, lease + len(archive) / SLOWEST)
-        self._channel = self.connection.start(
-            remote_command(script, plan.remote_dir, *map(str, words))
-        )
+        # The host waits only so long for the archive: gptctl may be killed while it is sent.
+        limit = lease + len(archive) / MIN_SPEED
+        words = map(str, (len(archive), self.node, limit))
+        self._channel = self.connection.start(remote_command(script, plan.remote_dir, *words))
         self._write(archive)
         self.send(lease=lease, **hello)
 
@@ -65,68 +70,65 @@ class AgentClient:
         self._write(json.dumps(message).encode() + b"\n")
 
     def _write(self, data: bytes) -> None:
-        """To an agent that is gone, nothing: whoever waits for its answer finds its last words."""
         assert self._channel
+        # If the agent has exited, `receive` reports why.
         with suppress(OSError), self._sending:
             self._channel.sendall(data)
 
-    def receive(self, word: str, patience: float) -> dict[str, Any]:
-        """The next message, in which the agent has to say this."""
-        while not self._is_begun:
-            self._is_begun = self._line(patience) == START_MARKER.encode()
+    def receive(self, key: str, patience: float) -> dict[str, Any]:
+        """Return the next message, which must have this key; raise HostError otherwise."""
+        # Skip what the login shell printed before the agent started.
+        while not self._has_started:
+            self._has_started = self._line(patience) == START_MARKER.encode()
         line = self._line(patience)
         try:
             message: dict[str, Any] = json.loads(line)
         except ValueError:
-            raise HostError(
-                self.route.name, f"its agent does not speak our language: {line[:80]!r}"
-            ) from None
-        if word not in message:
-            raise HostError(
-                self.route.name,
-                str(message.get("refused", "its agent does not speak our language")),
-            )
+            problem = f"unexpected reply from its agent: {line[:80]!r}"
+            raise HostError(self.route.name, problem) from None
+        if key not in message:
+            problem = str(message.get("refused", "unexpected reply from its agent"))
+            raise HostError(self.route.name, problem)
         return message
 
     def _line(self, patience: float) -> bytes:
         assert self._channel
         self._channel.settimeout(patience)
         try:
-            while b"\n" not in self._rest:
+            while b"\n" not in self._buffer:
                 data = self._channel.recv(1 << 16)
                 if not data:
-                    raise self._end()
-                self._rest += data
+                    raise self._exit_error()
+                self._buffer += data
         except TimeoutError:
-            hint = "does a line of setup hang? Or set patience in the profile"
-            raise HostError(
-                self.route.name, f"no answer in {patience:.0f} s", hint, is_lost=True
-            ) from None
-        line, _, self._rest = self._rest.partition(b"\n")
+            problem = f"no answer in {patience:.0f} s"
+            hint = "check that no line of `setup` hangs, or increase `patience` in the profile"
+            raise HostError(self.route.name, problem, hint, is_lost=True) from None
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _end(self) -> HostError:
-        """The agent is gone: its last words, if the host is still there."""
+    def _exit_error(self) -> HostError:
+        """Explain why the agent closed its output: by its last error message, if there is one."""
         assert self._channel
-        said = last_words(self._channel)
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        errors = remaining_stderr(self._channel)
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
         if not lines:
-            return HostError(self.route.name, "the connection is lost", is_lost=True)
+            return HostError(self.route.name, "lost the connection", is_lost=True)
         return HostError(self.route.name, lines[-1].removeprefix("error: "))
 
     def roll_back(self, plan: LaunchPlan, token: str) -> None:
-        """At once, instead of when its lease is over."""
+        """Remove the job from the host now, instead of when its lease expires."""
+        # A host that cannot be reached now does so by itself later.
         with suppress(HostError):
-            self.connection.run(
-                remote_command("roll_back.sh", plan.remote_dir, token), patience=self.route.timeout
-            )
+            command = remote_command("roll_back.sh", plan.remote_dir, token)
+            self.connection.run(command, patience=self.route.timeout)
 
     def close(self) -> None:
         self.connection.close()
 
 
 class Launcher:
-    """All hosts of a job, first armed, then committed. While it is open their leases are renewed."""
+    """Prepares a job on all its hosts, renews the leases meanwhile, and commits it."""
 
     def __init__(
         self, plan: LaunchPlan, record: JobRecord, jump_hosts: JumpHosts, say: Say
@@ -135,21 +137,24 @@ class Launcher:
         self._jump_hosts, self._say = jump_hosts, say
         self.profile = cluster_of_job(self.folder)
         self.patience = 2 * self.profile.patience
-        self.key = os.urandom(32).hex()  # by which the agents know each other
+        # Agents prove to each other that they have this key: the network is not trusted.
+        self.key = os.urandom(32).hex()
         self.agents: list[AgentClient] = []
         self.leases = LeaseRenewer(self.profile.patience / 4)
 
     def prepare(self) -> None:
-        """Returns when all hosts are ready to begin; until then an error on any of them ends it on all."""
+        """Return when all hosts are ready to start; raise UserError if any host cannot."""
         hosts = routes(self.profile)[: self.plan.nodes]
         self._say(f"connecting to {count(len(hosts), 'host')} …")
         self.agents = self._all_or_none(
             lambda item: AgentClient(item[1], item[0], self._jump_hosts), list(enumerate(hosts))
         )
-        self._say("sending the job to them …")
+        self._say("sending the job …")
         head, *peers = self.agents
-        is_shared = self.profile.shared_fs  # then the others find what the first one was sent
+        # On a shared file system only the first host gets the folder; the others wait for it.
+        is_shared = self.profile.shared_fs
         self._begin([head] if is_shared else self.agents)
+        # The address where the agent of the first host listens for the others.
         (control,) = self._all_or_none(
             lambda agent: agent.receive("control", self.patience)["control"], [head]
         )
@@ -157,10 +162,11 @@ class Launcher:
 
         def join(peer: AgentClient) -> None:
             peer.send(join=control)
-            peer.receive("armed", self.patience)
+            peer.receive("prepared", self.patience)
 
+        # Every host must have joined before the commit: afterwards nothing can be refused.
         self._all_or_none(join, peers)
-        self._say("all are armed: starting it …")
+        self._say("all hosts are ready; starting the job …")
 
     def _begin(self, agents: Sequence[AgentClient]) -> None:
         archive = pack(self.folder)
@@ -171,6 +177,7 @@ class Launcher:
             own = archive if owns_folder else b""
             address = self.profile.hosts[agent.node].address
             agent.begin(self.plan, own, self.profile.patience, address=address, **hello)
+            # From now on the agent rolls back unless it hears from gptctl.
             self.leases.keep(agent)
 
         self._all_or_none(begin, agents)
@@ -178,8 +185,9 @@ class Launcher:
     def _all_or_none(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         results = in_parallel(work, items)
         try:
-            hint = f"gptctl doctor --cluster {self.plan.cluster} looks closer"
+            hint = f"gptctl doctor --cluster {self.plan.cluster} checks the hosts"
             return all_or_none(results, "nothing was started: ", hint)
+        # Connections to the other hosts would stay open: nobody else has them yet.
         except UserError:
             for result in results:
                 if isinstance(result, AgentClient):
@@ -187,7 +195,7 @@ class Launcher:
             raise
 
     def commit(self) -> dict[str, Any]:
-        """Starts the job by one word; what the agent of the first host says of itself and of the endpoint."""
+        """Start the job with one message; return the process and the endpoint of the first host."""
         head = self.agents[0]
         head.send(commit=True)
         return head.receive("committed", self.patience)
@@ -203,7 +211,7 @@ class Launcher:
 
 
 class LeaseRenewer:
-    """Renews the leases of armed agents while others still receive their files."""
+    """Renews the leases of prepared agents while other hosts still receive their files."""
 
     def __init__(self, every: float) -> None:
         self._every = every
@@ -224,16 +232,17 @@ class LeaseRenewer:
 
 
 def pack(folder: Path) -> bytes:
-    """What a host needs of a job's folder, as an archive."""
+    """Pack what a host needs of a job's folder."""
     stream = io.BytesIO()
+    # A low level: the folder is small, and speed matters more than size.
     with tarfile.open(fileobj=stream, mode="w:gz", compresslevel=3) as archive:
         for entry in sorted(folder.iterdir()):
-            if entry.name not in NOT_SHIPPED:
+            if entry.name not in NOT_SENT:
                 archive.add(entry, entry.name)
     return stream.getvalue()
 
 
 def _secrets(plan: LaunchPlan) -> dict[str, str]:
-    """Secrets that are in this environment; those in files are read on the hosts."""
+    """Return the secrets from this environment; those in files are read on the hosts."""
     names = [source["env"] for source in plan.secrets.values() if "env" in source]
     return {name: os.environ[name] for name in names if name in os.environ}

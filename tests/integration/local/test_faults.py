@@ -200,7 +200,7 @@ def test_a_busy_port_is_refused_and_a_free_one_respected(jobs) -> None:
         port = busy.getsockname()[1]
         answer = jobs.gptctl("submit", "-o", f"Launch.rdzv.port={port}", "--", "x.py")
         assert "S004" in answer.stderr
-        assert f"ranks cannot meet at 127.0.0.1:{port}: Address already in use" in answer.stderr
+        assert f"the rendezvous endpoint 127.0.0.1:{port} cannot be used: Address already in use" in answer.stderr
     assert jobs.left_over() == []
     with socket.socket() as usual:
         usual.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -154,4 +154,4 @@ def test_a_duplicate_does_nothing(login: Login) -> None:
     number = login.slurm("sbatch", "--parsable", f"{job['run_dir']}/job.sbatch").strip()
     await_true(lambda: "FAILED" in login.slurm("squeue", "-h", "-t", "all", "-j", number, "-o", "%T"), 20)
     assert len(ran(job)) == 1
-    assert "was abandoned by gptctl" in (Path(job["log_dir"]) / "batch.log").read_text()
+    assert "gptctl abandoned it" in (Path(job["log_dir"]) / "batch.log").read_text()

@@ -147,7 +147,7 @@ def test_a_job_waits_for_one_that_does_not_complete(login: Login) -> None:
     assert (Path(cancelled["run_dir"]) / "asked").read_text() == "0\n"  # it had time to save
     assert login.wait(failing["job"], "FAILED")["reason"].endswith("exited with code 5")
     for orphan in orphans:
-        assert login.wait(orphan["job"], "CANCELLED")["reason"] == "a job that it waited for did not complete"
+        assert login.wait(orphan["job"], "CANCELLED")["reason"] == "a job that it depends on did not complete"
         assert not ran(orphan)
     refused = login.run(*login.quick("--after", failing["job"]))
     assert refused.returncode == 1
@@ -180,7 +180,7 @@ def test_validate_asks_slurm(login: Login) -> None:
     assert "would start at 20" in sound.stdout
     wrong = login.run("validate", "--cluster", "lab", "--nodes", "9", *keys, "-o", "Global.global_batch_size=36")
     assert wrong.returncode == 1
-    assert "S008 Launch.cluster: Slurm refuses it: " in wrong.stdout
+    assert "S008 Launch.cluster: Slurm rejects it: " in wrong.stdout
     login.lab.break_client("sbatch")
     elsewhere = login.run("validate", "--cluster", "lab", "--nodes", "2", *keys)
     assert elsewhere.returncode == 0

@@ -128,7 +128,7 @@ def test_scontrol_is_missing_inside_the_job(login: Login) -> None:
     login.lab.break_client("scontrol", 'case $(hostname) in head) exec "$LAB_REAL" "$@" ;; esac; exit 127')
     job = login.submit_quick("--nodes", "2")
     facts = login.wait(job["job"], "FAILED")
-    assert facts["reason"].startswith("scontrol does not name the hosts of node[")
+    assert facts["reason"].startswith("scontrol cannot list the hosts of node[")
     assert not ran(job)
 
 

@@ -81,4 +81,4 @@ def test_a_shared_folder_is_created_once(desk: Desk) -> None:
     desk.write_profile("hosts", shared_fs=True)
     done = desk.run("doctor", "--cluster", "hosts", "--nodes", "2")
     assert done.returncode == 1
-    assert "is not visible here, though the profile has shared_fs: true" in done.stdout, done.stdout
+    assert "is not visible here, although the profile has shared_fs: true" in done.stdout, done.stdout

@@ -42,7 +42,7 @@ def test_a_script_is_fetched_while_it_is_followed(desk: Desk) -> None:
     assert (home / "hosts" / "ssh2" / "work" / "result.txt").read_text() == "ssh2"
     assert os.path.exists(os.fsencode(home / "work") + b"/b\xffd")
     assert not (home / "work" / "link").exists()
-    assert "since they are no plain files: link" in done.stderr
+    assert "since they are not regular files: link" in done.stderr
     assert not (home / "work" / "talk.py").exists()  # it came from here
     done = desk.run("fetch", "--to", "/proc/nowhere")
     assert done.returncode == 3

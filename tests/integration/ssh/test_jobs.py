@@ -96,7 +96,7 @@ def test_a_folder_that_is_not_shared_though_the_profile_says_so(desk: Desk) -> N
     done = desk.run(*desk.quick())
     assert done.returncode == 3
     assert "S010 ssh2: " in done.stderr
-    assert "is not visible here, though the profile has shared_fs: true" in done.stderr
+    assert "is not visible here, although the profile has shared_fs: true" in done.stderr
     assert [desk.on(host, f"ls {desk.run_root} 2> /dev/null") for host in HOSTS] == ["", "", ""]
 
 

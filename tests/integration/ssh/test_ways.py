@@ -78,7 +78,7 @@ def test_the_agent_authenticates_and_is_not_forwarded(desk: Desk) -> None:
         asked = ["submit", "--cluster", "hosts", "--nodes", "1", "--gpus-per-node", "1", "--follow", "--", "job.py"]
         done = desk.run(*asked, HOME=home, SSH_AUTH_SOCK=str(socket))
         assert done.returncode == 3
-        assert "ssh1: there is no key for gpt@ssh1:22" in done.stderr
+        assert "ssh1: no key found for gpt@ssh1:22" in done.stderr
         key = Path(desk.folder / "lab-key")
         key.write_text(desk.lab.key.read_text())
         key.chmod(0o600)
