@@ -1,6 +1,6 @@
 """Start a part of the engine: engine.pyz MODULE RUN_DIR …, from a job's folder.
 
-Written for old Pythons too: one that cannot run the engine gets far enough to say so through agent.sh.
+In old syntax: a Python that cannot run the engine gets far enough to report that through agent.sh.
 """
 
 import os

@@ -343,5 +343,5 @@ def test_without_progress_three_attempts_are_enough(jobs) -> None:
     assert jobs.wait(trainer) == jobs.wait(script) == "FAILED"
     assert jobs.status(trainer)["attempts"] == 3
     assert "exited with code 7" in jobs.status(trainer)["reason"]
-    assert jobs.status(trainer)["reason"].endswith("; three attempts without progress")
+    assert jobs.status(trainer)["reason"].endswith("; three attempts without a new checkpoint")
     assert jobs.status(script)["attempts"] == 5

@@ -153,4 +153,4 @@ def test_without_progress_three_attempts_are_enough(desk: Desk) -> None:
     job = json.loads(desk.run(*asked).stdout)
     facts = desk.wait(job["job"], "FAILED")
     assert facts["attempts"] == 3
-    assert facts["reason"].endswith("exited with code 7; three attempts without progress")
+    assert facts["reason"].endswith("exited with code 7; three attempts without a new checkpoint")
