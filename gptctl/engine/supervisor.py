@@ -194,6 +194,9 @@ class Supervisor:
         """
         failures_here = 0
         while True:
+            # The signal may arrive while nothing runs: then there is nothing to save.
+            if self.scheduler and self.stop and self.stop.result.state == STOPPED:
+                return self._stopped(self.stop.result)
             result, exits = self._run_attempt()
             if result.state == COMPLETED:
                 return result
