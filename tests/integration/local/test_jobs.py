@@ -376,7 +376,7 @@ def test_a_node_that_waits_for_a_failed_one_is_ended(jobs) -> None:
     assert jobs.wait(job, 40) == "FAILED"
     assert is_gone(jobs.run_dir(job), 1)
     assert jobs.status(job)["reason"] == "node 1 exited with code 1"
-    assert f"{job}: FAILED: node 1 ended" in jobs.gptctl("logs", job, "--failed").stdout
+    assert f"{job}: FAILED: node 1 exited with code 1" in jobs.gptctl("logs", job, "--failed").stdout
 
 
 def test_daemons_that_hide_do_not_outlive_their_job(jobs) -> None:
@@ -403,7 +403,7 @@ def test_a_job_whose_folder_is_deleted_is_known_and_can_be_cancelled(jobs) -> No
     for verb in (["show", job], ["logs", job], ["logs", job, "--failed"], ["rerun", job]):
         answer = jobs.gptctl(*verb)
         assert answer.returncode == 3, verb
-        assert "gone" in answer.stderr or "no plan any more" in answer.stderr
+        assert "missing" in answer.stderr or "no plan any more" in answer.stderr, verb
     jobs.gptctl("cancel", job)
     assert is_gone(jobs.run_dir(job), 1)
     assert jobs.status(job)["state"] == "LOST"
