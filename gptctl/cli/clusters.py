@@ -14,7 +14,8 @@ from gptctl.cli.options import as_json_option, complete_cluster, examples
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
-    from gptctl.remote.connection import JumpHosts, Route, ShownKey
+    from gptctl.remote.connection import JumpHosts, ShownKey
+    from gptctl.remote.route import Route
 
 
 @click.group(epilog=examples("gptctl clusters list", "gptctl clusters check local"))
@@ -277,7 +278,8 @@ def by_distance(routes: list[Route]) -> list[list[Route]]:
 def ask_keys(
     routes: list[Route], jump_hosts: JumpHosts, problems: list[UserError]
 ) -> list[ShownKey]:
-    from gptctl.remote.connection import in_parallel, shown_key
+    from gptctl.remote.connection import shown_key
+    from gptctl.remote.parallel import in_parallel
 
     # A host that is down takes seconds to time out: ask all of them at once.
     answers = in_parallel(lambda route: shown_key(route, jump_hosts), routes)

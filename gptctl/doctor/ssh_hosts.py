@@ -13,8 +13,10 @@ from gptctl.backends.ssh.launcher import pack
 from gptctl.doctor.node_rows import Arrival, clock_row
 from gptctl.doctor.rows import Row, ok, wrong
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.remote.connection import Connection, JumpHosts, Route, in_parallel
+from gptctl.remote.connection import Connection, JumpHosts
 from gptctl.remote.host_error import HostError
+from gptctl.remote.parallel import in_parallel
+from gptctl.remote.route import Route
 from gptctl.remote.scripts import remote_command
 from gptctl.spec.cluster import Cluster
 from trainer.errors import UserError

@@ -22,9 +22,8 @@ from gptctl.remote.host_error import HostError
 from gptctl.remote.known_hosts import key_name, pinned_keys, pinning_file
 
 # `X as X`: other packages import these from here.
-from gptctl.remote.parallel import in_parallel as in_parallel
-from gptctl.remote.route import Route as Route
-from gptctl.remote.route import route_to
+from gptctl.remote.parallel import in_parallel
+from gptctl.remote.route import Route, route_to
 from gptctl.spec.cluster import Cluster
 from gptctl.text import count
 from trainer.errors import OUT_OF_REACH, Rule, UserError
