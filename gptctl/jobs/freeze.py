@@ -114,7 +114,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _make_private(folder: Path) -> None:
-    """Take all rights from other users; keep the owner's right to execute."""
+    """Make everything accessible to the owner only; executable files stay executable."""
     for entry in [folder, *folder.rglob("*")]:
         # chmod would follow the link and change the user's own file.
         if not entry.is_symlink():
@@ -176,7 +176,7 @@ def _first_fault(error: OSError) -> str:
 
 
 def _check_size(sources: Iterable[Path]) -> None:
-    """Stop early, before gigabytes of data are copied as code."""
+    """Raise UserError before gigabytes of data are copied as code."""
     size = 0
     for source in sources:
         for file in source.rglob("*") if source.is_dir() else [source]:

@@ -30,7 +30,7 @@ SECRET_SOURCE = Rule("S007", "a secret must be readable where the job runs")
 def check_surroundings(
     checked: Checked, plan: LaunchPlan, site: Site, backend: Backend
 ) -> list[Finding]:
-    """Run all checks that fit the cluster; a machine is only asked for what it can know."""
+    """Run all checks that this machine can make for the cluster."""
     places, traits = checked.launch_origins, checked.cluster.traits
     found = [
         *_check_program(checked, site),

@@ -72,13 +72,13 @@ def prepare(
 ) -> Prepared:
     """Check, plan and render a job; raise UserError with all findings if it cannot start."""
     if not checked.is_valid:
-        raise UserError(f"{checked.name} was not submitted", findings=checked.findings)
+        raise UserError("the job was not submitted", findings=checked.findings)
     backend = backends.of(checked.cluster.kind)
     base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides, backend)}"
     plan = _planned(checked, site, store, base, backend)
     found = [*checked.findings, *check_surroundings(checked, plan, site, backend)]
     if errors_in(found):
-        raise UserError(f"{checked.name} was not submitted", findings=found)
+        raise UserError("the job was not submitted", findings=found)
     scripts = _scripts(plan, templates, backend)
     return Prepared(checked, site, plan, scripts, tuple(found), base, tuple(templates))
 

@@ -50,7 +50,7 @@ IN_PLACE = JobIdentity()
 
 
 class PlanDefaults(NamedTuple):
-    """What a backend chooses where config, flags and profile are silent."""
+    """Values that a backend chooses if config, flags and profile do not set them."""
 
     style: str = ""  # empty: that of the rendezvous
     host: str = ""  # where ranks meet; empty: the first host

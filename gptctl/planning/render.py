@@ -64,8 +64,8 @@ def check_syntax(name: str, text: str) -> None:
 
     read = subprocess.run(["bash", "-n"], input=text.encode(), capture_output=True)
     if read.returncode:
-        said = read.stderr.decode(errors="replace").strip().splitlines()
-        message = f"bash cannot parse {name}: {said[0] if said else ''}"
+        errors = read.stderr.decode(errors="replace").strip().splitlines()
+        message = f"bash cannot parse {name}: {errors[0] if errors else ''}"
         raise UserError(message, "fix the template", WRONG_USAGE)
     # A template of an older version would run without restarts and never report a result.
     if name == BATCH_SCRIPT and ENGINE_FILE not in text:

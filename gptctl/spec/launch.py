@@ -65,7 +65,7 @@ _TIME = re.compile(r"(?:(?P<days>[0-9]{1,5})-)?(?P<clock>[0-9]{1,6}(?::[0-9]{1,2
 
 
 class NodeCount:
-    """`2`, or `2:4` for an elastic job."""
+    """A number of nodes such as `2`, or a range such as `2:4` for an elastic job."""
 
     def read(self, node: Node) -> int | str:
         text = scalar_text(node, "a number of nodes")
@@ -159,7 +159,7 @@ def _seconds(days: str | None, clock: list[int]) -> int:
 
 
 class Endpoint:
-    """`HOST` or `HOST:PORT`; an IPv6 address needs brackets."""
+    """An endpoint: `HOST` or `HOST:PORT`; an IPv6 address needs brackets."""
 
     def read(self, node: Node) -> str:
         text = scalar_text(node, "a host")

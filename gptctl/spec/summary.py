@@ -195,7 +195,7 @@ def resolved_yaml(checked: Checked) -> str:
     assert checked.resolved is not None
     origins = {**checked.resolved.origins, **checked.launch_origins}
     lines = list(_yaml_lines(RunConfig, _shown(checked), "", origins, 0))
-    # Launch is no part of the trainer's config, so it is added here.
+    # Launch is not part of the trainer's config, so it is added here.
     lines += ["Launch:", *_yaml_lines(type(checked.launch), checked.launch, "Launch", origins, 1)]
     return "\n".join(lines)
 
