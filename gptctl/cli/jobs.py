@@ -103,7 +103,7 @@ def show(session: Session, job: str, prefix: str | None, show_script: bool, as_j
     require_folder(record)
     if show_script:
         # Byte for byte: the output can be saved and run.
-        ui.print_exactly("\n".join(report.scripts(record)))
+        ui.print_exactly("\n".join(report.scripts(record, session.backend_of(record))))
         return
     values = report.origins(record, prefix or "")
     if prefix is not None and not values:
@@ -254,6 +254,7 @@ def fetch(
     already here are not copied again, and an interrupted copy resumes where it stopped.
     """
     from gptctl.cli import ui
+    from gptctl.text import count
 
     record = session.find(job)
     # The backend reports through `ui.progress`: only `ui` may print.
@@ -261,5 +262,5 @@ def fetch(
     if as_json:
         ui.print_json(fetched._asdict())
     else:
-        ui.print_text(f"{fetched.files} files, {fetched.bytes:,} bytes: {fetched.folder}")
+        ui.print_text(f"{count(fetched.files, 'file')}, {fetched.bytes:,} bytes: {fetched.folder}")
     return 0

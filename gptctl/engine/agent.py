@@ -35,7 +35,7 @@ from gptctl.engine.node import Node, NodeExit
 from gptctl.engine.ports import fault_of_port, free_port
 from gptctl.engine.processes import adopt_orphans, clean_environment, kill_all, this_process
 from gptctl.engine.run_folder import RunFolder, read_plan
-from gptctl.engine.supervisor import TICK, Supervisor
+from gptctl.engine.supervisor import TICK, Supervisor, os_error_text
 
 HEARTBEAT = 2.0  # seconds after which an agent that has nothing else to send sends a heartbeat
 HEARTBEAT_TIMEOUT = 90.0  # seconds without any message after which a host counts as lost
@@ -378,7 +378,7 @@ class PeerAgent(HostAgent):
         # A full disk, or a folder without write permission: only this node fails, not its agent.
         except OSError as error:
             self.is_running = False
-            exit_ = NodeExit(CANNOT_CREATE, f"{error.filename}: {error.strerror}")
+            exit_ = NodeExit(CANNOT_CREATE, os_error_text(error))
             self.head.send(start=self.start, exit=exit_)
 
     def _report(self) -> None:

@@ -1,10 +1,10 @@
 """The folder of a job: where each of its files is, and what they tell about the state of the job.
 
-config.json  cluster.json  plan.json  launch.sh  job.sbatch  code/  git.json
+config.json  cluster.json  plan.json  launch.sh  job.sbatch  agent.sh  engine.pyz  code/  git.json
                       frozen when the job is submitted
 claim.json            who runs it (a supervisor, a Slurm job), or that it was abandoned
 attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  cannot-be-helped
-                      Slurm: hosts  began-with (the newest checkpoint at its start)  failed
+                      hosts  began-with (the newest checkpoint at its start)  failed
                       node.<n>.asked (the node was asked to stop)
 logs/attempt-<k>/     workerlog.<rank>  node.<n>.log  batch.log
 output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.engine.atomic_files import replacing
+from gptctl.engine.contract import CANCELLED_FILE, CLAIM, PLAN, RESULT, UNRECOVERABLE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
 
 COMPLETED, FAILED, CANCELLED = "COMPLETED", "FAILED", "CANCELLED"
@@ -52,11 +53,11 @@ class RunFolder:
 
     @property
     def claim(self) -> Path:
-        return self.path / "claim.json"
+        return self.path / CLAIM
 
     @property
     def cancelled(self) -> Path:
-        return self.path / "cancelled"
+        return self.path / CANCELLED_FILE
 
     def cancel(self, now: bool) -> None:
         """Forbid new attempts; with `now`, running ranks get no time to save either."""
@@ -114,15 +115,15 @@ class RunFolder:
 
     def finish(self, state: str, reason: str) -> None:
         """Record the result of the job."""
-        with replacing(self.path / "result.json") as stream:
+        with replacing(self.path / RESULT) as stream:
             stream.write(json.dumps(Result(state, reason, time.time())._asdict()).encode() + b"\n")
 
     def forget_result(self) -> None:
-        (self.path / "result.json").unlink(missing_ok=True)
+        (self.path / RESULT).unlink(missing_ok=True)
 
     def result(self) -> Result | None:
         # Hosts of an ssh job send this file: use nothing of it that has the wrong type.
-        found = read_json(self.path / "result.json")
+        found = read_json(self.path / RESULT)
         if not found or found.get("state") not in FINAL:
             return None
         kinds: dict[str, Any] = {"state": str, "reason": str, "ended": (int, float)}
@@ -197,11 +198,11 @@ class RunFolder:
 
     def mark_unrecoverable(self, attempt: int) -> None:
         """Record here what a rank reported on another machine."""
-        (self.attempt(attempt) / "cannot-be-helped").touch()
+        (self.attempt(attempt) / UNRECOVERABLE_FILE).touch()
 
     def is_unrecoverable(self, attempt: int) -> bool:
         """Whether a rank reported that a restart would fail in the same way."""
-        return (self.attempt(attempt) / "cannot-be-helped").exists()
+        return (self.attempt(attempt) / UNRECOVERABLE_FILE).exists()
 
     def judge(
         self,
@@ -236,7 +237,7 @@ class RunFolder:
 
 def read_plan(folder: Path) -> LaunchPlan:
     """Read plan.json; raise KeyError if it is missing or damaged."""
-    return LaunchPlan.from_json(read_json(folder / "plan.json") or {})
+    return LaunchPlan.from_json(read_json(folder / PLAN) or {})
 
 
 def newest_checkpoint(output_dir: str) -> int:

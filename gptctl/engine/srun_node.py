@@ -260,7 +260,10 @@ def head_address(plan: LaunchPlan, head: str) -> str:
         problem = f"{head} has no address on {plan.master_interface}"
     else:
         addresses = _addresses_of(head)
-        problem = f"{head} resolves to no address that other nodes can reach"
+        problem = (
+            f"cannot resolve {head} to an address that other nodes can reach: check DNS and "
+            "/etc/hosts there, or set master_interface in the profile"
+        )
     if not addresses:
         raise UnusableAllocation(problem)
     return addresses[0]

@@ -127,7 +127,7 @@ class Supervisor:
         except StopRequested as stop:
             result = stop.result
         except OSError as error:
-            result = Result(FAILED, f"{error.filename}: {error.strerror}")
+            result = Result(FAILED, os_error_text(error))
         finally:
             self._kill()
             self._record(result)
@@ -156,7 +156,7 @@ class Supervisor:
         """Whether the scheduler is stopping the job: then it reports how the job ended."""
         state = self.scheduler.ending() if self.scheduler else ""
         if state:
-            say(f"{reason}; the scheduler is stopping this job: {state}")
+            say(f"{reason}; scheduler: {state}")
         return bool(state)
 
     # Attempts
@@ -400,6 +400,11 @@ def name_of(node: int, hosts: Sequence[str]) -> str:
 
 def _nothing_started(exits: dict[int, NodeExit]) -> bool:
     return all(end.never_started for end in exits.values())
+
+
+def os_error_text(error: OSError) -> str:
+    """A full disk raises without a file name."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
 
 
 def say(text: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gptctl.backends import Backends
+from gptctl.backends import Backend, Backends
 from gptctl.engine.run_folder import FINAL, RunFolder, read_json, read_text
 from gptctl.jobs.state import state_of
 from gptctl.jobs.store import JobRecord
@@ -181,11 +181,6 @@ def max_steps(record: JobRecord) -> int:
     return steps if isinstance(steps, int) else 0
 
 
-def scripts(record: JobRecord) -> list[str]:
+def scripts(record: JobRecord, backend: Backend) -> list[str]:
     """The scripts of a job, in the order in which they run."""
-    # Only Slurm jobs have a batch script.
-    return [
-        text
-        for text in (read_text(record.run_folder / name) for name in ("job.sbatch", "launch.sh"))
-        if text
-    ]
+    return [read_text(record.run_folder / name) for name in backend.scripts]

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from gptctl.remote.host_error import HostError
 from gptctl.remote.known_hosts import key_name, pinned_keys, pinning_file
-
-# `X as X`: other packages import these from here.
 from gptctl.remote.parallel import in_parallel
 from gptctl.remote.route import Route, route_to
 from gptctl.spec.cluster import Cluster

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.engine.atomic_files import private_files, replacing
+from gptctl.engine.contract import RESULT
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import RunFolder, read_json
 from gptctl.jobs.store import JobRecord
@@ -46,7 +47,6 @@ RETRY_DELAYS = (1.0, 15.0)  # seconds until an unreachable host is tried again: 
 MAX_WHOLE = 1 << 20  # bytes of a file that is copied whole
 MAX_PREFETCH = 1 << 30  # bytes that are requested before the first of them has arrived
 NO_SUCH_JOB = 66  # exit code of ask_host.sh
-RESULT = "result.json"
 _ATTEMPT = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
 # Names come from other machines: only these are accepted, and none can leave the folder.
 GROWS = re.compile(
