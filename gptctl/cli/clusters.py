@@ -26,7 +26,10 @@ def clusters() -> None:
 @clusters.command("list", epilog=examples("gptctl clusters list", "gptctl clusters list --json"))
 @as_json_option
 def list_clusters(as_json: bool) -> None:
-    """List cluster profiles: those in ./clusters, your own, and the bundled ones."""
+    """List the cluster profiles that gptctl finds.
+
+    It looks in ./clusters, in your config folder, and at the bundled ones.
+    """
     from gptctl.cli import ui
     from gptctl.spec.cluster import known_profiles, load_profile
     from trainer.errors import errors_in

@@ -97,7 +97,7 @@ def _print_summary(checked: Checked, valid: bool, starts: str) -> None:
     )
 )
 @config_options
-@click.option("--rank", type=click.IntRange(min=0), help="Show this rank only.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Show this rank only.")
 @as_json_option
 def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
     """Show where every rank runs, and the members of its groups."""
@@ -148,7 +148,7 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
 def init(name: str | None, output: str, force: bool, list_them: bool, as_json: bool) -> None:
     """Write a commented run config to start from.
 
-    Without NAME: char-gpt, which trains in a minute on any machine.
+    Without NAME: char-gpt, which trains in about two minutes on two cores.
     """
     from gptctl.cli import ui
     from gptctl.spec.resources import choose, named_files

@@ -199,7 +199,7 @@ class LaunchCommand(click.Command):
             at = args.index("--")
             args, words = args[:at], args[at + 1 :]
             if not words:
-                raise click.UsageError("nothing follows --: name a script", context)
+                raise click.UsageError("there is no script after --", context)
         rest = super().parse_args(context, args)
         context.params["script"] = tuple(words)
         return rest

@@ -77,9 +77,8 @@ def submit(
 
     # Checked first: a contradiction must not cost a query to the scheduler.
     if dry_run and (follow or wait_for_it):
-        raise UserError(
-            "a dry run starts nothing to wait for", "omit --follow and --wait", WRONG_USAGE
-        )
+        message = "--dry-run cannot be combined with --follow or --wait"
+        raise UserError(message, "omit one of them", WRONG_USAGE)
     if resume is not None:
         # As an override it is checked, recorded and shown like any other value.
         checkpoints = resumable_output(resume, session)
@@ -106,6 +105,7 @@ def submit(
 @click.option(
     "--node",
     type=click.IntRange(min=0),
+    metavar="N",
     help="With --style static, print the command of this node only.",
 )
 @as_json_option
