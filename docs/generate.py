@@ -41,7 +41,7 @@ Every key of a run config and of a cluster profile, with its default and its mea
 - `_base_: other.yaml` at the top of a file loads that file first. `_inherited_: False` in a section
   replaces the section of the base file instead of merging with it.
 - An unknown key is an error, and the message names the closest key. Keys that only Paddle uses are
-  accepted with a notice: see [Coming from](coming-from.md).
+  accepted with a notice: see [Migration guide](coming-from.md).
 - `gptctl schema` prints a JSON Schema of run configs, for completion in editors.
 - A `Profiler` or `Offline_Eval` section is read and checked, but nothing uses it yet.
 """
