@@ -183,7 +183,7 @@ def template_places(template: str | None, config: Path | None) -> list[Path]:
     # A named template must exist and be used: falling back to the bundled one would hide a typo.
     if template is not None and not Path(template).exists():
         hint = "give a file such as launch.sh.j2, or a folder"
-        raise UserError(f"there is no template {template}", hint, WRONG_USAGE)
+        raise UserError(f"unknown template: {template}", hint, WRONG_USAGE)
     if template and Path(template).is_dir() and not any(Path(template).glob("*.j2")):
         hint = "put a file such as launch.sh.j2 there"
         raise UserError(f"{template} contains no templates", hint, WRONG_USAGE)

@@ -176,7 +176,7 @@ def test_an_interpreter_that_cannot_train_is_refused(jobs) -> None:
     (jobs.folder / "quick.yaml").write_text("kind: local\npython: /no/such/python\n")
     answer = jobs.gptctl(*QUICK)
     assert "S003" in answer.stderr
-    assert "there is no /no/such/python" in answer.stderr
+    assert "the interpreter /no/such/python does not exist" in answer.stderr
     (jobs.folder / "sitecustomize.py").write_text(
         "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)"
     )

@@ -322,7 +322,7 @@ def test_ctrl_c_leaves_the_job_running_and_the_terminal_clean(play) -> None:
     assert run.finish() == 130
     assert termios.tcgetattr(run.terminal) == before
     assert not any("%" in line or "\x1b" in line for line in run.screen())
-    assert f"gptctl logs {job.id} --follow" in "".join(run.screen())
+    assert f"gptctl logs {job.id} -f" in "".join(run.screen())
     assert "\x1b[?25l" not in run.text
     assert job.jobs.status(job.id)["state"] == "RUNNING"
     job.cue("end")

@@ -66,7 +66,7 @@ def test_a_job_from_submit_to_its_end(user: ToyUser) -> None:
     assert user.json("status")["exit_codes"] == {"0": 0}
     refused = user.run("fetch")
     assert refused.returncode == 2
-    assert "visible from here" in refused.stderr
+    assert "visible from this machine" in refused.stderr
 
 
 def test_a_job_is_cancelled(user: ToyUser) -> None:
