@@ -135,7 +135,7 @@ def test_many_gptctl_at_once(jobs) -> None:
         (["--time", "1-25:00:00", "--", "x.py"], ["invalid time: 1-25:00:00"]),
         (["--style", "sbatch", "--", "x.py"], ["A006"]),
         (["--max-restarts", "-1", "--", "x.py"], ["C012"]),
-        (["--template", "no.j2", "--", "x.py"], ["there is no template no.j2"]),
+        (["--template", "no.j2", "--", "x.py"], ["unknown template: no.j2"]),
         (["--resume", "gpt-1", "--", "x.py"], ["there are no jobs yet"]),
         (["--cluster", "./far.yaml", "--", "x.py"], ["S010 no-such-host.invalid: ", "nothing was started"]),
         (["--"], ["there is no script after --"]),
