@@ -146,7 +146,7 @@ def _start_supervisor(run_dir: str, ready: int) -> subprocess.Popen[bytes]:
     # An upgrade of gptctl must not change a job that was submitted before it.
     with private_files(), open(os.path.join(run_dir, "supervisor.log"), "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-S", os.path.join(run_dir, ENGINE_FILE), "supervisor", run_dir],
+            [sys.executable, "-E", "-S", os.path.join(run_dir, ENGINE_FILE), "supervisor", run_dir],
             cwd=run_dir,
             env={**clean_environment(), READY_VARIABLE: str(ready)},
             stdin=subprocess.DEVNULL,

@@ -85,7 +85,7 @@ class Node:
 
     def has_ranks(self) -> bool:
         """Whether ranks of this attempt have started here."""
-        return bool(self._folder.rank_events(self._attempt))
+        return self._folder.has_ranks(self._attempt)
 
     def can_be_asked(self) -> bool:
         """Whether a stop request would let anything here save its work."""

@@ -59,6 +59,9 @@ class RunFolder:
     def cancelled(self) -> Path:
         return self.path / CANCELLED_FILE
 
+    def is_cancelled(self) -> bool:
+        return os.path.exists(self.cancelled)
+
     def cancel(self, now: bool) -> None:
         """Forbid new attempts; with `now`, running ranks get no time to save either."""
         with replacing(self.cancelled) as stream:
@@ -118,9 +121,6 @@ class RunFolder:
         with replacing(self.path / RESULT) as stream:
             stream.write(json.dumps(Result(state, reason, time.time())._asdict()).encode() + b"\n")
 
-    def forget_result(self) -> None:
-        (self.path / RESULT).unlink(missing_ok=True)
-
     def result(self) -> Result | None:
         # Hosts of an ssh job send this file: use nothing of it that has the wrong type.
         found = read_json(self.path / RESULT)
@@ -153,7 +153,8 @@ class RunFolder:
 
     def was_asked(self, attempt: int, node: int) -> bool:
         """Whether the node's launch.sh received a signal that asks it to stop."""
-        return self._node_file(attempt, node, "asked").exists()
+        # Unlike Path.exists, this does not raise if a network file system is away for a moment.
+        return os.path.exists(self._node_file(attempt, node, "asked"))
 
     def forget_node(self, attempt: int, node: int) -> None:
         """Remove what an earlier start of the same attempt recorded."""
@@ -195,6 +196,10 @@ class RunFolder:
         """Return the events that rank_log.py wrote, in order for each node."""
         files = sorted(self.attempt(attempt).glob("ranks.*.jsonl"))
         return [event for file in files for event in json_lines(read_text(file).encode())]
+
+    def has_ranks(self, attempt: int) -> bool:
+        """Whether any rank has started."""
+        return any(file.stat().st_size for file in self.attempt(attempt).glob("ranks.*.jsonl"))
 
     def mark_unrecoverable(self, attempt: int) -> None:
         """Record here what a rank reported on another machine."""

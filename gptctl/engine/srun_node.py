@@ -20,7 +20,7 @@ from gptctl.engine.contract import LAUNCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.node import NodeExit, last_line, node_log, texts
 from gptctl.engine.run_folder import FAILED, RunFolder, read_plan, read_text
-from gptctl.engine.supervisor import Supervisor, say
+from gptctl.engine.supervisor import Supervisor, say, write_log
 
 START_PATIENCE = 60  # seconds for which srun may wait for the nodes of its own allocation
 KILL_PATIENCE = 40.0  # seconds; Slurm itself usually waits 30 between SIGTERM and SIGKILL
@@ -42,7 +42,7 @@ class Step:
         self.attempt = -1
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked_at = float("-inf")
+        self._asked_at, self._log_start = float("-inf"), 0
         self._exits: dict[int, NodeExit] = {}
 
     def start(self, attempt: int, host: str, port: int) -> None:
@@ -52,6 +52,7 @@ class Step:
             self.folder.forget_node(attempt, number)
         logs = node_log(self.plan, attempt, 0).parent
         logs.mkdir(parents=True, exist_ok=True)
+        self._log_start = len(read_text(node_log(self.plan, attempt, 0)))
         own = {"MASTER_ADDR": host, "MASTER_PORT": port, "GPTCTL_ATTEMPT": attempt}
         self._process = subprocess.Popen(
             [
@@ -82,8 +83,9 @@ class Step:
 
     def _read_exits(self, step_code: int) -> dict[int, NodeExit]:
         codes = self.folder.exit_codes(self.attempt, range(self.nodes))
+        has_ranks = self.has_ranks()
         exits = {
-            number: self._exit_of(number, codes.get(number), step_code)
+            number: self._exit_of(number, codes.get(number), step_code, has_ranks)
             for number in range(self.nodes)
         }
         # srun itself failed, although every node that it started succeeded.
@@ -91,33 +93,38 @@ class Step:
             exits[0] = NodeExit(step_code, f"srun exited with code {step_code}")
         return exits
 
-    def _exit_of(self, number: int, code: int | None, step_code: int) -> NodeExit:
+    def _exit_of(self, number: int, code: int | None, step_code: int, has_ranks: bool) -> NodeExit:
         log = node_log(self.plan, self.attempt, number)
         if code is None:
             # A node that recorded nothing was killed or lost, and the others failed because of it:
-            # report it as the first failure.
+            # report it as the first failure. An elastic job continues without it.
             return NodeExit(
                 step_code or 1,
                 f"srun exited with code {step_code}",
-                time=-1.0,
+                time=float("inf") if self.plan.is_elastic else -1.0,
                 has_no_code=True,
                 never_started=not log.exists(),
             )
         is_unrecoverable = self.folder.is_unrecoverable(self.attempt)
-        last_output = last_line(read_text(log)) if code and not self.has_ranks() else ""
+        last_output = last_line(read_text(log)) if code and not has_ranks else ""
         exit_time = self.folder.exit_time(self.attempt, number)
         return NodeExit(code, last_output, is_unrecoverable, exit_time)
 
     def has_ranks(self) -> bool:
-        return bool(self.folder.rank_events(self.attempt))
+        return self.folder.has_ranks(self.attempt)
+
+    def output(self) -> str:
+        """Return what node 0 has printed since this start."""
+        return read_text(node_log(self.plan, self.attempt, 0))[self._log_start :]
 
     def ask_to_stop(self) -> None:
         """Send SIGUSR1 to srun, which passes it to launch.sh and torchrun on every node."""
         # srun may drop the signal before the step has started, so repeat it until a node has noted
         # it. Not longer: a second signal would interrupt a torchrun that is stopping its ranks.
-        is_noted = any(self.folder.was_asked(self.attempt, number) for number in range(self.nodes))
-        if self._process and not is_noted and time.monotonic() - self._asked_at > ASK_AGAIN:
-            self._asked_at = time.monotonic()
+        if not self._process or time.monotonic() - self._asked_at < ASK_AGAIN:
+            return
+        self._asked_at = time.monotonic()
+        if not any(self.folder.was_asked(self.attempt, number) for number in range(self.nodes)):
             self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
@@ -147,7 +154,8 @@ class SrunNode:
         return exits[self.number] if exits else None
 
     def has_ranks(self) -> bool:
-        return self._step.has_ranks()
+        # Asked for each node of perhaps a thousand: one answer for the step is enough.
+        return self.number == 0 and self._step.has_ranks()
 
     def can_be_asked(self) -> bool:
         return True  # the signal stops launch.sh in any phase
@@ -161,7 +169,7 @@ class SrunNode:
             self._step.kill()
 
     def output(self) -> str:
-        return read_text(node_log(self._step.plan, self._step.attempt, self.number))
+        return self._step.output() if self.number == 0 else ""
 
 
 class SlurmJob:
@@ -186,8 +194,8 @@ class SlurmJob:
         say(f"attempt {number}, Slurm job {self._job}")
         self._report_lost_nodes(number - 1)
         # As the scripts of the tutorials print it: node id, hosts, head node, number of nodes.
-        print(os.environ.get("SLURM_NODEID", "0"), " ".join(self._hosts), sep="\n")
-        print(self._hosts[0], len(self._hosts), sep="\n", flush=True)
+        node = os.environ.get("SLURM_NODEID", "0")
+        write_log(node, " ".join(self._hosts), self._hosts[0], str(len(self._hosts)))
 
     def _report_lost_nodes(self, attempt: int) -> None:
         """Print nodes of the last attempt that are down: they may explain this attempt."""
@@ -195,7 +203,7 @@ class SlurmJob:
         if hosts:
             states = ("--states=down,fail,unknown", "--format=%N of the last attempt is %T: %E")
             done = run("sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", *states)
-            print(*sorted(set(done.stdout.splitlines())), sep="\n", flush=True)
+            write_log(*sorted(set(done.stdout.splitlines())))
 
     def ending(self) -> str:
         # Ask Slurm itself: its signal may not have arrived here yet.
@@ -220,6 +228,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
             stdout=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             text=True,
+            errors="replace",
             timeout=ANSWER_PATIENCE,
         )
     except FileNotFoundError:
@@ -291,8 +300,10 @@ def main() -> None:
     folder = RunFolder(sys.argv[1])
     os.umask(0o077)
     plan = read_plan(folder.path)
-    # An earlier run of this job may have recorded a result before somebody requeued it.
-    folder.forget_result()
+    # The supervisor handles these later; what arrives before that must not be lost.
+    early: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: early.append(number))
     try:
         hosts = hosts_of_allocation()
         address = head_address(plan, hosts[0])
@@ -304,7 +315,10 @@ def main() -> None:
     nodes = [SrunNode(number, step) for number in range(len(hosts))]
     scheduler = SlurmJob(plan, os.environ["SLURM_JOB_ID"], hosts)
     log = f"{plan.log_dir}/attempt-*/batch.log"
-    raise SystemExit(Supervisor(plan, nodes, address, hosts, scheduler, log).run())
+    supervisor = Supervisor(plan, nodes, address, hosts, scheduler, log)
+    if early:
+        supervisor.on_signal(early[0])
+    raise SystemExit(supervisor.run())
 
 
 if __name__ == "__main__":

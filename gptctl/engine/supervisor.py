@@ -117,7 +117,7 @@ class Supervisor:
     def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
         """Run the job; call `on_ready` once it exists; return the engine's exit code."""
         for number in (signal.SIGTERM, *([signal.SIGUSR1] if self.scheduler else [])):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, self.on_signal)
         result: Result | None = Result(FAILED, f"the supervisor failed: see {self.log}")
         try:
             # Before gptctl learns that the job exists: it prints the endpoint.
@@ -135,8 +135,8 @@ class Supervisor:
             on_ready()
         return 0 if result and result.state == COMPLETED else 1
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        if self.folder.cancelled.exists():
+    def on_signal(self, number: int, frame: object = None) -> None:
+        if self.folder.is_cancelled():
             self.stop = StopRequested(CANCELLED, "cancelled")
         elif self.scheduler:
             self.stop = StopRequested(STOPPED, "the scheduler asked the job to stop")
@@ -149,8 +149,8 @@ class Supervisor:
         # The scheduler's signal may have reached the ranks before it reached the supervisor.
         if result is None or (result.state == FAILED and self._scheduler_ends_job(result.reason)):
             return
-        say(f"{result.state}: {result.reason}" if result.reason else result.state)
         self.folder.finish(result.state, result.reason)
+        say(f"{result.state}: {result.reason}" if result.reason else result.state)
 
     def _scheduler_ends_job(self, reason: str) -> bool:
         """Whether the scheduler is stopping the job: then it reports how the job ended."""
@@ -195,7 +195,10 @@ class Supervisor:
         failures_here = 0
         while True:
             # The signal may arrive while nothing runs: then there is nothing to save.
-            if self.scheduler and self.stop and self.stop.result.state == STOPPED:
+            if self.scheduler and self.stop:
+                self._stop_if_cancelled()
+                if self._scheduler_ends_job(self.stop.result.reason):
+                    return None
                 return self._stopped(self.stop.result)
             result, exits = self._run_attempt()
             if result.state == COMPLETED:
@@ -237,12 +240,14 @@ class Supervisor:
 
         Only checkpoints of the bundled trainer are known; for other programs return 0.
         """
-        if not self.plan.output_dir:
+        # A container may see the folder under another path than this process.
+        is_hidden = self.plan.container and not os.path.isdir(self.plan.output_dir)
+        if not self.plan.output_dir or is_hidden:
             return 0
         return self.folder.stalled(self.number, newest_checkpoint(self.plan.output_dir))
 
     def _stop_if_cancelled(self) -> None:
-        if self.folder.cancelled.exists():
+        if self.folder.is_cancelled():
             raise StopRequested(CANCELLED, "cancelled")
 
     # Requeueing
@@ -255,6 +260,8 @@ class Supervisor:
         self._stop_if_cancelled()
         assert self.scheduler
         say(f"requeued: {why}")
+        # Only a signal that arrives from now on belongs to the requeue.
+        self.stop = None
         if self.scheduler.requeue():
             self._await_signal(REQUEUE_PATIENCE)
             return None
@@ -264,8 +271,6 @@ class Supervisor:
         return Result(state, f"{why}, and it could not be requeued")
 
     def _await_signal(self, patience: float) -> None:
-        # Only a signal that arrives from now on belongs to the requeue.
-        self.stop = None
         deadline = time.monotonic() + patience
         while not self.stop and time.monotonic() < deadline:
             time.sleep(TICK)
@@ -276,7 +281,8 @@ class Supervisor:
         """Run one attempt; start it again if another program took its port meanwhile."""
         for _ in range(PORT_TRIES):
             exits = self._start_and_wait()
-            if not any(end.code for end in exits.values()) or not self._port_was_taken():
+            has_failed = any(end.code for end in exits.values())
+            if not has_failed or self.stop or not self._port_was_taken():
                 break
         # A node on another machine cannot write to this folder.
         if any(end.is_unrecoverable for end in exits.values()):
@@ -305,7 +311,8 @@ class Supervisor:
 
     def _start_and_wait(self) -> dict[int, NodeExit]:
         self._stop_if_cancelled()
-        if self.stop:
+        # With a scheduler, the nodes are started and asked to stop at once: then it can requeue.
+        if self.stop and not self.scheduler:
             raise self.stop
         if self.port is None:
             self._choose_port()
@@ -409,7 +416,14 @@ def os_error_text(error: OSError) -> str:
 
 def say(text: str) -> None:
     """Write to the log of the process that runs the supervisor."""
-    print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
+    write_log(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}")
+
+
+def write_log(*lines: str) -> None:
+    # A full disk, or a character that the locale lacks, must not cost the job its result.
+    with suppress(OSError, UnicodeError):
+        for line in lines:
+            print(line, flush=True)
 
 
 def tell_gptctl(answer: bytes) -> None:

@@ -117,7 +117,7 @@ def build_plan(
         inputs=tuple(site.absolute(path) for path in checked.inputs.values()),
         is_one_machine=cluster.traits.is_one_machine,
         pins_interface=defaults.pins_interface,
-        engine_python=cluster.engine_python or "",
+        engine_python=os.path.expanduser(cluster.engine_python or ""),
         submit_python=site.python,
     )
 

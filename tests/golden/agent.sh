@@ -58,9 +58,9 @@ gptctl_python=/srv/venv/bin/python
 [ "$1" != old ] ||
   fail "$gptctl_python is older than Python 3.10: set engine_python in the profile"
 command -v "$gptctl_python" > /dev/null || fail "cannot find $gptctl_python"
-"$gptctl_python" -S -c '' || fail "$gptctl_python does not start"
+"$gptctl_python" -E -S -c '' || fail "$gptctl_python does not start"
 cd "$gptctl_dir" || fail "the job's folder is missing here"
 end_guard
 # -S: the engine needs only the standard library, and starts faster without site-packages.
 # A Python that is too old starts this script again with `old`.
-exec "$gptctl_python" -S engine.pyz "$1" "$gptctl_dir" "${@:2}" >&3 3>&- <&4 4<&-
+exec "$gptctl_python" -E -S engine.pyz "$1" "$gptctl_dir" "${@:2}" >&3 3>&- <&4 4<&-

@@ -28,8 +28,11 @@ grep -qs "\"scheduler_id\": \"$SLURM_JOB_ID\"" claim.json || {
   exit 1
 }
 
+# An earlier run may have recorded a result before somebody requeued the job.
+rm -f result.json
+
 # gptctl's engine needs Python 3.10 or newer, and only its standard library.
-runs_engine() { "$1" -S -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null; }
+runs_engine() { "$1" -E -S -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null; }
 gptctl_python=/venv/bin/python # the interpreter that ran gptctl submit
 runs_engine "$gptctl_python" || gptctl_python=$(
   # In a subshell: the ranks run the setup themselves, and must not run it twice.
@@ -47,6 +50,6 @@ runs_engine "$gptctl_python" || gptctl_python=$(
 )
 runs_engine "$gptctl_python" || fail "no Python 3.10 or newer for gptctl's engine on $(uname -n):" \
   'gptctl tries engine_python of profile lab (not set), then the interpreter it was submitted with (/venv/bin/python), then python3 after the setup; set engine_python in the profile'
-# The engine starts launch.sh on every node with srun. It handles attempts, restarts, requeueing,
+# -E: variables such as PYTHONPATH are for the ranks. The engine starts launch.sh on every node with srun. It handles attempts, restarts, requeueing,
 # stopping and the result.
-exec "$gptctl_python" -S engine.pyz srun_node /home/me/work/runs/gpt-3f9a2c
+exec "$gptctl_python" -E -S engine.pyz srun_node /home/me/work/runs/gpt-3f9a2c

@@ -119,7 +119,7 @@ def as_ended(end: Recorded, folder: RunFolder, record: JobRecord) -> JobState:
         reason = f"Slurm could not start its script {where}, for example with {hint}"
         return _recorded(JobState(kind, reason), folder)
     # The batch script explained this in its only line of output.
-    if end.code == NO_ENGINE_PYTHON and not folder.attempts():
+    if end.code == NO_ENGINE_PYTHON:
         said = read_text(Path(record.log_dir) / "batch.log").strip().rpartition("\n")[2]
         return _recorded(JobState(kind, said.removeprefix("error: ")), folder)
     # Slurm reports 0 and an empty text for what it does not know.

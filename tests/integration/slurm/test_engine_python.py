@@ -77,7 +77,7 @@ def test_python3_of_the_setup_runs_the_engine(lab: Lab, private_python: str) -> 
     login.wait(job["job"], "COMPLETED")
     assert len(ran(job)) == 1
     used = Path(f"{wrapper}.used").read_text()
-    assert f"node1 -S engine.pyz srun_node {job['run_dir']}" in used
+    assert f"node1 -E -S engine.pyz srun_node {job['run_dir']}" in used
 
 
 def profile_of(login: Login) -> dict[str, str]:
