@@ -9,6 +9,7 @@ Needs only torch. Uses nccl on GPUs and gloo on CPUs. Resumes from its last snap
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 
 import torch
@@ -72,6 +73,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
             print(f"{done}: loss {loss_of_epoch:.5f}, {steps} steps on {world} ranks")
             if (epoch + 1) % arguments.save_every == 0:
                 save(arguments.snapshot, model, optimizer, epoch + 1)
+    dist.barrier()  # no rank closes its connections while another one still needs them
 
 
 def save(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int) -> None:
@@ -89,10 +91,10 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        train(arguments, device)
-    finally:
-        dist.destroy_process_group()
+    train(arguments, device)
+    # DDP is part of reference cycles. If it outlives the process group, torch may abort at exit.
+    gc.collect()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
