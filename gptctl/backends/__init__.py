@@ -14,6 +14,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from gptctl.engine.contract import LAUNCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.processes import is_alive, is_here
+from gptctl.engine.run_folder import LOST, PENDING, UNKNOWN
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import IN_PLACE, JobIdentity, PlanDefaults, Site, build_plan
 from gptctl.reporting import Fetched, Say, ShowProgress
@@ -115,6 +117,16 @@ class Backend(Protocol):
         """Copy what the job wrote on its hosts to this machine."""
         message = f"the files of {record.id} are already visible from this machine"
         raise UserError(message, f"see {record.local_dir}", WRONG_USAGE)
+
+
+def half_submitted(record: JobRecord) -> JobState:
+    """The state of a job that its backend has not accepted yet."""
+    if not is_here(record.submitter):
+        host = record.submitter.get("host")
+        return JobState(UNKNOWN, f"it was being submitted on {host}: run gptctl there")
+    if is_alive(record.submitter):
+        return JobState(PENDING, "being submitted")
+    return JobState(LOST, "gptctl was killed before it started the job")
 
 
 class Backends:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gptctl.backends import Backend, JobState
+from gptctl.backends import Backend, JobState, half_submitted
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import ENGINE_FILE, READY_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan
@@ -31,7 +31,6 @@ from gptctl.engine.processes import (
 from gptctl.engine.run_folder import (
     CANCELLED,
     LOST,
-    PENDING,
     RUNNING,
     UNKNOWN,
     RunFolder,
@@ -103,12 +102,12 @@ class LocalBackend(Backend):
         if not is_here(owner):
             return JobState(UNKNOWN, f"it runs on {owner.get('host')}: run gptctl there")
         if not claim:
-            return _half_submitted(record)
+            return half_submitted(record)
         if not folder.path.is_dir():
             runs = is_alive(claim) or (is_same_boot(claim) and processes_of(record.local_dir))
             return JobState(RUNNING if runs else LOST, f"its folder {record.local_dir} is missing")
         if is_alive(claim):
-            begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
+            begun = folder.has_ranks(folder.attempts() - 1)
             return JobState(RUNNING, "" if begun else "starting")
         # The supervisor may have exited between the caller's check and this one.
         if result := folder.result():
@@ -155,12 +154,6 @@ def _start_supervisor(run_dir: str, ready: int) -> subprocess.Popen[bytes]:
             pass_fds=(ready,),
             start_new_session=True,
         )
-
-
-def _half_submitted(record: JobRecord) -> JobState:
-    if is_alive(record.submitter):
-        return JobState(PENDING, "being submitted")
-    return JobState(LOST, "gptctl was killed before it started the job")
 
 
 def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]) -> JobState:

@@ -14,7 +14,7 @@ from contextlib import redirect_stderr, suppress
 from shutil import which
 from typing import Any, ClassVar, TypeVar
 
-from gptctl.backends import Backend, JobState
+from gptctl.backends import Backend, JobState, half_submitted
 from gptctl.backends.slurm import client
 from gptctl.backends.slurm.client import SlurmError
 from gptctl.backends.slurm.options import sbatch_options
@@ -23,7 +23,7 @@ from gptctl.backends.slurm.states import STATES, as_ended, as_seen
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import BATCH_SCRIPT, LAUNCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.processes import clean_environment, is_alive, is_here
+from gptctl.engine.processes import clean_environment
 from gptctl.engine.run_folder import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site, log_dir_of
@@ -197,7 +197,7 @@ class SlurmBackend(Backend):
         if claim.get("abandoned"):
             return JobState(CANCELLED, "abandoned before it was submitted")
         if not job:
-            return _half_submitted(record)
+            return half_submitted(record)
         self.queue.refresh()
         seen = self.queue.jobs.get(job)
         # A controller that lost its state assigns the same ids again: compare the folder, too.
@@ -291,15 +291,6 @@ def _not_asked(checked: Checked, why: str) -> Finding:
     rule, message = ACCEPTED._replace(level="notice"), f"Slurm was not asked: {why}"
     hint = "run this command on a login node"
     return rule.found("Launch.cluster", checked.cluster.name, message, hint)
-
-
-def _half_submitted(record: JobRecord) -> JobState:
-    if not is_here(record.submitter):
-        host = record.submitter.get("host")
-        return JobState(UNKNOWN, f"it was being submitted on {host}: run gptctl there")
-    if is_alive(record.submitter):
-        return JobState(PENDING, "being submitted")
-    return JobState(LOST, "gptctl was killed before it submitted the job")
 
 
 def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:

@@ -61,7 +61,7 @@ def as_seen(seen: Seen, folder: RunFolder, record: JobRecord) -> JobState:
         facts = [_requeued(seen, folder, record), _why_pending(seen)]
         return JobState(PENDING, "; ".join(filter(None, facts)))
     if kind == RUNNING:
-        begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
+        begun = folder.has_ranks(folder.attempts() - 1)
         again = f"attempt {folder.attempts() - 1}" if folder.attempts() > 1 else ""
         stage = "" if begun else "starting"
         if seen.state != "RUNNING":

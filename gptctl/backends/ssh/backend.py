@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gptctl.backends import Backend, JobState
+from gptctl.backends import Backend, JobState, half_submitted
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.contract import AGENT_SCRIPT, LAUNCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.processes import is_alive, is_here
-from gptctl.engine.run_folder import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder
+from gptctl.engine.run_folder import CANCELLED, LOST, RUNNING, UNKNOWN, RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.remote.connection import JumpHosts
@@ -190,15 +189,11 @@ def _prepare(launcher: Launcher, folder: RunFolder) -> None:
 
 
 def _half_submitted(record: JobRecord) -> JobState:
-    if not is_here(record.submitter):
-        host = record.submitter.get("host")
-        return JobState(UNKNOWN, f"it was being submitted on {host}: run gptctl there")
-    if is_alive(record.submitter):
-        return JobState(PENDING, "being submitted")
-    if RunFolder(record.local_dir).in_doubt.exists():
+    state = half_submitted(record)
+    if state.state == LOST and RunFolder(record.local_dir).in_doubt.exists():
         reason = "gptctl lost the connection to the first host while it started the job"
         return JobState(UNKNOWN, reason)
-    return JobState(LOST, "gptctl was killed before it started the job")
+    return state
 
 
 def _as_reported(
@@ -209,7 +204,7 @@ def _as_reported(
         return JobState(LOST, f"its folder on {name} is missing")
     if status["agents"]:
         folder = RunFolder(record.local_dir)
-        begun = folder.attempts() and folder.rank_events(folder.attempts() - 1)
+        begun = folder.has_ranks(folder.attempts() - 1)
         return JobState(RUNNING, "; ".join([*([] if begun else ["starting"]), *unreachable]))
     # The result may not be here yet, if another gptctl process writes the copy.
     if status["result"]:
