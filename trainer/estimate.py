@@ -1,7 +1,7 @@
 """Estimates a run before it starts: parameters, FLOPs per token, and memory per rank.
 
 The parameter count is exact. The bytes of parameters, gradients and optimizer state are exact in
-fp32; the rest is approximate, see `ASSUMPTIONS`.
+fp32; the rest is approximate, see `assumptions`.
 Sizes: s tokens, b samples per micro-batch, h hidden, a heads, f feed-forward, V padded vocabulary.
 """
 
@@ -23,18 +23,6 @@ UNKNOWN_VOCAB = 256  # for character vocabularies, which are counted later; a ge
 # the logits of a chunk; GPUs need large matrix products to be fast.
 LARGE_VOCAB = 32_768
 CHUNK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 27}
-
-ASSUMPTIONS = (
-    "AdamW; O1 keeps fp32 state and half-precision copies of the weights; "
-    "O2 keeps half-precision parameters and gradients, and fp32 master weights",
-    "sharding stages 1 and 2 keep a rank's shard and the gathered parameters; "
-    "stage 3 gathers two layers at a time",
-    "activations as in Korthikanti et al. 2022; attention scores are stored, "
-    "unless use_flash_attn is on or they are recomputed",
-    "1F1B stores the activations of up to pp_degree micro-batches; "
-    "the pipeline stage that needs most memory counts",
-    "on a GPU, 1.5 GiB for CUDA context and communication buffers, and 10 % for fragmentation",
-)
 
 
 class Memory(NamedTuple):
@@ -64,6 +52,32 @@ def estimate(run: RunConfig, layout: Layout) -> Estimate:
         key=lambda memory: memory.total,
     )
     return Estimate(count_parameters(run.Model), flops_per_token(run), heaviest)
+
+
+def assumptions(run: RunConfig, layout: Layout) -> list[str]:
+    """What the estimate assumes about this run."""
+    model, amp = run.Model, run.Engine.mix_precision
+    level, stage = amp.enable and amp.level, run.Distributed.sharding.sharding_stage
+    cases = [
+        (True, "activations as in Korthikanti et al. 2022"),
+        (not model.use_flash_attn and not model.use_recompute, "attention scores are stored"),
+        (level == "O1", "O1 keeps fp32 state and half-precision copies of the weights"),
+        (
+            level == "O2",
+            "O2 keeps half-precision parameters and gradients, and fp32 master weights",
+        ),
+        (
+            layout.sharding > 1 and stage < 3,
+            f"sharding stage {stage} keeps a rank's shard and the gathered parameters",
+        ),
+        (layout.sharding > 1 and stage == 3, "sharding stage 3 gathers two layers at a time"),
+        (layout.pp > 1, "the pipeline stage that needs most memory counts"),
+        (
+            run.Global.device == "gpu",
+            "1.5 GiB for CUDA context and communication buffers, and 10 % for fragmentation",
+        ),
+    ]
+    return [text for applies, text in cases if applies]
 
 
 def count_parameters(model: Model) -> int:

@@ -70,7 +70,10 @@ def node_facts(folder: str) -> dict[str, Any]:
 
 def free_port() -> int:
     """A port below the range of outgoing connections, where the rendezvous can listen; 0: none."""
-    for port in range(29500, 29000, -1):
+    import random
+
+    # From the range that jobs use; as in gptctl/engine/ports.py, which the trainer cannot import.
+    for port in random.sample(range(20000, 32000), 200):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gptctl import __version__
-from trainer.errors import WRONG_USAGE, UserError
+from trainer.errors import WRONG_USAGE, UserError, closest
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -71,6 +71,16 @@ class LazyGroup(click.Group):
         found = getattr(module, f"{name}_verb" if name == "list" else name)
         assert isinstance(found, click.Command)
         return found
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        # click compares with the verbs it has loaded, and here it has loaded none.
+        if args[0][:1] != "-" and args[0] not in MODULE_OF and not context.resilient_parsing:
+            near = closest(args[0], MODULE_OF)
+            hint = f"did you mean `gptctl {near[0]}`?" if near else "`gptctl --help` lists commands"
+            raise UserError(f"no such command: {args[0]}", hint, WRONG_USAGE)
+        return super().resolve_command(context, args)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         # One width for all sections: their summaries start in the same column.
@@ -152,10 +162,7 @@ def _run() -> int:
     except SystemExit:  # click raises it on a broken pipe
         return BROKEN_PIPE
     except click.ClickException as error:
-        if "--json" not in sys.argv:
-            error.show()
-            return WRONG_USAGE
-        return _report(UserError(error.format_message(), "see --help", WRONG_USAGE))
+        return _report(_usage_error(error))
     except UserError as error:
         return _report(error)
     except (click.Abort, KeyboardInterrupt):
@@ -164,6 +171,21 @@ def _run() -> int:
         raise
     except Exception as error:
         return _report_bug(error)
+
+
+def _usage_error(error: click.ClickException) -> UserError:
+    """Convert what click found wrong with the arguments to an error of our form."""
+    from trainer.errors import one_of
+
+    context = getattr(error, "ctx", None)  # click does not always set it
+    verb = [word for word in sys.argv[1:2] if word in MODULE_OF]
+    command = context.command_path if context else " ".join(["gptctl", *verb])
+    help_page = f"see `{command} --help`"
+    alike = getattr(error, "possibilities", None)
+    # click appends what it found similar to the message; ours has it in the hint.
+    text = error.message if alike else error.format_message()
+    hint = f"did you mean {one_of(alike)}? {help_page}" if alike else help_page
+    return UserError(text[:1].lower() + text[1:].removesuffix("."), hint, WRONG_USAGE)
 
 
 def _report(error: UserError) -> int:

@@ -81,14 +81,14 @@ def _print_summary(checked: Checked, valid: bool, starts: str) -> None:
     from gptctl.spec import summary
 
     title = f"{checked.name}: {summary.verdict(checked, valid)}"
-    if not checked.is_valid:
+    # An invalid config has no layout and no memory estimate.
+    if not checked.is_valid or not checked.resolved:
         ui.print_text(title)
         return
-    # An invalid config has no layout or memory estimate: its summary ends above.
     rows = summary.summary(checked)
     ui.print_pairs(title, [*rows, ("Slurm", starts)] if starts else rows)
     # Estimates are only as good as their assumptions. On stderr, since they are not an answer.
-    ui.say(summary.assumptions())
+    ui.say(summary.estimate_note(checked.resolved))
 
 
 @click.command(

@@ -227,8 +227,7 @@ def show_dry_run(prepared: Prepared, as_json: bool) -> None:
     ui.print_findings(prepared.findings, to_stderr=True)
     for name, text in prepared.scripts.items():
         # The titles go to stderr: stdout has the scripts only.
-        where = f"on {plan.nnodes} node(s) of cluster {plan.cluster}"
-        ui.say(f"# {plan.remote_dir}/{name}, {where}:")
+        ui.say(f"# {plan.remote_dir}/{name}, cluster {plan.cluster}, nodes: {plan.nnodes}")
         ui.print_exactly(text)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gptctl.doctor.rows import Row, notice, ok, warning, wrong
+from gptctl.engine.ports import PORTS
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 10)
 LITTLE_SPACE, NO_SPACE = 10 << 30, 1 << 30  # bytes
@@ -231,7 +232,7 @@ def clock_row(name: str, clock: float, arrival: Arrival) -> Row:
 def port_row(name: str, facts: Mapping[str, Any]) -> Row:
     """For the first host: ranks connect to it."""
     if not facts["port"]:
-        fix = "stop the programs that listen on ports 29001 to 29500"
+        fix = f"stop programs that listen on ports {PORTS.start} to {PORTS.stop - 1}"
         return wrong("port", "no free port for the rendezvous", fix, name)
     return ok("port", f"{facts['port']} is free for the rendezvous", name)
 

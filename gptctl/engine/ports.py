@@ -18,7 +18,7 @@ def free_port(host: str) -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind((host, port))
             return port
-    raise OSError(98, "no free port", f"{host}:{PORTS.start}-{PORTS.stop}")
+    raise OSError(98, "no free port", f"{host}:{PORTS.start}-{PORTS.stop - 1}")
 
 
 def fault_of_port(host: str, port: int) -> str:

@@ -1,6 +1,7 @@
 """The nodes of a Slurm allocation: one step of `srun` runs launch.sh on all of them.
 
-job.sbatch starts this module on the first node of the allocation: engine.pyz srun_node RUN_DIR
+job.sbatch starts this module on the first node of the allocation:
+engine.pyz srun_node RUN_DIR [asked]     `asked`: Slurm has already asked the job to stop
 """
 
 from __future__ import annotations
@@ -301,9 +302,9 @@ def main() -> None:
     os.umask(0o077)
     plan = read_plan(folder.path)
     # The supervisor handles these later; what arrives before that must not be lost.
-    early: list[int] = []
+    early = [signal.SIGUSR1] if sys.argv[2:] else []
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: early.append(number))
+        signal.signal(number, lambda number, frame: early.append(signal.Signals(number)))
     try:
         hosts = hosts_of_allocation()
         address = head_address(plan, hosts[0])

@@ -65,7 +65,7 @@ def freeze(
         (folder / name).chmod(0o700)
     # Copies keep the modes of their sources, so these are fixed afterwards.
     _copy_code(folder / "code", checked, site)
-    _pack_engine(folder / ENGINE_FILE)
+    pack_engine(folder / ENGINE_FILE)
     _copy_templates(folder / "templates", templates)
     _make_private(folder)
     _write(folder / "git.json", json.dumps(git, indent=1) + "\n")
@@ -94,7 +94,7 @@ def _make_absolute(cls: type, values: dict[str, Any], site: Site) -> None:
             values[name] = site.absolute(value)
 
 
-def _pack_engine(archive: Path) -> None:
+def pack_engine(archive: Path) -> None:
     """The engine in one file: hosts get it for each job, and gptctl need not be installed there.
 
     With compiled modules where there are any: a host with the same Python starts in half the time.

@@ -17,7 +17,7 @@ from gptctl.text import count
 from trainer.config.kinds import Section, keys_of
 from trainer.config.resolve import Resolved, sections
 from trainer.config.sections import RunConfig
-from trainer.estimate import ASSUMPTIONS, GIB, UNKNOWN_VOCAB, Estimate
+from trainer.estimate import GIB, UNKNOWN_VOCAB, Estimate, assumptions
 from trainer.layout import AXES, Layout, Machines, padded_vocab
 
 # Keys whose derived values depend on the number of ranks.
@@ -119,14 +119,14 @@ def _memory(estimated: Estimate, checked: Checked) -> str:
     # Small models need some MiB: in GiB every part would be 0.00.
     size, unit = (GIB, "GiB") if estimated.memory.total >= GIB else (GIB >> 10, "MiB")
     parts = ", ".join(
-        f"{part} {getattr(estimated.memory, part) / size:.2f}" for part in estimated.memory._fields
+        f"{part} {value / size:.2f}" for part, value in estimated.memory._asdict().items() if value
     )
     return f"about {estimated.memory.total / size:.2f} {unit}{limit}: {parts}"
 
 
-def assumptions() -> str:
-    """What the memory estimate assumes, as a list."""
-    return "\n".join(["memory is an estimate:", *(f"  · {text}" for text in ASSUMPTIONS)])
+def estimate_note(resolved: Resolved) -> str:
+    """What the memory estimate assumes about this run."""
+    return "\n  · ".join(["memory is an estimate:", *assumptions(resolved.run, resolved.layout)])
 
 
 def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:
             part: round(getattr(estimated.memory, part)) for part in estimated.memory._fields
         }
         | {"total": round(estimated.memory.total)},
-        "assumptions": list(ASSUMPTIONS),
+        "assumptions": assumptions(resolved.run, resolved.layout),
     }
     if with_config:
         report["resolved"] = {**asdict(_shown(checked)), "Launch": asdict(checked.launch)}

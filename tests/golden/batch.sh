@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Job gpt-3f9a2c: 2 node(s) with 4 rank(s) each.
+# Job gpt-3f9a2c. Nodes: 2; ranks per node: 4.
 # gptctl submits this script. It belongs to its folder, and cannot be submitted again by hand.
 #SBATCH --job-name=gpt
 #SBATCH --partition=a800
@@ -16,8 +16,9 @@
 #SBATCH --requeue
 
 umask 077
-# Until the engine handles it, the signal would kill this script.
-trap '' USR1
+# Without a trap, the signal would kill this script before the engine can handle it.
+gptctl_asked=''
+trap 'gptctl_asked=asked' USR1
 cd /home/me/work/runs/gpt-3f9a2c || exit 73
 fail() {
   echo "error: $*" >&2
@@ -52,6 +53,7 @@ runs_engine "$gptctl_python" || gptctl_python=$(
 )
 runs_engine "$gptctl_python" || fail "no Python 3.10 or newer for gptctl's engine on $(uname -n):" \
   'gptctl tries engine_python of profile lab (not set), then the interpreter it was submitted with (/venv/bin/python), then python3 after the setup; set engine_python in the profile'
-# -E: variables such as PYTHONPATH are for the ranks. The engine starts launch.sh on every node with srun. It handles attempts, restarts, requeueing,
-# stopping and the result.
-exec "$gptctl_python" -E -S engine.pyz srun_node /home/me/work/runs/gpt-3f9a2c
+# The engine starts launch.sh on every node with srun. It handles attempts, restarts, requeueing,
+# stopping and the result. -E: variables such as PYTHONPATH are for the ranks.
+trap '' USR1
+exec "$gptctl_python" -E -S engine.pyz srun_node /home/me/work/runs/gpt-3f9a2c ${gptctl_asked:+"$gptctl_asked"}

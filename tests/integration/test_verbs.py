@@ -146,3 +146,26 @@ def test_keys_are_listed(gptctl) -> None:
     }
     assert "Launch.rdzv.port" in gptctl("keys").stdout
     assert gptctl("keys", "nothing").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "error", "hint"),
+    [
+        (["sumbit"], "no such command: sumbit", "did you mean `gptctl submit`?"),
+        (["xyz"], "no such command: xyz", "`gptctl --help` lists commands"),
+        (["clusters", "shw"], "no such command 'shw'", "did you mean show? see `gptctl clusters --help`"),
+        (["logs", "--folow"], "no such option '--folow'", "did you mean --follow? see `gptctl logs --help`"),
+        (["submit", "--nodes"], "option '--nodes' requires an argument", "see `gptctl submit --help`"),
+        (["cancel"], "missing argument 'JOBS...'", "see `gptctl cancel --help`"),
+    ],
+)
+def test_wrong_usage_is_reported_like_every_mistake(gptctl, typed: list[str], error: str, hint: str) -> None:
+    done = gptctl(*typed)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {error}\nhint: {hint}\n"
+
+
+def test_wrong_usage_as_json(gptctl) -> None:
+    answer = json.loads(gptctl("logs", "--json", "--folow").stdout)
+    assert answer["error"] == "no such option '--folow'"
+    assert answer["hint"].startswith("did you mean --follow?")

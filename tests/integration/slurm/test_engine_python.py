@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm.login import Login, ran
+from tests.integration.slurm.login import Login, await_true, ran
 from tests.lab import Lab
 
 PRIVATE = "/dev/shm/venv-of-head"  # /dev/shm is each machine's own
@@ -26,9 +26,9 @@ def private_python(lab: Lab) -> Iterator[str]:
     lab.run("head", "rm", PRIVATE, check=True)
 
 
-def submit_with(login: Login, python: str) -> dict[str, str]:
+def submit_with(login: Login, python: str, *options: str) -> dict[str, str]:
     """Submit a job of the stand-in with another interpreter than that of the tests."""
-    command = [python, "-m", "gptctl", *login.quick("--json")]
+    command = [python, "-m", "gptctl", *login.quick("--json", *options)]
     done: subprocess.CompletedProcess[str] = login.lab.run("head", *command, cwd=str(login.folder), env=login.env)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
@@ -78,6 +78,19 @@ def test_python3_of_the_setup_runs_the_engine(lab: Lab, private_python: str) -> 
     assert len(ran(job)) == 1
     used = Path(f"{wrapper}.used").read_text()
     assert f"node1 -E -S engine.pyz srun_node {job['run_dir']}" in used
+
+
+def test_a_stop_request_while_the_interpreter_is_chosen(lab: Lab, private_python: str) -> None:
+    """The setup may take minutes. The job stops and starts no rank."""
+    login = Login(lab)
+    waiting = login.folder / "waiting"
+    setup = [f"touch {waiting}", "sleep 3"]
+    lab.profile(login.folder / "quick", **profile_of(login), setup=setup)
+    job = submit_with(login, private_python, "--no-requeue")
+    await_true(waiting.exists, 60)
+    login.slurm("scancel", "--batch", "--signal=USR1", job["scheduler_id"])
+    assert login.wait(job["job"], "STOPPED")["reason"].startswith("the scheduler asked the job to stop")
+    assert not ran(job)
 
 
 def profile_of(login: Login) -> dict[str, str]:

@@ -1,0 +1,182 @@
+"""Rules of the supervisor that depend on an exact moment or on a thousand nodes.
+
+The nodes and the scheduler are stand-ins, since a real one cannot be stopped at such a moment. Oracles: what the scheduler
+was asked for, which attempts were started, and result.json. The suites of the backends test the same rules on real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.node import NodeExit
+from gptctl.engine.run_folder import RunFolder
+from gptctl.engine.srun_node import Step
+from gptctl.engine.supervisor import Supervisor
+from gptctl.jobs import freeze
+from gptctl.jobs.freeze import pack_engine
+from tests.conftest import ROOT
+
+
+def plan_in(folder: Path, **facts: object) -> LaunchPlan:
+    empty = dict.fromkeys(LaunchPlan._fields, "") | {
+        "form": "static", "nodes": 1, "nnodes": "1", "per_node": 1, "world": 1, "hosts": (), "max_restarts": 0, "env": {}, "sbatch": {},
+        "master_addr": "127.0.0.1", "master_port": 29500, "is_one_machine": True,
+        "remote_dir": str(folder), "log_dir": str(folder / "logs"),
+    }  # fmt: skip
+    return LaunchPlan(**{**empty, **facts})  # type: ignore[arg-type]
+
+
+class FailingNode:
+    """Exits with code 1 as soon as it has started."""
+
+    number = 0
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+
+    def start(self, attempt: int, host: str, port: int) -> None:
+        self.started.append(attempt)
+
+    def exited(self) -> NodeExit:
+        return NodeExit(1)
+
+    def has_ranks(self) -> bool:
+        return True
+
+    def can_be_asked(self) -> bool:
+        return True
+
+    def ask_to_stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def output(self) -> str:
+        return ""
+
+
+class Recorder:
+    """A scheduler that notes what it is asked for."""
+
+    def __init__(self, on_attempt: Callable[[int], None], accepts: bool = True, can_requeue: bool = True) -> None:
+        self.can_requeue, self.requests = can_requeue, 0
+        self._on_attempt, self._accepts = on_attempt, accepts
+
+    def begin_attempt(self, number: int) -> None:
+        self._on_attempt(number)
+
+    def ending(self) -> str:
+        return ""
+
+    def requeue(self) -> bool:
+        self.requests += 1
+        if self._accepts:  # Slurm stops the job, as it does after a requeue
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        return self._accepts
+
+
+@pytest.mark.parametrize(
+    ("accepts", "can_requeue", "requests", "state"),
+    [(True, True, 1, None), (False, True, 1, "STOPPED"), (True, False, 0, "STOPPED")],
+)
+def test_a_stop_request_between_two_attempts(
+    tmp_path: Path, accepts: bool, can_requeue: bool, requests: int, state: str | None
+) -> None:
+    """The second attempt is created, but nothing is started in it."""
+    node, stopped_in = FailingNode(), 1
+
+    def ask_to_stop(attempt: int) -> None:
+        if attempt == stopped_in:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    scheduler = Recorder(ask_to_stop, accepts, can_requeue)
+    supervisor = Supervisor(plan_in(tmp_path, max_restarts=3), [node], scheduler=scheduler)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)}
+    try:
+        signal.signal(signal.SIGALRM, supervisor.on_signal)
+        supervisor.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (node.started, scheduler.requests) == ([0], requests)
+    result = RunFolder(tmp_path).result()
+    assert (result.state if result else None) == state
+
+
+def test_a_full_disk_under_the_log_costs_no_result(tmp_path: Path) -> None:
+    """/dev/full as the log of a real supervisor: the result is recorded all the same."""
+    (tmp_path / "launch.sh").write_text("exit 3\n")
+    (tmp_path / "plan.json").write_text(json.dumps(plan_in(tmp_path).as_json()))
+    pack_engine(tmp_path / "engine.pyz")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-E", "-S", str(tmp_path / "engine.pyz"), "supervisor", str(tmp_path)]
+        subprocess.run(command, stdout=full, stderr=full, timeout=60)
+    assert RunFolder(tmp_path).result()[:2] == ("FAILED", "node 0 exited with code 3")
+
+
+def test_a_thousand_nodes_are_judged_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight times the nodes may take some eight times as long; looking at all nodes for each node would take 64 times."""
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text("#!/bin/sh\nexit 1\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
+
+    def seconds(nodes: int) -> float:
+        folder = tmp_path / str(nodes)
+        step = Step(plan_in(folder, nodes=nodes), nodes, os.environ)
+        (folder / "attempt-0").mkdir(parents=True)
+        step.start(0, "127.0.0.1", 29500)
+        assert step._process
+        step._process.wait()
+        for node in range(nodes):
+            (folder / f"attempt-0/node.{node}.exit").write_text("1\n")
+            (folder / f"attempt-0/ranks.{node}.jsonl").write_text("{}\n")
+            (folder / f"logs/attempt-0/node.{node}.log").write_text("failed\n")
+        begin = time.process_time()
+        exits = step.exits()
+        assert exits is not None
+        assert [end.code for end in exits.values()] == [1] * nodes
+        return time.process_time() - begin
+
+    assert min(seconds(1024), seconds(1025)) < 24 * seconds(128)
+
+
+def test_sinfo_may_answer_in_any_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason why a node is down is an administrator's free text."""
+    sinfo = tmp_path / "bin" / "sinfo"
+    sinfo.parent.mkdir()
+    sinfo.write_bytes(b"#!/bin/sh\nprintf 'node1 of the last attempt is down: d\\351fectueux\\n'\n")
+    sinfo.chmod(0o755)
+    (tmp_path / "attempt-0").mkdir()
+    (tmp_path / "attempt-0/hosts").write_text("node1\n")
+    # In a process of its own: it redirects its output to the attempt's log.
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path; from gptctl.engine.srun_node import SlurmJob; from tests.unit.test_supervisor import plan_in\n"
+        "SlurmJob(plan_in(Path(sys.argv[2])), '7', ['node2']).begin_attempt(1)\n"
+    )
+    monkeypatch.setenv("PATH", f"{sinfo.parent}:{os.environ['PATH']}")
+    subprocess.run([sys.executable, "-c", program, str(ROOT), str(tmp_path)], check=True, timeout=60)
+    log = (tmp_path / "logs/attempt-1/batch.log").read_text()
+    assert "node1 of the last attempt is down: d\ufffdfectueux" in log
+
+
+def test_the_engine_is_packed_whatever_the_dates_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some package managers date all files 1970; the zip format begins with 1980."""
+    shutil.copytree(ROOT / "gptctl", tmp_path / "gptctl")
+    for file in (tmp_path / "gptctl").rglob("*.py"):
+        os.utime(file, (0, 0))
+    monkeypatch.setattr(freeze, "__file__", str(tmp_path / "gptctl/jobs/freeze.py"))
+    pack_engine(tmp_path / "engine.pyz")
+    subprocess.run([sys.executable, str(tmp_path / "engine.pyz"), "contract"], check=True, timeout=60)
