@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from trainer.config import Override, load
 from trainer.config.flags import parse_flags
 from trainer.errors import OUT_OF_REACH, UserError
-from trainer.rank_log import CANNOT_BE_HELPED
+from trainer.rank_log import UNRECOVERABLE
 from trainer.stop import StopRequest
 
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not arguments:
         print((__doc__ or "").strip(), file=sys.stderr)
-        return CANNOT_BE_HELPED
+        return UNRECOVERABLE
     configure_threads()
     with StopRequest() as stop:  # before importing torch, which takes seconds
         from torch.distributed import is_initialized
@@ -47,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = 1
         # Still initialized only after an error: a normal exit could then wait for other ranks.
         if is_initialized():
-            from trainer.watchdog import end_process
+            from trainer.watchdog import exit_now
 
-            end_process(code)
+            exit_now(code)
         return code
 
 
@@ -58,7 +58,7 @@ def _run(arguments: Sequence[str], stop: StopRequest) -> int:
         _train(arguments, stop)
     except UserError as error:
         _report(error)
-        return OUT_OF_REACH if error.exit_code == OUT_OF_REACH else CANNOT_BE_HELPED
+        return OUT_OF_REACH if error.exit_code == OUT_OF_REACH else UNRECOVERABLE
     except RuntimeError as error:
         if not re.search(r"Connection (closed|reset) by peer", str(error)):
             raise

@@ -34,7 +34,7 @@ TORN_OVER_NODES = (
     "use a folder that all nodes share, or a layout in which mp × sharding × pp divides the "
     "number of ranks per node",
 )
-PATIENCE = 15.0  # seconds after which a rank says that it is waiting for the others
+TIMEOUT = 15.0  # seconds after which a rank says that it is waiting for the others
 _START = "start it with torchrun, or unset RANK, WORLD_SIZE and related variables"
 
 
@@ -183,7 +183,7 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
     timeout = timedelta(seconds=limit + 1.75 * answer_time(limit))
     where = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
     text = f"rank {rank} is waiting for all {layout.world} ranks to connect at {where}"
-    waiting = threading.Timer(PATIENCE, _print_waiting, [text])
+    waiting = threading.Timer(TIMEOUT, _print_waiting, [text])
     waiting.daemon = True
     waiting.start()
     try:

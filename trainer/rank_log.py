@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import signal
 import time
 
-CANNOT_BE_HELPED = 93  # exit code: a restart would fail in the same way
+UNRECOVERABLE = 93  # exit code: a restart would fail in the same way
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
 PR_SET_PDEATHSIG = 1
 
@@ -40,8 +40,8 @@ def main(arguments: list[str]) -> int:
     redirect(os.environ.get("GPTCTL_LOG_DIR", ""))
     attempt = os.environ.get("GPTCTL_ATTEMPT_DIR")
     # torchrun restarts ranks whatever their exit code was; this ends such restarts at once.
-    if attempt and os.path.exists(os.path.join(attempt, "cannot-be-helped")):
-        return CANNOT_BE_HELPED
+    if attempt and os.path.exists(os.path.join(attempt, "unrecoverable")):
+        return UNRECOVERABLE
     folder = os.environ.get("GPTCTL_WORK_DIR", "")
     if os.path.isdir(folder):  # the path may not exist inside a container
         os.chdir(folder)
@@ -96,7 +96,7 @@ def watch(command: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     child = os.fork()
     if not child:
-        become(command, signals)
+        exec_program(command, signals)
     for number in signals:
         signal.signal(number, lambda number, frame: os.kill(child, number))
     note("start", child)
@@ -109,21 +109,21 @@ def watch(command: list[str]) -> int:
     )
     note("end", child, exit=code, signal=killer, max_rss_mb=usage.ru_maxrss >> 10)
     # Tell the launcher and later restarts, because torchrun hides the exit code of a rank.
-    if code == CANNOT_BE_HELPED:
-        append("cannot-be-helped", "")
+    if code == UNRECOVERABLE:
+        append("unrecoverable", "")
     if killer is not None:
         name = next((known.name for known in signal.Signals if known == killer), f"signal {killer}")
         said = f"rank {rank()} (pid {child}) was killed by {name}"
         print(f"{'' if ends_with_a_line() else chr(10)}{said}", file=sys.stderr, flush=True)
     if status:
-        end_group(child)
+        kill_group(child)
     if killer is not None:
-        die_of(killer)
+        exit_by_signal(killer)
     assert code is not None
     return code
 
 
-def become(command: list[str], signals: list[signal.Signals]) -> None:
+def exec_program(command: list[str], signals: list[signal.Signals]) -> None:
     """Run the program in the child, in its own process group.
 
     So a signal to torchrun's group reaches it only once, forwarded by the parent.
@@ -152,7 +152,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(127)
 
 
-def end_group(group: int) -> None:
+def kill_group(group: int) -> None:
     """Kill the processes that a failed program left behind, such as data loaders."""
     try:
         os.killpg(group, signal.SIGKILL)
@@ -160,7 +160,7 @@ def end_group(group: int) -> None:
         return
 
 
-def die_of(number: int) -> None:
+def exit_by_signal(number: int) -> None:
     """Exit by the same signal, so that torchrun reports it as if it had started the program."""
     import resource
 

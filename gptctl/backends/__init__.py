@@ -81,7 +81,7 @@ class Backend(Protocol):
         """Make sure that a half-submitted job never starts; return False if it has started."""
         ...
 
-    def expect(self, records: Sequence[JobRecord]) -> None:
+    def prefetch_states(self, records: Sequence[JobRecord]) -> None:
         """Prepare for `state` of these jobs: a scheduler should be asked once for all."""
 
     def state(self, record: JobRecord) -> JobState:

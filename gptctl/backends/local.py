@@ -18,7 +18,7 @@ from gptctl.backends import Backend, JobState, half_submitted
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import ENGINE_FILE, READY_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.ports import fault_of_port
+from gptctl.engine.ports import port_error
 from gptctl.engine.processes import (
     clean_environment,
     is_alive,
@@ -45,8 +45,8 @@ from trainer.errors import OUT_OF_REACH, Finding, Rule, UserError
 PORT_FREE = Rule("S004", "the rendezvous port must be free when a job starts on this machine")
 
 LOOPBACK = "127.0.0.1"
-START_PATIENCE = 30.0  # seconds until the supervisor must have answered
-STOP_PATIENCE = 60.0  # seconds; longer than the supervisor itself waits for its ranks
+START_TIMEOUT = 30.0  # seconds until the supervisor must have answered
+STOP_TIMEOUT = 60.0  # seconds; longer than the supervisor itself waits for its ranks
 
 
 class LocalBackend(Backend):
@@ -64,7 +64,7 @@ class LocalBackend(Backend):
         is_chosen = port or plan.master_addr != LOOPBACK
         if not is_chosen or plan.form == "standalone":
             return
-        if fault := fault_of_port(plan.master_addr, port or 0):
+        if fault := port_error(plan.master_addr, port or 0):
             place = f"{plan.master_addr}:{port or '(any port)'}"
             message = f"the rendezvous endpoint {place} cannot be used: {fault}"
             hint = "delete the key: gptctl chooses a free port"
@@ -75,7 +75,7 @@ class LocalBackend(Backend):
         reading, writing = os.pipe()
         process = _start_supervisor(plan.remote_dir, writing)
         os.close(writing)
-        answered, _, _ = select.select([reading], [], [], START_PATIENCE)
+        answered, _, _ = select.select([reading], [], [], START_TIMEOUT)
         # Empty if the supervisor exited before it could answer.
         answer = os.read(reading, 1) if answered else b""
         os.close(reading)
@@ -90,7 +90,7 @@ class LocalBackend(Backend):
 
     def abandon(self, record: JobRecord) -> bool:
         folder = RunFolder(record.local_dir)
-        if folder.take({"abandoned": True}):
+        if folder.try_claim({"abandoned": True}):
             return True
         # Another gptctl may have abandoned it, and was killed before it could remove the folder.
         return bool((folder.claimed_by() or {}).get("abandoned"))
@@ -129,7 +129,7 @@ class LocalBackend(Backend):
         has_folder = folder.path.is_dir()
         # A supervisor that is just starting must not get the claim any more.
         if not claim and has_folder:
-            folder.take({"abandoned": True})
+            folder.try_claim({"abandoned": True})
         if has_folder:
             folder.cancel(now)
         _stop(record, folder, claim, now)
@@ -162,9 +162,11 @@ def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]
     codes = folder.exit_codes(attempt, range(record.nodes))
     if len(codes) == record.nodes:
         nnodes = str((read_json(folder.path / "plan.json") or {}).get("nnodes", record.nodes))
-        result = folder.judge(attempt, codes, nnodes, record.output_dir, since=record.created)
+        result = folder.attempt_result(
+            attempt, codes, nnodes, record.output_dir, since=record.created
+        )
         return JobState(result.state, result.reason)
-    if folder.cancelled.exists():
+    if folder.cancelled_file.exists():
         return JobState(CANCELLED, "cancelled")
     why = "its processes were killed" if is_same_boot(claim) else "the machine was restarted"
     known = f"{len(codes)} of {record.nodes} nodes recorded an exit code"
@@ -190,6 +192,6 @@ def _ask_torchrun(folder: RunFolder) -> None:
 
 
 def _wait_while(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + STOP_PATIENCE
+    deadline = time.monotonic() + STOP_TIMEOUT
     while holds() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -18,15 +18,15 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from gptctl.backends import JobState
     from gptctl.jobs.store import JobRecord
-    from gptctl.logs.files import LogFiles, Wanted
+    from gptctl.logs.files import FileFilter, LogFiles
     from gptctl.logs.outcome import Outcome
-    from gptctl.logs.stream import Lines, Show
+    from gptctl.logs.stream import LineFilter, LineWriter
     from gptctl.logs.terminal_view import TerminalView
 
 Update = Callable[[str], None]  # called about once a second with the state of the job
 
 
-class Watched:
+class StateReporter:
     """The state of a followed job: reports it while the job is not running, and when it changes."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Watched:
 
 
 def follow_job(
-    session: Session, record: JobRecord, wanted: Wanted, lines: Lines, style: Any = "text"
+    session: Session, record: JobRecord, wanted: FileFilter, lines: LineFilter, style: Any = "text"
 ) -> int:
     """Follow until the job ends; return the exit code of the job."""
     # Log lines are written to the buffer below, and must not overtake text printed before.
@@ -61,7 +61,7 @@ def follow_job(
     if style == "text" and sys.stdout.isatty():
         return follow_on_terminal(session, record, wanted, lines)
     from gptctl.cli import ui
-    from gptctl.logs.show import Printer
+    from gptctl.logs.printer import Printer
 
     printer = Printer(sys.stdout.buffer, style, say=ui.say)
     # Counts of ranks are for people: a program that reads stderr gets only changes of the state.
@@ -71,10 +71,12 @@ def follow_job(
     return close_plainly(session, record)
 
 
-def follow_on_terminal(session: Session, record: JobRecord, wanted: Wanted, lines: Lines) -> int:
+def follow_on_terminal(
+    session: Session, record: JobRecord, wanted: FileFilter, lines: LineFilter
+) -> int:
     """Print short lines, a progress bar below them, and a summary at the end."""
     from gptctl.cli import ui
-    from gptctl.logs.show import Printer
+    from gptctl.logs.printer import Printer
     from gptctl.logs.terminal_view import TerminalView
 
     screen, files = ui.TerminalScreen(), files_of(record)
@@ -96,12 +98,17 @@ def follow_on_terminal(session: Session, record: JobRecord, wanted: Wanted, line
 
 
 def follow_until_over(
-    session: Session, record: JobRecord, wanted: Wanted, lines: Lines, show: Show, update: Update
+    session: Session,
+    record: JobRecord,
+    wanted: FileFilter,
+    lines: LineFilter,
+    show: LineWriter,
+    update: Update,
 ) -> bool:
     """Follow until the job ends; return False if the user presses Ctrl-C."""
     from gptctl.logs.stream import follow
 
-    watched = Watched(session, record, show.say, update)
+    watched = StateReporter(session, record, show.say, update)
     try:
         # On ssh clusters the backend copies new log lines here in the background.
         with session.backend_of(record).following(record):

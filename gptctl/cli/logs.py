@@ -15,8 +15,8 @@ from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
     from gptctl.jobs.store import JobRecord
-    from gptctl.logs.files import LogFiles, Wanted
-    from gptctl.logs.stream import Lines
+    from gptctl.logs.files import FileFilter, LogFiles
+    from gptctl.logs.stream import LineFilter
 
 # Options that print a report instead of log lines. At most one makes sense at a time.
 REPORT_OPTIONS = ("failed", "list_them", "metrics")
@@ -109,21 +109,21 @@ def check_options(asked: dict[str, Any]) -> None:
             raise UserError(f"{names} cannot be combined", "omit one of them", WRONG_USAGE)
 
 
-def wanted_of(asked: dict[str, Any], per_node: int | None) -> Wanted:
-    from gptctl.logs.files import Wanted, parse_ranks
+def wanted_of(asked: dict[str, Any], per_node: int | None) -> FileFilter:
+    from gptctl.logs.files import FileFilter, parse_ranks
 
     # `is not None`: an empty --rank (an unset shell variable) must be an error, not all ranks.
     ranks = parse_ranks(asked["rank"]) if asked["rank"] is not None else None
-    return Wanted(ranks, asked["node"], per_node, asked["attempt"], asked["all_attempts"])
+    return FileFilter(ranks, asked["node"], per_node, asked["attempt"], asked["all_attempts"])
 
 
-def lines_of(asked: dict[str, Any]) -> Lines:
+def lines_of(asked: dict[str, Any]) -> LineFilter:
     from gptctl.logs.lines import parse_since
     from gptctl.logs.match import Grep
-    from gptctl.logs.stream import Lines
+    from gptctl.logs.stream import LineFilter
 
     # An empty --since or --grep is parsed too, for the same reason as --rank.
-    return Lines(
+    return LineFilter(
         tail=asked["tail"],
         since=parse_since(asked["since"]) if asked["since"] is not None else None,
         grep=Grep(asked["pattern"]) if asked["pattern"] is not None else None,
@@ -149,10 +149,10 @@ def show_file(path: str, asked: dict[str, Any]) -> int:
 
 
 def answer(
-    files: LogFiles, wanted: Wanted, asked: dict[str, Any], is_over: Callable[[], bool]
+    files: LogFiles, wanted: FileFilter, asked: dict[str, Any], is_over: Callable[[], bool]
 ) -> int:
     from gptctl.cli import ui
-    from gptctl.logs.show import show_logs
+    from gptctl.logs.printer import show_logs
 
     if asked["list_them"]:
         # Only this report needs the job's state, and on Slurm that is a query: ask for it last.
@@ -165,7 +165,7 @@ def answer(
 
 
 def print_list(
-    files: LogFiles, wanted: Wanted, as_json: bool = False, job_is_over: bool = False
+    files: LogFiles, wanted: FileFilter, as_json: bool = False, job_is_over: bool = False
 ) -> None:
     from gptctl.cli import ui
     from gptctl.logs.tables import LIST_COLUMNS, list_cells, list_rows
@@ -178,7 +178,7 @@ def print_list(
         ui.print_table(count(len(rows), "log file"), LIST_COLUMNS, list_cells(rows), by_first=True)
 
 
-def print_metrics(files: LogFiles, wanted: Wanted, as_json: bool = False) -> None:
+def print_metrics(files: LogFiles, wanted: FileFilter, as_json: bool = False) -> None:
     from gptctl.cli import ui
     from gptctl.logs.tables import metric_rows, metric_table
     from gptctl.text import count

@@ -90,7 +90,7 @@ def submit(
     if dry_run:
         show_dry_run(prepared, as_json)
         return 0
-    return send_and_stay(session, prepared, as_json, follow, wait_for_it)
+    return submit_and_follow(session, prepared, as_json, follow, wait_for_it)
 
 
 @click.command(
@@ -175,7 +175,7 @@ def rerun(
     typed = [Override.parse(text) for text in overrides]
     record = session.find(job)
     prepared = prepare_rerun(record, session.store, session.backends, typed)
-    return send_and_stay(session, prepared, as_json, follow, wait_for_it)
+    return submit_and_follow(session, prepared, as_json, follow, wait_for_it)
 
 
 def template_places(template: str | None, config: Path | None) -> list[Path]:
@@ -231,7 +231,7 @@ def show_dry_run(prepared: Prepared, as_json: bool) -> None:
         ui.print_exactly(text)
 
 
-def send_and_stay(
+def submit_and_follow(
     session: Session, prepared: Prepared, as_json: bool, follow: bool, wait_for_it: bool
 ) -> int:
     from gptctl.cli import ui
@@ -248,10 +248,10 @@ def send_and_stay(
     # The job runs, so this is a warning: an error would make scripts submit it again.
     if sent.problem:
         ui.say(f"warning: {sent.record.id} was started, but there was a problem: {sent.problem}")
-    return stay_with(session, prepared, sent.record, as_json, follow, wait_for_it)
+    return announce_and_follow(session, prepared, sent.record, as_json, follow, wait_for_it)
 
 
-def stay_with(
+def announce_and_follow(
     session: Session,
     prepared: Prepared,
     record: JobRecord,
@@ -264,8 +264,8 @@ def stay_with(
     from gptctl.cli.follow import follow_job
     from gptctl.cli.jobs import wait_for
     from gptctl.jobs import report
-    from gptctl.logs.files import Wanted
-    from gptctl.logs.stream import Lines
+    from gptctl.logs.files import FileFilter
+    from gptctl.logs.stream import LineFilter
 
     try:
         # One JSON object, so wait first: it includes the final state.
@@ -277,7 +277,7 @@ def stay_with(
         if follow:
             style = "json" if as_json else "text"
             # All attempts: the job has just started, so this shows it from its beginning.
-            return follow_job(session, record, Wanted(all_attempts=True), Lines(), style)
+            return follow_job(session, record, FileFilter(all_attempts=True), LineFilter(), style)
         return wait_for(session, record, None) if wait_for_it else 0
     except KeyboardInterrupt:
         ui.say(report.still_running(record))

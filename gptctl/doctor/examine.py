@@ -210,7 +210,7 @@ def _examine_slurm(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
             return DoctorReport(cluster.name, rows, is_in_reach=False)
         _check_slurm_nodes(request, cluster, status, rows)
     except SlurmError as error:
-        rows.append(wrong("Slurm", error.said, error.hint or "run the command in a shell"))
+        rows.append(wrong("Slurm", error.detail, error.hint or "run the command in a shell"))
         # A refusal is an answer; only silence means that the cluster is out of reach.
         return DoctorReport(cluster.name, rows, is_in_reach=not error.is_doubtful)
     return DoctorReport(cluster.name, rows)

@@ -148,7 +148,7 @@ def _controller_row() -> Row:
     try:
         answer = client.run("scontrol", "ping")
     except SlurmError as error:
-        return wrong("controller", error.said.partition(";")[0], fix)
+        return wrong("controller", error.detail.partition(";")[0], fix)
     # One line each for the primary and its backups; one that is up is enough.
     lines = [line for line in answer.splitlines() if " is " in line]
     if not any(line.strip().endswith(" UP") for line in lines):
@@ -233,8 +233,8 @@ def _accounting_row() -> Row:
         client.run("sacct", "-X", "-n", "-P", "-S", "now", "-o", "JobID")
     except SlurmError as error:
         # A site without accounting is usual; one whose database does not answer is not.
-        row = notice if "disabled" in error.said else warning
-        return row("accounting", error.said, WITHOUT_ACCOUNTING)
+        row = notice if "disabled" in error.detail else warning
+        return row("accounting", error.detail, WITHOUT_ACCOUNTING)
     return ok("accounting", "sacct works")
 
 

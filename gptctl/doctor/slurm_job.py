@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gptctl.backends.slurm import client
 from gptctl.backends.slurm.client import SlurmError
-from gptctl.backends.slurm.queue import GOING, WAITING, Seen, with_token
+from gptctl.backends.slurm.queue import ACTIVE_STATES, PENDING_STATES, QueuedJob, find_submitted
 from gptctl.doctor.probe import BATCH_SCRIPT, MINUTES, ArrivalTracker
 from gptctl.doctor.rows import Row, ok, wrong
 from gptctl.doctor.signals import signals_blocked
@@ -75,8 +75,8 @@ class DoctorJob:
             self.submit_error = error
         self._submitted = self._waiting_until = self._answered = time.monotonic()
 
-    def find(self) -> Seen | None:
-        jobs = with_token(self.name, str(self.folder))
+    def find(self) -> QueuedJob | None:
+        jobs = find_submitted(self.name, str(self.folder))
         if not jobs:
             return None
         self.submit_error = None
@@ -103,10 +103,10 @@ class DoctorJob:
         except SlurmError as error:
             if not error.is_doubtful or time.monotonic() - self._answered > SLURM_TIMEOUT:
                 raise
-            self._show(f"Slurm does not answer: {error.said}")
+            self._show(f"Slurm does not answer: {error.detail}")
             return None
         self._answered = time.monotonic()
-        if job and job.state in WAITING:
+        if job and job.state in PENDING_STATES:
             self.tracker.not_before, self._waiting_until = now, time.monotonic()
         return self._final_row(job)
 
@@ -122,7 +122,7 @@ class DoctorJob:
             self.say(text)
             self._shown = text
 
-    def _final_row(self, job: Seen | None) -> Row | None:
+    def _final_row(self, job: QueuedJob | None) -> Row | None:
         """None: wait for the job."""
         waited = time.monotonic() - self._submitted
         if job is None:
@@ -130,14 +130,14 @@ class DoctorJob:
                 return None
             lost = SlurmError(f"it no longer knows job {self.name}", is_doubtful=True)
             raise self.submit_error or lost
-        if job.state in WAITING:
+        if job.state in PENDING_STATES:
             return self._waiting_row(job, waited)
         limit = 60 * MINUTES + CANCEL_TIMEOUT  # Slurm may need a while to enforce its time limit
-        if job.state in GOING and time.monotonic() - self._waiting_until < limit:
+        if job.state in ACTIVE_STATES and time.monotonic() - self._waiting_until < limit:
             return None
         return self._ended_row(job)
 
-    def _waiting_row(self, job: Seen, waited: float) -> Row | None:
+    def _waiting_row(self, job: QueuedJob, waited: float) -> Row | None:
         reason = "" if job.reason in ("", "None") else f": {job.reason}"
         if waited > 1:
             self._show(f"job {job.id} is waiting{reason}")
@@ -147,7 +147,7 @@ class DoctorJob:
         fix = f"squeue and sinfo -R show more; to wait longer: --timeout {longer}"
         return wrong("job", f"job {job.id} waited more than {self.timeout:g} s{reason}", fix)
 
-    def _ended_row(self, job: Seen) -> Row:
+    def _ended_row(self, job: QueuedJob) -> Row:
         """The job has ended, but its last files may still be on their way."""
         deadline = time.monotonic() + SETTLE_TIME
         while time.monotonic() < deadline:
@@ -188,7 +188,7 @@ class DoctorJob:
                 if self._cancel():
                     return
             except SlurmError as error:
-                problem = error.said
+                problem = error.detail
             if time.monotonic() > deadline:
                 self.say(f"warning: {problem}; cancel the job yourself: {command}")
                 return
@@ -197,11 +197,11 @@ class DoctorJob:
     def _cancel(self) -> bool:
         """True if there is nothing left to cancel."""
         job = self.find()
-        if job is None or job.state not in (*WAITING, *GOING):
+        if job is None or job.state not in (*PENDING_STATES, *ACTIVE_STATES):
             return True
         if job.state != "COMPLETING" and not self._has_finished():
             self._show(f"cancelling job {job.id} …")
-            if job.state in GOING:  # a plain scancel would wait for the script to exit
+            if job.state in ACTIVE_STATES:  # a plain scancel would wait for the script to exit
                 client.run("scancel", "--full", "--signal=KILL", job.id)
             client.run("scancel", f"--name={self.name}", job.id)
         return False

@@ -48,7 +48,7 @@ class DoctorHosts:
             address = f"{route.user}@{route.host}:{route.port}{through}"
             return ok("ssh", f"{address}: authenticated, host key matches", route.name)
         if isinstance(result, UserError):
-            found = result.what if isinstance(result, HostError) else result.message
+            found = result.detail if isinstance(result, HostError) else result.message
             return wrong("ssh", found, result.hint or "try to connect with ssh -v", route.name)
         raise result
 
@@ -108,7 +108,7 @@ class DoctorHosts:
             environment = {**variables, "GPTCTL_NODE": str(number)}
             assignments = [f"{name}={value}" for name, value in environment.items()]
             command = remote_command("doctor_run.sh", plan.remote_dir, str(TIMEOUT), action)
-            return connection.run(["env", *assignments, *command], patience=TIMEOUT + REPLY_TIME)
+            return connection.run(["env", *assignments, *command], timeout=TIMEOUT + REPLY_TIME)
 
         for _, done in self._on_each(run):
             if not isinstance(done, UserError):  # a host without facts gets a row of its own

@@ -32,14 +32,14 @@ from gptctl.engine.messages import (
     socket_stream,
 )
 from gptctl.engine.node import Node, NodeExit
-from gptctl.engine.ports import fault_of_port, free_port
+from gptctl.engine.ports import free_port, port_error
 from gptctl.engine.processes import adopt_orphans, clean_environment, kill_all, this_process
 from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.engine.supervisor import TICK, Supervisor, os_error_text
 
 HEARTBEAT = 2.0  # seconds after which an agent that has nothing else to send sends a heartbeat
 HEARTBEAT_TIMEOUT = 90.0  # seconds without any message after which a host counts as lost
-KILL_PATIENCE = 5.0  # seconds in which another host must kill its ranks
+KILL_TIMEOUT = 5.0  # seconds in which another host must kill its ranks
 MAX_UNAUTHENTICATED = 64  # connections whose peer has not proved yet that it has the key
 
 
@@ -99,7 +99,7 @@ class HeadAgent(HostAgent):
         if ":" not in self.address:
             self.address = socket.gethostbyname(self.address)
         port = self.plan.master_port
-        if port and (fault := fault_of_port("", port)):
+        if port and (fault := port_error("", port)):
             raise HostRefused(f"port {port}, set by Launch.rdzv, cannot be used: {fault}")
         if self.plan.nodes > 1 and self.address.startswith("127."):
             raise HostRefused(
@@ -108,7 +108,7 @@ class HeadAgent(HostAgent):
         peers = self._wait_for_peers()
         # The claim decides once and for all: a gptctl that lost the connection may take it first,
         # to abandon the job.
-        if not self.folder.take(this_process()):
+        if not self.folder.try_claim(this_process()):
             raise HostRefused("the job was abandoned meanwhile")
         self.peers = [RemoteNode(number, peers[number]) for number in sorted(peers)]
 
@@ -236,13 +236,13 @@ class RemoteNode:
         # Counts starts, so that a late message about an earlier start is not taken for this one's.
         self._start = 0
         self._exit: NodeExit | None = NodeExit(0)
-        self._has_ranks = self._is_asked = self._is_killed = False
-        self._kill_patience = KILL_PATIENCE
+        self._has_ranks = self._stop_is_requested = self._is_killed = False
+        self._kill_timeout = KILL_TIMEOUT
         self._lost = ""  # why the host is lost
 
     def start(self, attempt: int, host: str, port: int) -> None:
         self._start += 1
-        self._exit, self._has_ranks, self._is_asked = None, False, False
+        self._exit, self._has_ranks, self._stop_is_requested = None, False, False
         self._send(start=self._start, attempt=attempt, host=host, port=port)
 
     def exited(self) -> NodeExit | None:
@@ -253,26 +253,26 @@ class RemoteNode:
         self._receive()
         return self._has_ranks
 
-    def can_be_asked(self) -> bool:
+    def can_stop_gracefully(self) -> bool:
         return self.has_ranks()
 
     def output(self) -> str:
         return ""  # its log is on its host
 
-    def ask_to_stop(self) -> None:
-        if not self._is_asked:
-            self._is_asked = True
-            self._send(ask_to_stop=True)
+    def request_stop(self) -> None:
+        if not self._stop_is_requested:
+            self._stop_is_requested = True
+            self._send(request_stop=True)
 
     def kill(self) -> None:
         # Wait for the confirmation: ranks of two attempts must not run at the same time.
         self._is_killed = False
         self._send(kill=True)
-        deadline = time.monotonic() + self._kill_patience
+        deadline = time.monotonic() + self._kill_timeout
         while not self._is_killed and not self._lost and time.monotonic() < deadline:
             self._receive(TICK)
         # Do not wait again for a host that did not answer.
-        self._kill_patience = KILL_PATIENCE if self._is_killed else 0.0
+        self._kill_timeout = KILL_TIMEOUT if self._is_killed else 0.0
 
     def shut_down(self) -> None:
         self._send(shut_down=True)
@@ -287,12 +287,12 @@ class RemoteNode:
             # A new attempt has reset the exit, and this node cannot take part in it.
             self._mark_lost(self._lost)
 
-    def _receive(self, patience: float = 0.0) -> None:
+    def _receive(self, timeout: float = 0.0) -> None:
         # The peer stops its ranks if it receives nothing for too long.
         if time.monotonic() - self._stream.last_sent > HEARTBEAT:
             self._send(heartbeat=True)
         try:
-            while not self._lost and (message := self._stream.receive(patience)):
+            while not self._lost and (message := self._stream.receive(timeout)):
                 self._handle(message)
         except ConnectionLost as lost:
             self._mark_lost(str(lost))
@@ -333,7 +333,7 @@ class PeerAgent(HostAgent):
 
         That is a lease before the first host has confirmed the commit, and longer afterwards.
         """
-        self.patience, self.start, self.is_running = self.lease, 0, False
+        self.timeout, self.start, self.is_running = self.lease, 0, False
         self.is_stopped = False
         signal.signal(signal.SIGTERM, self._on_signal)
         try:
@@ -350,7 +350,7 @@ class PeerAgent(HostAgent):
             roll_back(self.plan.remote_dir)
 
     def _head_is_alive(self) -> bool:
-        return time.monotonic() - self.head.last_received < self.patience
+        return time.monotonic() - self.head.last_received < self.timeout
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.is_stopped = True
@@ -358,14 +358,14 @@ class PeerAgent(HostAgent):
     def _handle(self, message: dict[str, Any]) -> None:
         # The commit: from now on wait longer than a lease, since the first host will start the job.
         if "ready" in message:
-            self.patience = HEARTBEAT_TIMEOUT
+            self.timeout = HEARTBEAT_TIMEOUT
             self.head.send(ready=True)
         if "start" in message:
             self.start = message["start"]
             self.is_running, self.has_ranks = True, False
             self._begin(message["attempt"], message["host"], message["port"])
-        if "ask_to_stop" in message:
-            self.node.ask_to_stop()
+        if "request_stop" in message:
+            self.node.request_stop()
         if "kill" in message:
             self.node.kill()
             self.head.send(killed=True)

@@ -27,4 +27,4 @@ CANCELLED_FILE = "cancelled"
 TOKEN = ".token"
 ENGINE_FILE = "engine.pyz"  # the engine, as it was when the job was submitted
 LAUNCH_SCRIPT, BATCH_SCRIPT, AGENT_SCRIPT = "launch.sh", "job.sbatch", "agent.sh"
-UNRECOVERABLE_FILE = "cannot-be-helped"  # in the folder of an attempt, written by the trainer
+UNRECOVERABLE_FILE = "unrecoverable"  # in the folder of an attempt, written by the trainer

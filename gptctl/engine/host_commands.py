@@ -21,7 +21,7 @@ from typing import Any
 from gptctl.engine.processes import boot_id, is_alive, kill_all, processes_of, send
 from gptctl.engine.run_folder import RunFolder, read_json
 
-STOP_PATIENCE = 50.0  # seconds; longer than an agent itself needs to stop its ranks
+STOP_TIMEOUT = 50.0  # seconds; longer than an agent itself needs to stop its ranks
 
 
 def status(folder: RunFolder) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def end(folder: RunFolder, now: bool) -> dict[str, Any]:
     alive = [agent for agent in agents(folder) if is_alive(agent)]
     for agent in alive:
         send(agent["pid"], signal.SIGTERM)
-    deadline = time.monotonic() + STOP_PATIENCE
+    deadline = time.monotonic() + STOP_TIMEOUT
     while any(map(is_alive, alive)) and time.monotonic() < deadline:
         time.sleep(0.05)
     # An agent that hangs must not start anything after its ranks were killed.
@@ -63,7 +63,7 @@ def end(folder: RunFolder, now: bool) -> dict[str, Any]:
 
 def abandon(folder: RunFolder) -> dict[str, Any]:
     """Take the claim so that no agent can; remove the folder unless an agent was faster."""
-    folder.take({"abandoned": True})
+    folder.try_claim({"abandoned": True})
     claim = folder.claimed_by() or {}
     if claim.get("abandoned"):
         end(folder, now=True)

@@ -42,9 +42,9 @@ class MessageStream:
             raise ConnectionLost(error.strerror) from None
         self.last_sent = time.monotonic()
 
-    def receive(self, patience: float = 0.0) -> dict[str, Any] | None:
+    def receive(self, timeout: float = 0.0) -> dict[str, Any] | None:
         """Return the next message, or None if none arrives in time."""
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         while b"\n" not in self._buffer:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([self.reading], [], [], left)[0]:

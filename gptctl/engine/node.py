@@ -40,14 +40,14 @@ class Node:
         self._environment = dict(environment)
         self._attempt, self._log_start = -1, 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_asked = False
+        self._stop_is_requested = False
 
     def start(self, attempt: int, host: str, port: int) -> None:
         """Start launch.sh. The same attempt is started again if its port was taken."""
         # Imported late: an agent is ready sooner.
         import subprocess
 
-        self._attempt, self._is_asked = attempt, False
+        self._attempt, self._stop_is_requested = attempt, False
         # Files of an earlier start of this attempt would be read as those of this one.
         self._folder.forget_node(attempt, self.number)
         log_file = node_log(self._plan, attempt, self.number)
@@ -87,17 +87,17 @@ class Node:
         """Whether ranks of this attempt have started here."""
         return self._folder.has_ranks(self._attempt)
 
-    def can_be_asked(self) -> bool:
+    def can_stop_gracefully(self) -> bool:
         """Whether a stop request would let anything here save its work."""
         return self.has_ranks()
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Send SIGTERM to torchrun if it runs; it passes the signal to its ranks, which save."""
         torchrun = self._folder.torchruns(self._attempt).get(self.number)
-        if torchrun is None or self._is_asked or self.exited():
+        if torchrun is None or self._stop_is_requested or self.exited():
             return
         # Only once: a second signal would interrupt a torchrun that is stopping its ranks.
-        self._is_asked = True
+        self._stop_is_requested = True
         # A suspended process could not react to the signal.
         for pid in processes_of(self._plan.remote_dir):
             send(pid, signal.SIGCONT)

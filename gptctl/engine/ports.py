@@ -21,7 +21,7 @@ def free_port(host: str) -> int:
     raise OSError(98, "no free port", f"{host}:{PORTS.start}-{PORTS.stop - 1}")
 
 
-def fault_of_port(host: str, port: int) -> str:
+def port_error(host: str, port: int) -> str:
     """Return why no program can listen on this port, or an empty text."""
     try:
         with socket.socket() as probe:

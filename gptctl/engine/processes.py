@@ -15,12 +15,12 @@ from typing import Any
 PROC = Path("/proc")
 
 # Variables of a launcher around gptctl, such as a Slurm job: the job would take them for its own.
-_LEAKING = tuple(
+_JOB_PREFIXES = tuple(
     "GPTCTL_ SLURM_ SBATCH_ SRUN_ SALLOC_ SQUEUE_ SACCT_ SINFO_ SCANCEL_ SCONTROL_ "
     "PMI_ PMIX_ PMI2_ PET_ TORCHELASTIC_".split()
 )
-_KEPT = ("GPTCTL_HOME", "SLURM_CONF")
-_LEAKED = (
+_NOT_JOB_VARIABLES = ("GPTCTL_HOME", "SLURM_CONF")
+_JOB_VARIABLES = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE "
     "ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT "
     "OMP_NUM_THREADS BASH_ENV ENV TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -113,11 +113,11 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
 
-def kill_all(run_dir: str, ancestor: int | None = None, patience: float = 10.0) -> list[int]:
-    """Kill every process of a job; return the pids that are alive after `patience` seconds."""
+def kill_all(run_dir: str, ancestor: int | None = None, timeout: float = 10.0) -> list[int]:
+    """Kill every process of a job; return the pids that are alive after `timeout` seconds."""
     from signal import SIGKILL
 
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     # Repeat: a process may have started another one between listing and killing.
     while True:
         left = {*processes_of(run_dir), *(descendants(ancestor) if ancestor else ())}
@@ -140,7 +140,8 @@ def clean_environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name in _KEPT or (name not in _LEAKED and not name.startswith(_LEAKING))
+        if name in _NOT_JOB_VARIABLES
+        or (name not in _JOB_VARIABLES and not name.startswith(_JOB_PREFIXES))
     }
     # A job starts in another folder, where relative paths would point elsewhere.
     if "PYTHONPATH" in kept:

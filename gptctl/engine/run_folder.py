@@ -3,9 +3,9 @@
 config.json  cluster.json  plan.json  launch.sh  job.sbatch  agent.sh  engine.pyz  code/  git.json
                       frozen when the job is submitted
 claim.json            who runs it (a supervisor, a Slurm job), or that it was abandoned
-attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  cannot-be-helped
-                      hosts  began-with (the newest checkpoint at its start)  failed
-                      node.<n>.asked (the node was asked to stop)
+attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  unrecoverable
+                      hosts  start-checkpoint (the newest checkpoint at its start)  failed
+                      node.<n>.stop-requested (the node was asked to stop)
 logs/attempt-<k>/     workerlog.<rank>  node.<n>.log  batch.log
 output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
 cancelled             no new attempt of this job may start
@@ -52,36 +52,36 @@ class RunFolder:
         self.path = Path(path)
 
     @property
-    def claim(self) -> Path:
+    def claim_file(self) -> Path:
         return self.path / CLAIM
 
     @property
-    def cancelled(self) -> Path:
+    def cancelled_file(self) -> Path:
         return self.path / CANCELLED_FILE
 
     def is_cancelled(self) -> bool:
-        return os.path.exists(self.cancelled)
+        return os.path.exists(self.cancelled_file)
 
     def cancel(self, now: bool) -> None:
         """Forbid new attempts; with `now`, running ranks get no time to save either."""
-        with replacing(self.cancelled) as stream:
+        with replacing(self.cancelled_file) as stream:
             stream.write(b"now" if now else b"gently")
 
     @property
-    def not_ended(self) -> Path:
+    def not_ended_file(self) -> Path:
         return self.path / "not-ended"
 
     @property
-    def in_doubt(self) -> Path:
+    def in_doubt_file(self) -> Path:
         return self.path / "in-doubt"
 
     @property
-    def not_copied(self) -> Path:
+    def not_copied_file(self) -> Path:
         return self.path / "not-copied"
 
     def is_cancelled_now(self) -> bool:
         """Whether the job was cancelled without time to save."""
-        return read_text(self.cancelled) == "now"
+        return read_text(self.cancelled_file) == "now"
 
     def attempt(self, number: int) -> Path:
         return self.path / f"attempt-{number}"
@@ -91,14 +91,14 @@ class RunFolder:
         # Ignore other names, such as a copy that a user made of an attempt.
         return sum(1 for entry in self.path.glob("attempt-*") if entry.name[8:].isdecimal())
 
-    def take(self, claim: Mapping[str, Any]) -> bool:
+    def try_claim(self, claim: Mapping[str, Any]) -> bool:
         """Record who runs the job, once and for all; return False if that was already recorded."""
         # Linking is atomic, also on NFS: of several processes exactly one succeeds, and readers
         # never see a part of the file.
         part = self.path / f".claim.{os.getpid()}"
         part.write_text(json.dumps(claim), encoding="utf-8")
         try:
-            os.link(part, self.claim)
+            os.link(part, self.claim_file)
         except FileExistsError:
             return False
         finally:
@@ -107,7 +107,7 @@ class RunFolder:
 
     def claimed_by(self) -> dict[str, Any] | None:
         """Return the claim, or None if there is none or it is damaged."""
-        claim = read_json(self.claim)
+        claim = read_json(self.claim_file)
         if not claim or claim.get("abandoned"):
             return claim
         # The id becomes an argument of Slurm's commands: accept nothing but a number.
@@ -151,35 +151,35 @@ class RunFolder:
         except OSError:
             return 0.0
 
-    def was_asked(self, attempt: int, node: int) -> bool:
+    def stop_was_requested(self, attempt: int, node: int) -> bool:
         """Whether the node's launch.sh received a signal that asks it to stop."""
         # Unlike Path.exists, this does not raise if a network file system is away for a moment.
-        return os.path.exists(self._node_file(attempt, node, "asked"))
+        return os.path.exists(self._node_file(attempt, node, "stop-requested"))
 
     def forget_node(self, attempt: int, node: int) -> None:
         """Remove what an earlier start of the same attempt recorded."""
-        for kind in ("exit", "pid", "asked"):
+        for kind in ("exit", "pid", "stop-requested"):
             self._node_file(attempt, node, kind).unlink(missing_ok=True)
 
     def _node_file(self, attempt: int, node: int, kind: str) -> Path:
         return self.attempt(attempt) / f"node.{node}.{kind}"
 
-    def note_start(self, attempt: int, checkpoint: int) -> None:
+    def record_start(self, attempt: int, checkpoint: int) -> None:
         """Record the newest checkpoint at the start of an attempt."""
-        (self.attempt(attempt) / "began-with").write_text(f"{checkpoint}\n", encoding="utf-8")
+        (self.attempt(attempt) / "start-checkpoint").write_text(f"{checkpoint}\n", encoding="utf-8")
 
-    def stalled(self, attempt: int, checkpoint: int) -> int:
+    def num_stalled(self, attempt: int, checkpoint: int) -> int:
         """Count the attempts, backwards from this one, that began with the newest checkpoint."""
         # There is no attempt -1, so the loop ends at the first attempt.
         number = attempt
-        while read_text(self.attempt(number) / "began-with").strip() == str(checkpoint):
+        while read_text(self.attempt(number) / "start-checkpoint").strip() == str(checkpoint):
             number -= 1
         return attempt - number
 
-    def note_failure(self, attempt: int) -> None:
+    def record_failure(self, attempt: int) -> None:
         (self.attempt(attempt) / "failed").touch()
 
-    def failures(self) -> int:
+    def num_failures(self) -> int:
         return sum(1 for _ in self.path.glob("attempt-*/failed"))
 
     def torchruns(self, attempt: int) -> dict[int, int]:
@@ -209,7 +209,7 @@ class RunFolder:
         """Whether a rank reported that a restart would fail in the same way."""
         return (self.attempt(attempt) / UNRECOVERABLE_FILE).exists()
 
-    def judge(
+    def attempt_result(
         self,
         attempt: int,
         codes: Mapping[int, int],

@@ -1,7 +1,7 @@
 """The nodes of a Slurm allocation: one step of `srun` runs launch.sh on all of them.
 
 job.sbatch starts this module on the first node of the allocation:
-engine.pyz srun_node RUN_DIR [asked]     `asked`: Slurm has already asked the job to stop
+engine.pyz srun_node RUN_DIR [stop-requested]     the scheduler has already asked the job to stop
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gptctl.engine.node import NodeExit, last_line, node_log, texts
 from gptctl.engine.run_folder import FAILED, RunFolder, read_plan, read_text
 from gptctl.engine.supervisor import Supervisor, say, write_log
 
-START_PATIENCE = 60  # seconds for which srun may wait for the nodes of its own allocation
-KILL_PATIENCE = 40.0  # seconds; Slurm itself usually waits 30 between SIGTERM and SIGKILL
+START_TIMEOUT = 60  # seconds for which srun may wait for the nodes of its own allocation
+KILL_TIMEOUT = 40.0  # seconds; Slurm itself usually waits 30 between SIGTERM and SIGKILL
 ASK_AGAIN = 5.0  # seconds after which a signal that no node has noted is sent again
-ANSWER_PATIENCE = 60.0  # seconds that one command of Slurm may take
+ANSWER_TIMEOUT = 60.0  # seconds that one command of Slurm may take
 CONTROLLER_TRIES, CONTROLLER_PAUSE = 60, 5.0  # a controller may be down for minutes
 
 
@@ -43,11 +43,11 @@ class Step:
         self.attempt = -1
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked_at, self._log_start = float("-inf"), 0
+        self._requested_at, self._log_start = float("-inf"), 0
         self._exits: dict[int, NodeExit] = {}
 
     def start(self, attempt: int, host: str, port: int) -> None:
-        self.attempt, self._asked_at, self._exits = attempt, float("-inf"), {}
+        self.attempt, self._requested_at, self._exits = attempt, float("-inf"), {}
         # Files of an earlier start of this attempt would be read as those of this one.
         for number in range(self.nodes):
             self.folder.forget_node(attempt, number)
@@ -63,7 +63,7 @@ class Step:
                 # torchrun itself survives the loss of nodes in an elastic job.
                 *([] if self.plan.is_elastic else ["--kill-on-bad-exit=1"]),
                 "--unbuffered",
-                f"--immediate={START_PATIENCE}",
+                f"--immediate={START_TIMEOUT}",
                 f"--output={str(logs).replace('%', '%%')}/node.%n.log",  # % begins a pattern
                 "--open-mode=append",
                 *("bash", "-c", 'GPTCTL_NODE=$SLURM_NODEID exec bash "$0"', LAUNCH_SCRIPT),
@@ -118,14 +118,16 @@ class Step:
         """Return what node 0 has printed since this start."""
         return read_text(node_log(self.plan, self.attempt, 0))[self._log_start :]
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Send SIGUSR1 to srun, which passes it to launch.sh and torchrun on every node."""
         # srun may drop the signal before the step has started, so repeat it until a node has noted
         # it. Not longer: a second signal would interrupt a torchrun that is stopping its ranks.
-        if not self._process or time.monotonic() - self._asked_at < ASK_AGAIN:
+        if not self._process or time.monotonic() - self._requested_at < ASK_AGAIN:
             return
-        self._asked_at = time.monotonic()
-        if not any(self.folder.was_asked(self.attempt, number) for number in range(self.nodes)):
+        self._requested_at = time.monotonic()
+        if not any(
+            self.folder.stop_was_requested(self.attempt, number) for number in range(self.nodes)
+        ):
             self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
@@ -134,7 +136,7 @@ class Step:
             return
         self._process.terminate()
         try:
-            self._process.wait(KILL_PATIENCE)
+            self._process.wait(KILL_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -158,12 +160,12 @@ class SrunNode:
         # Asked for each node of perhaps a thousand: one answer for the step is enough.
         return self.number == 0 and self._step.has_ranks()
 
-    def can_be_asked(self) -> bool:
+    def can_stop_gracefully(self) -> bool:
         return True  # the signal stops launch.sh in any phase
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         if self.number == 0:
-            self._step.ask_to_stop()
+            self._step.request_stop()
 
     def kill(self) -> None:
         if self.number == 0:
@@ -230,7 +232,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
             stdin=subprocess.DEVNULL,
             text=True,
             errors="replace",
-            timeout=ANSWER_PATIENCE,
+            timeout=ANSWER_TIMEOUT,
         )
     except FileNotFoundError:
         return subprocess.CompletedProcess(command, NOT_INSTALLED, "")

@@ -35,10 +35,10 @@ from gptctl.engine.run_folder import (
 )
 
 TICK = 0.05  # seconds between two checks
-EXIT_PATIENCE = 5.0  # seconds in which the other nodes may exit by themselves after one failed
+EXIT_TIMEOUT = 5.0  # seconds in which the other nodes may exit by themselves after one failed
 # Seconds between asking a job to stop and killing it; torchrun gives its ranks the same time.
 GRACE = 30.0
-REQUEUE_PATIENCE = 300.0  # seconds that a scheduler may take to stop a job that it has requeued
+REQUEUE_TIMEOUT = 300.0  # seconds that a scheduler may take to stop a job that it has requeued
 PORT_TRIES = 3
 MAX_STALLED = 3  # consecutive attempts without a new checkpoint
 FAILURES_PER_ALLOCATION = 2
@@ -63,9 +63,9 @@ class NodeHandle(Protocol):
 
     def has_ranks(self) -> bool: ...
 
-    def can_be_asked(self) -> bool: ...
+    def can_stop_gracefully(self) -> bool: ...
 
-    def ask_to_stop(self) -> None: ...
+    def request_stop(self) -> None: ...
 
     def kill(self) -> None: ...
 
@@ -109,7 +109,7 @@ class Supervisor:
         self.scheduler, self.log = scheduler, log
         self.number, self.began = -1, 0.0  # of the current attempt
         self.port: int | None = None  # chosen, but not used yet
-        self.stop: StopRequested | None = None
+        self.stop_request: StopRequested | None = None
         # A scheduler enforces the limit itself.
         limit = seconds_of(plan.time_limit) if plan.time_limit and not scheduler else None
         self.deadline = time.monotonic() + limit if limit else None
@@ -137,22 +137,24 @@ class Supervisor:
 
     def on_signal(self, number: int, frame: object = None) -> None:
         if self.folder.is_cancelled():
-            self.stop = StopRequested(CANCELLED, "cancelled")
+            self.stop_request = StopRequested(CANCELLED, "cancelled")
         elif self.scheduler:
-            self.stop = StopRequested(STOPPED, "the scheduler asked the job to stop")
+            self.stop_request = StopRequested(STOPPED, "the scheduler asked the job to stop")
         else:
             name = signal.Signals(number).name
-            self.stop = StopRequested(STOPPED, f"the supervisor received {name}")
+            self.stop_request = StopRequested(STOPPED, f"the supervisor received {name}")
 
     def _record(self, result: Result | None) -> None:
         """Record how the job ended, unless the scheduler is stopping it."""
         # The scheduler's signal may have reached the ranks before it reached the supervisor.
-        if result is None or (result.state == FAILED and self._scheduler_ends_job(result.reason)):
+        if result is None or (
+            result.state == FAILED and self._scheduler_is_ending_job(result.reason)
+        ):
             return
         self.folder.finish(result.state, result.reason)
         say(f"{result.state}: {result.reason}" if result.reason else result.state)
 
-    def _scheduler_ends_job(self, reason: str) -> bool:
+    def _scheduler_is_ending_job(self, reason: str) -> bool:
         """Whether the scheduler is stopping the job: then it reports how the job ended."""
         state = self.scheduler.ending() if self.scheduler else ""
         if state:
@@ -173,7 +175,7 @@ class Supervisor:
             (folder / "hosts").write_text("\n".join(self.hosts) + "\n", encoding="utf-8")
         self._choose_port()
         if self.plan.output_dir:
-            self.folder.note_start(self.number, newest_checkpoint(self.plan.output_dir))
+            self.folder.record_start(self.number, newest_checkpoint(self.plan.output_dir))
             # Also checked here: a scheduler may requeue the job without asking the supervisor.
             if self._stalled() > MAX_STALLED:
                 raise StopRequested(FAILED, "three attempts without a new checkpoint")
@@ -195,16 +197,16 @@ class Supervisor:
         failures_here = 0
         while True:
             # The signal may arrive while nothing runs: then there is nothing to save.
-            if self.scheduler and self.stop:
+            if self.scheduler and self.stop_request:
                 self._stop_if_cancelled()
-                if self._scheduler_ends_job(self.stop.result.reason):
+                if self._scheduler_is_ending_job(self.stop_request.result.reason):
                     return None
-                return self._stopped(self.stop.result)
+                return self._stopped(self.stop_request.result)
             result, exits = self._run_attempt()
             if result.state == COMPLETED:
                 return result
             self._stop_if_cancelled()
-            if self._scheduler_ends_job(result.reason):
+            if self._scheduler_is_ending_job(result.reason):
                 return None
             if self._stalled() >= MAX_STALLED:
                 return Result(FAILED, f"{result.reason}; three attempts without a new checkpoint")
@@ -230,10 +232,10 @@ class Supervisor:
 
     def _last_failure(self, reason: str) -> Result | None:
         """Count the failure; return the result if the job may not be started again."""
-        self.folder.note_failure(self.number)
+        self.folder.record_failure(self.number)
         if self.folder.is_unrecoverable(self.number):
             return Result(FAILED, f"{reason}; a restart would fail in the same way")
-        return Result(FAILED, reason) if self.folder.failures() >= self.plan.attempts else None
+        return Result(FAILED, reason) if self.folder.num_failures() >= self.plan.attempts else None
 
     def _stalled(self) -> int:
         """Count the attempts, backwards from the current one, that saved no new checkpoint.
@@ -244,7 +246,7 @@ class Supervisor:
         is_hidden = self.plan.container and not os.path.isdir(self.plan.output_dir)
         if not self.plan.output_dir or is_hidden:
             return 0
-        return self.folder.stalled(self.number, newest_checkpoint(self.plan.output_dir))
+        return self.folder.num_stalled(self.number, newest_checkpoint(self.plan.output_dir))
 
     def _stop_if_cancelled(self) -> None:
         if self.folder.is_cancelled():
@@ -261,18 +263,18 @@ class Supervisor:
         assert self.scheduler
         say(f"requeued: {why}")
         # Only a signal that arrives from now on belongs to the requeue.
-        self.stop = None
+        self.stop_request = None
         if self.scheduler.requeue():
-            self._await_signal(REQUEUE_PATIENCE)
+            self._await_signal(REQUEUE_TIMEOUT)
             return None
         # The answer may have been lost although the scheduler accepted the request.
-        if self._scheduler_ends_job(why):
+        if self._scheduler_is_ending_job(why):
             return None
         return Result(state, f"{why}, and it could not be requeued")
 
-    def _await_signal(self, patience: float) -> None:
-        deadline = time.monotonic() + patience
-        while not self.stop and time.monotonic() < deadline:
+    def _await_signal(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not self.stop_request and time.monotonic() < deadline:
             time.sleep(TICK)
 
     # One attempt
@@ -282,22 +284,24 @@ class Supervisor:
         for _ in range(PORT_TRIES):
             exits = self._start_and_wait()
             has_failed = any(end.code for end in exits.values())
-            if not has_failed or self.stop or not self._port_was_taken():
+            if not has_failed or self.stop_request or not self._port_was_taken():
                 break
         # A node on another machine cannot write to this folder.
         if any(end.is_unrecoverable for end in exits.values()):
             self.folder.mark_unrecoverable(self.number)
-        return self._judge(exits), exits
+        return self._attempt_result(exits), exits
 
-    def _judge(self, exits: dict[int, NodeExit]) -> Result:
+    def _attempt_result(self, exits: dict[int, NodeExit]) -> Result:
         codes = {node: end.code for node, end in exits.items()}
-        result = self.folder.judge(
+        result = self.folder.attempt_result(
             self.number, codes, self.plan.nnodes, self.plan.output_dir, self.began
         )
         if result.state == COMPLETED:
             return result
         first, end = next(iter(exits.items()))
-        if self.scheduler and (self.stop or self.folder.was_asked(self.number, first)):
+        if self.scheduler and (
+            self.stop_request or self.folder.stop_was_requested(self.number, first)
+        ):
             return Result(STOPPED, "the scheduler asked the job to stop")
         if result.state != FAILED:
             return result
@@ -312,8 +316,8 @@ class Supervisor:
     def _start_and_wait(self) -> dict[int, NodeExit]:
         self._stop_if_cancelled()
         # With a scheduler, the nodes are started and asked to stop at once: then it can requeue.
-        if self.stop and not self.scheduler:
-            raise self.stop
+        if self.stop_request and not self.scheduler:
+            raise self.stop_request
         if self.port is None:
             self._choose_port()
         assert self.port
@@ -323,7 +327,7 @@ class Supervisor:
         try:
             return self._wait()
         except StopRequested as stop:
-            self._stop(stop.result.state)
+            self._stop_nodes(stop.result.state)
             if stop.result.state != STOPPED or not self.scheduler:
                 raise
             # The job may have completed nevertheless, or can be requeued.
@@ -343,7 +347,7 @@ class Supervisor:
                 break
             if any(end.code for end in exits.values()) and not self.plan.is_elastic:
                 # The others usually fail because of it: let them write their own errors first.
-                self._await_exit(EXIT_PATIENCE)
+                self._await_exit(EXIT_TIMEOUT)
                 self._kill()
         return _failures_first(exits)
 
@@ -354,34 +358,34 @@ class Supervisor:
     def _ticks(self) -> Iterator[None]:
         while True:
             yield
-            if self.stop:
-                raise self.stop
+            if self.stop_request:
+                raise self.stop_request
             if self.deadline and time.monotonic() > self.deadline:
                 raise StopRequested(
                     TIMEOUT, f"the time limit of {self.plan.time_limit} is exceeded"
                 )
             time.sleep(TICK)
 
-    def _stop(self, state: str) -> None:
+    def _stop_nodes(self, state: str) -> None:
         """Ask the nodes to stop, so that ranks can save; then kill what is left."""
         # A scheduler that stops the job enforces its own limit.
         is_open_ended = self.scheduler is not None and state == STOPPED
         deadline = float("inf") if is_open_ended else time.monotonic() + GRACE
         while self._is_running() and time.monotonic() < deadline:
             if self.folder.is_cancelled_now() or not any(
-                node.can_be_asked() for node in self.nodes
+                node.can_stop_gracefully() for node in self.nodes
             ):
                 break
             for node in self.nodes:
-                node.ask_to_stop()
+                node.request_stop()
             time.sleep(TICK)
         self._kill()
 
     def _is_running(self) -> bool:
         return any(not node.exited() for node in self.nodes)
 
-    def _await_exit(self, patience: float) -> None:
-        deadline = time.monotonic() + patience
+    def _await_exit(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         while self._is_running() and time.monotonic() < deadline:
             time.sleep(TICK)
 
@@ -449,7 +453,7 @@ def main() -> None:
     environment = {name: value for name, value in os.environ.items() if name != READY_VARIABLE}
     nodes = [Node(plan, number, environment) for number in range(plan.nodes)]
     # Whoever takes the claim first decides: gptctl may have abandoned the job meanwhile.
-    if folder.take(this_process()):
+    if folder.try_claim(this_process()):
         Supervisor(plan, nodes).run(on_ready=lambda: tell_gptctl(b"1"))
     else:
         tell_gptctl(b"0")

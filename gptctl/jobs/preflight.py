@@ -27,7 +27,7 @@ WRITABLE = Rule("S006", "the folder of runs must be writable")
 SECRET_SOURCE = Rule("S007", "a secret must be readable where the job runs")
 
 
-def check_surroundings(
+def run_preflight(
     checked: Checked, plan: LaunchPlan, site: Site, backend: Backend
 ) -> list[Finding]:
     """Run all checks that this machine can make for the cluster."""
@@ -43,11 +43,12 @@ def check_surroundings(
     ]
     # These findings have no line in a file, so the message says where the value came from.
     return [
-        finding._replace(message=_at(finding, places.get(finding.key, ""))) for finding in found
+        finding._replace(message=_with_origin(finding, places.get(finding.key, "")))
+        for finding in found
     ]
 
 
-def _at(finding: Finding, origin: str) -> str:
+def _with_origin(finding: Finding, origin: str) -> str:
     return finding.message if origin in ("", "default") else f"{finding.message} ({origin})"
 
 

@@ -26,7 +26,9 @@ def rows(records: Sequence[JobRecord], backends: Backends) -> list[dict[str, Any
     unfinished = [record for record in records if not RunFolder(record.local_dir).result()]
     for kind in {record.kind for record in unfinished}:
         if backends.knows(kind):
-            backends.of(kind).expect([record for record in unfinished if record.kind == kind])
+            backends.of(kind).prefetch_states(
+                [record for record in unfinished if record.kind == kind]
+            )
     return [row(record, backends) for record in records]
 
 
@@ -69,7 +71,7 @@ def status(record: JobRecord, backends: Backends) -> dict[str, Any]:
     facts = row(record, backends)
     result = folder.result()
     # Until the logs of remote hosts are copied, a rank without a last record may still be running.
-    is_complete = facts["state"] in FINAL and not folder.not_copied.exists()
+    is_complete = facts["state"] in FINAL and not folder.not_copied_file.exists()
     return {
         **facts,
         "gpus_per_node": record.per_node,
@@ -79,7 +81,7 @@ def status(record: JobRecord, backends: Backends) -> dict[str, Any]:
         "ended": result.ended if result else None,
         "exit_codes": folder.exit_codes(attempt, range(record.nodes)) if attempt >= 0 else {},
         "ranks": rank_rows(record, attempt, is_complete) if attempt >= 0 else [],
-        "not_ended": read_text(folder.not_ended).split(),
+        "not_ended": read_text(folder.not_ended_file).split(),
         "trainer": read_json(Path(record.output_dir) / "status.json")
         if record.output_dir
         else None,

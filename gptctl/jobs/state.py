@@ -26,7 +26,7 @@ def may_run(record: JobRecord, backends: Backends) -> bool:
     """Whether processes of the job may still be running."""
     # Those of a lost job may be, and those on hosts that `cancel` could not reach.
     state = state_of(record, backends)
-    not_ended = RunFolder(record.local_dir).not_ended.exists()
+    not_ended = RunFolder(record.local_dir).not_ended_file.exists()
     return not is_final(state) or state.state == LOST or not_ended
 
 

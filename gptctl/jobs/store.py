@@ -153,7 +153,7 @@ class Store:
                 found.append(record)
         return sorted(found, key=lambda record: (record.created, record.id))
 
-    def tidy(self) -> None:
+    def remove_temporary_files(self) -> None:
         """Remove temporary files that a killed gptctl left behind."""
         # Writing takes milliseconds: after an hour nobody is still using the file.
         names = os.listdir(self.folder) if self.folder.is_dir() else []

@@ -23,7 +23,7 @@ from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder, read_text
 from gptctl.jobs.freeze import frozen_config
-from gptctl.jobs.preflight import check_surroundings
+from gptctl.jobs.preflight import run_preflight
 from gptctl.jobs.store import JobRecord, Store, new_record
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import check_syntax, render
@@ -76,7 +76,7 @@ def prepare(
     backend = backends.of(checked.cluster.kind)
     base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides, backend)}"
     plan = _planned(checked, site, store, base, backend)
-    found = [*checked.findings, *check_surroundings(checked, plan, site, backend)]
+    found = [*checked.findings, *run_preflight(checked, plan, site, backend)]
     if errors_in(found):
         raise UserError("the job was not submitted", findings=found)
     scripts = _scripts(plan, templates, backend)
@@ -148,7 +148,7 @@ def submit(prepared: Prepared, store: Store, backends: Backends) -> Submitted:
             # The job runs, so this is not a failure. A later gptctl completes the record if
             # this one cannot.
             with suppress(OSError):
-                record = adopt(record, store)
+                record = complete_record(record, store)
             return Submitted(record, isinstance(error, KeyboardInterrupt), _message_of(error))
         if isinstance(error, OSError):
             hint = "check run_root in the cluster profile, and the free space there"
@@ -167,7 +167,7 @@ def _undo_or_explain(
     except UserError as unreachable:
         folder = RunFolder(record.local_dir)
         # In doubt: the start was requested, but no answer came.
-        may_run = folder.in_doubt.exists() or "scheduler_id" in (folder.claimed_by() or {})
+        may_run = folder.in_doubt_file.exists() or "scheduler_id" in (folder.claimed_by() or {})
         outcome = "it may have been started" if may_run else "it was not started"
         hint = "run `gptctl list` later: it completes or removes the job"
         message = f"{record.id}: {outcome}; {unreachable.message}"
@@ -252,10 +252,10 @@ def undo(record: JobRecord, store: Store, backend: Backend) -> bool:
     return True
 
 
-def settle(store: Store, backends: Backends) -> list[str]:
+def finish_interrupted_submits(store: Store, backends: Backends) -> list[str]:
     """Complete or undo what a killed gptctl left half-submitted; return messages for the user."""
     notes = []
-    store.tidy()
+    store.remove_temporary_files()
     for record in store.pending():
         # A gptctl that is still running, or may be running on another machine, settles its own job.
         is_ours = backends.knows(record.kind) and is_here(record.submitter)
@@ -265,7 +265,7 @@ def settle(store: Store, backends: Backends) -> list[str]:
             if undo(record, store, backends.of(record.kind)):
                 notes.append(f"{record.id} was not started: gptctl was killed; files removed")
             else:
-                adopt(record, store)
+                complete_record(record, store)
         except (OSError, UserError) as error:
             why = _reason(error) if isinstance(error, OSError) else error.message
             notes.append(
@@ -274,7 +274,7 @@ def settle(store: Store, backends: Backends) -> list[str]:
     return notes
 
 
-def adopt(record: JobRecord, store: Store) -> JobRecord:
+def complete_record(record: JobRecord, store: Store) -> JobRecord:
     """Complete the record of a job that has started, although its gptctl was stopped before."""
     # The job itself has written into its folder how the backend identifies it.
     if claim := RunFolder(record.local_dir).claimed_by():

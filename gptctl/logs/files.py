@@ -89,7 +89,7 @@ def parse_ranks(text: str) -> tuple[range, ...]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FileFilter:
     """Which files to read: all, some ranks or one node; of the latest, one or all attempts."""
 
     ranks: tuple[range, ...] | None = None

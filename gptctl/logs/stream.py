@@ -1,6 +1,7 @@
 """The lines of many files as one stream: merged by timestamp, or followed as they arrive.
 
-Knows no transport (it reads through `LogFiles`) and no terminal (it passes lines to a `Show`).
+Knows no transport (it reads through `LogFiles`) and no terminal (it passes lines on to a
+`LineWriter`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
-from gptctl.logs.files import LogFile, LogFiles, Wanted
+from gptctl.logs.files import FileFilter, LogFile, LogFiles
 from gptctl.logs.lines import LONGEST_LINE, Assembler, Clock, start_of_last
 from gptctl.logs.match import Errors, Grep, Span, every_line
 
@@ -30,7 +31,7 @@ Key = tuple[int, str, tuple[int, ...]]  # attempt, name, identity
 
 
 @dataclass(frozen=True)
-class Lines:
+class LineFilter:
     """Which lines to show: the last, recent or matching ones, or errors. `raw`: unchanged."""
 
     tail: int | None = None
@@ -49,8 +50,8 @@ class Line(NamedTuple):
     has_newline: bool = True  # only the last line of a file may lack it
 
 
-class Show(Protocol):
-    def expect(self, files: Iterable[LogFile]) -> None: ...
+class LineWriter(Protocol):
+    def add_files(self, files: Iterable[LogFile]) -> None: ...
 
     def line(self, line: Line) -> None: ...
 
@@ -59,11 +60,11 @@ class Show(Protocol):
     def say(self, text: str) -> None: ...
 
 
-class Source:
+class LogReader:
     """One log file, and how far it was read."""
 
     def __init__(
-        self, files: LogFiles, file: LogFile, lines: Lines, from_start: bool = True
+        self, files: LogFiles, file: LogFile, lines: LineFilter, from_start: bool = True
     ) -> None:
         self.file = file
         self.order = 0
@@ -160,7 +161,7 @@ class Source:
         self._head = b""
 
 
-def merged(sources: list[Source], close: bool) -> Iterator[Line]:
+def merged(sources: list[LogReader], close: bool) -> Iterator[Line]:
     """Merge all lines by time, attempt by attempt; `close` adds last lines without a newline."""
     for order, source in enumerate(sources):
         source.order = order
@@ -170,17 +171,17 @@ def merged(sources: list[Source], close: bool) -> Iterator[Line]:
         yield from heapq.merge(*(_through(source, chunk, close) for source in several))
 
 
-def _through(source: Source, chunk: int, close: bool) -> Iterator[Line]:
+def _through(source: LogReader, chunk: int, close: bool) -> Iterator[Line]:
     yield from source.read(source.file.size, chunk)
     if close:
         yield from source.rest()
 
 
-def read_all(files: LogFiles, wanted: Wanted, lines: Lines, show: Show) -> int:
+def read_all(files: LogFiles, wanted: FileFilter, lines: LineFilter, show: LineWriter) -> int:
     """Show the lines that exist now; return the number of files."""
     chosen = wanted.now(files)
-    show.expect(chosen)
-    sources = [Source(files, file, lines, from_start=False) for file in chosen]
+    show.add_files(chosen)
+    sources = [LogReader(files, file, lines, from_start=False) for file in chosen]
     for line in merged(sources, close=True):
         show.line(line)
     show.flush()
@@ -191,9 +192,9 @@ def read_all(files: LogFiles, wanted: Wanted, lines: Lines, show: Show) -> int:
 
 def follow(
     files: LogFiles,
-    wanted: Wanted,
-    lines: Lines,
-    show: Show,
+    wanted: FileFilter,
+    lines: LineFilter,
+    show: LineWriter,
     ended: Callable[[], bool],
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
@@ -220,12 +221,14 @@ class Follower:
     the renamed one is read to its end.
     """
 
-    def __init__(self, files: LogFiles, wanted: Wanted, lines: Lines, show: Show) -> None:
+    def __init__(
+        self, files: LogFiles, wanted: FileFilter, lines: LineFilter, show: LineWriter
+    ) -> None:
         self._files, self._wanted, self._lines, self._show = files, wanted, lines, show
-        self._sources: dict[Key, Source] = {}
+        self._sources: dict[Key, LogReader] = {}
         self._unwanted: set[Key] = set()
-        self._named: dict[tuple[int, str], Source] = {}  # the newest source of each name
-        self._bars: set[Source] = set()
+        self._named: dict[tuple[int, str], LogReader] = {}  # the newest source of each name
+        self._bars: set[LogReader] = set()
         self._first = wanted.first_attempt(files.attempts())
         self._ticks = 0
 
@@ -235,7 +238,7 @@ class Follower:
         now = time.monotonic()
         known, new = self._sorted(self._files.scan(self._first))
         chosen = self._chosen(new) if new else []
-        nameless: list[Source] = []
+        nameless: list[LogReader] = []
         if len(known) < len(self._sources):
             nameless = [source for source in self._sources.values() if source.tick != self._ticks]
         news = [self._drain(source, now) for source in nameless]
@@ -258,7 +261,7 @@ class Follower:
         self._show.flush()
         return any(news)
 
-    def _sorted(self, listed: Iterable[LogFile]) -> tuple[list[Source], list[LogFile]]:
+    def _sorted(self, listed: Iterable[LogFile]) -> tuple[list[LogReader], list[LogFile]]:
         """Split files into known sources, updated to their new size, and new files."""
         known, new = [], []
         for file in listed:
@@ -272,7 +275,7 @@ class Follower:
                 new.append(file)
         return known, new
 
-    def _drain(self, source: Source, now: float) -> bool:
+    def _drain(self, source: LogReader, now: float) -> bool:
         """Read a renamed or removed file: a process that has it open may still write to it."""
         had_news = self._pass_on(source, source.read(), now)
         replaced = self._named[_name(source.file)] is not source
@@ -280,7 +283,7 @@ class Follower:
             self._finish(source)
         return had_news
 
-    def _catch_up(self, source: Source, now: float, last: bool) -> bool:
+    def _catch_up(self, source: LogReader, now: float, last: bool) -> bool:
         file = source.file
         if last:
             # On NFS, only a newly opened file is sure to show what other hosts wrote.
@@ -295,7 +298,7 @@ class Follower:
         self._unwanted |= {
             _key(file) for file in {*new} - {*chosen} if self._wanted.is_placed(self._files, file)
         }
-        self._show.expect(chosen)
+        self._show.add_files(chosen)
         return chosen
 
     def _begin(self, chosen: list[LogFile], now: float) -> bool:
@@ -303,7 +306,7 @@ class Follower:
         for file in chosen:
             if _name(file) in self._named:
                 self._show.say(f"{file.name} was replaced: reading the new file")
-            source = Source(self._files, file, self._lines, from_start=self._ticks > 1)
+            source = LogReader(self._files, file, self._lines, from_start=self._ticks > 1)
             self._sources[_key(file)] = self._named[_name(file)] = source
             source.active = now
         begun = [self._sources[_key(file)] for file in chosen]
@@ -322,7 +325,7 @@ class Follower:
         ]:
             self._finish(source)
 
-    def _pass_on(self, source: Source, lines: Iterable[Line], now: float) -> bool:
+    def _pass_on(self, source: LogReader, lines: Iterable[Line], now: float) -> bool:
         before = source.offset
         for line in lines:
             self._show.line(line)
@@ -340,7 +343,7 @@ class Follower:
                 self._show.line(source.bar())
                 source.bar_due = now + BAR_EVERY
 
-    def _finish(self, source: Source) -> None:
+    def _finish(self, source: LogReader) -> None:
         for line in source.rest():
             self._show.line(line)
         self._files.release(source.file)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from gptctl.engine.run_folder import FAILED
 from gptctl.logs.failed import Failure, RankRun, find_failure, node_exits, rank_runs, signal_name
-from gptctl.logs.files import LogFile, LogFiles, Wanted
+from gptctl.logs.files import FileFilter, LogFile, LogFiles
 from gptctl.logs.lines import readable
 from gptctl.logs.match import Grep
-from gptctl.logs.stream import Lines, Source, merged
+from gptctl.logs.stream import LineFilter, LogReader, merged
 from gptctl.text import count
 from trainer.logline import TrainLine, parse_train_line
 
@@ -33,7 +33,7 @@ _FORMATS = {
 
 
 def last_lines(files: LogFiles, file: LogFile, count: int = LAST_LINES) -> list[str]:
-    source = Source(files, file, Lines(tail=count), from_start=False)
+    source = LogReader(files, file, LineFilter(tail=count), from_start=False)
     return [readable(line.text) for line in merged([source], close=True)]
 
 
@@ -71,12 +71,14 @@ def failure_report(files: LogFiles, attempt: int | None = None, state: str = "")
     kind, number = ("rank", failure.first.rank) if failure.first else ("node", failure.first_node)
     # Empty files have nothing to show: do not print their headings.
     listed = [file for file in files.scan(attempt) if file.attempt == attempt and file.size]
-    blamed = [file for file in listed if (file.kind, file.number) == (kind, number)]
+    failed_files = [file for file in listed if (file.kind, file.number) == (kind, number)]
     # The job failed before a node recorded how: the reason is in the log of a node or the batch
     # script.
     if not failure.is_failure and state == FAILED:
-        blamed = [file for file in listed if file.kind in ("node", "batch")][:MOST_SHOWN]
-    return FailureReport(attempt, failure, {file.name: last_lines(files, file) for file in blamed})
+        failed_files = [file for file in listed if file.kind in ("node", "batch")][:MOST_SHOWN]
+    return FailureReport(
+        attempt, failure, {file.name: last_lines(files, file) for file in failed_files}
+    )
 
 
 def failure_line(attempt: int, failure: Failure) -> str:
@@ -141,7 +143,9 @@ def _lasted(run: RankRun) -> str:
     return f", after {run.ended - run.started:.1f} s"
 
 
-def list_rows(files: LogFiles, wanted: Wanted, job_is_over: bool = False) -> list[dict[str, Any]]:
+def list_rows(
+    files: LogFiles, wanted: FileFilter, job_is_over: bool = False
+) -> list[dict[str, Any]]:
     """Make the rows of `gptctl logs --list`, one per file."""
     listed = wanted.now(files)
     # Read the records once per attempt, not per file.
@@ -179,7 +183,7 @@ def list_cells(rows: Iterable[dict[str, Any]]) -> list[list[Any]]:
     return [["" if cell is None else cell for cell in row.values()] for row in shown]
 
 
-def metric_rows(files: LogFiles, wanted: Wanted) -> list[dict[str, Any]]:
+def metric_rows(files: LogFiles, wanted: FileFilter) -> list[dict[str, Any]]:
     """Make the rows of `gptctl logs --metrics`: each step once, from the lowest rank."""
     steps: dict[tuple[int, int], TrainLine] = {}
     for file in wanted.now(files):
@@ -203,7 +207,7 @@ def metric_rows(files: LogFiles, wanted: Wanted) -> list[dict[str, Any]]:
 
 def _train_lines(files: LogFiles, file: LogFile) -> Iterable[TrainLine]:
     # The filter skips most of a file before any line is decoded.
-    source = Source(files, file, Lines(grep=Grep("global step ")))
+    source = LogReader(files, file, LineFilter(grep=Grep("global step ")))
     texts = (readable(line.text) for line in merged([source], close=True))
     return (line for line in map(parse_train_line, texts) if line)
 

@@ -13,6 +13,7 @@ from gptctl.engine.run_folder import RUNNING
 from gptctl.logs.condense import Condenser, Hidden, Piece, RankDetail, Sample
 from gptctl.logs.files import LogFile, LogFiles
 from gptctl.logs.lines import readable
+from gptctl.logs.printer import Printer
 from gptctl.logs.progress import (
     Evaluation,
     Position,
@@ -25,7 +26,6 @@ from gptctl.logs.progress import (
     step_text,
 )
 from gptctl.logs.rank_count import RankWatch, count_text, first_start
-from gptctl.logs.show import Printer
 from gptctl.logs.stream import Line
 from gptctl.logs.tables import failure_line, failure_of
 from gptctl.text import count
@@ -54,7 +54,7 @@ class FollowedJob(NamedTuple):
 
 
 class TerminalView:
-    """A `Show` for terminals. `condenses`: shorten long records, instead of showing every line."""
+    """A `LineWriter` for terminals. `condenses`: shorten long records instead of showing them."""
 
     def __init__(
         self, printer: Printer, screen: Screen, files: LogFiles, job: FollowedJob, condenses: bool
@@ -72,8 +72,8 @@ class TerminalView:
         self._step_seen: float | None = None  # when the newest step of this attempt was read
         self.history, self.total_steps = StepHistory(), job.total_steps
 
-    def expect(self, files: Iterable[LogFile]) -> None:
-        self._printer.expect(files)
+    def add_files(self, files: Iterable[LogFile]) -> None:
+        self._printer.add_files(files)
 
     def line(self, line: Line) -> None:
         # The bottom line would stay on the screen above the new line.

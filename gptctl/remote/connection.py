@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Channel = Any  # of paramiko: input and output of a command on a host
 Files = Any  # paramiko's SFTP client
-ANSWER_PATIENCE = 60.0  # seconds that a command may take by default
+ANSWER_TIMEOUT = 60.0  # seconds that a command may take by default
 KEEPALIVE = 15  # seconds between two keep-alive packets
 # Printed before the output of a command: a login shell may print something of its own first.
 START_MARKER = "gptctl begins"
@@ -115,9 +115,9 @@ class Connection:
         return _transport_of(self._client, self.route)
 
     @contextmanager
-    def _in_time(self, patience: float) -> Iterator[None]:
-        """Close the connection after `patience` seconds: some calls of paramiko have no timeout."""
-        timer = threading.Timer(patience, self._transport.close)
+    def _in_time(self, timeout: float) -> Iterator[None]:
+        """Close the connection after `timeout` seconds: some calls of paramiko have no timeout."""
+        timer = threading.Timer(timeout, self._transport.close)
         timer.daemon = True
         timer.start()
         try:
@@ -127,19 +127,19 @@ class Connection:
 
     def start(self, command: Sequence[str]) -> paramiko.Channel:
         """Start a command; the caller reads from and writes to the channel."""
-        with host_errors(self.route), self._in_time(ANSWER_PATIENCE):
+        with host_errors(self.route), self._in_time(ANSWER_TIMEOUT):
             channel = self._transport.open_session(timeout=self.route.timeout)
-            channel.settimeout(ANSWER_PATIENCE)
+            channel.settimeout(ANSWER_TIMEOUT)
             channel.exec_command(f"echo {shlex.quote(START_MARKER)}; {shlex.join(command)}")
         return channel
 
     def run(
-        self, command: Sequence[str], stdin: bytes = b"", patience: float = ANSWER_PATIENCE
+        self, command: Sequence[str], stdin: bytes = b"", timeout: float = ANSWER_TIMEOUT
     ) -> CommandResult:
         """Run a command until it exits."""
-        with host_errors(self.route), self._in_time(patience):
+        with host_errors(self.route), self._in_time(timeout):
             channel = self.start(command)
-            channel.settimeout(patience)
+            channel.settimeout(timeout)
             if stdin:
                 channel.sendall(stdin)
             # The command may read its stdin to the end.
@@ -152,12 +152,12 @@ class Connection:
     def files(self) -> paramiko.SFTPClient:
         # Opened when it is first needed: most commands need no files.
         if self._files is None:
-            with host_errors(self.route), self._in_time(ANSWER_PATIENCE):
+            with host_errors(self.route), self._in_time(ANSWER_TIMEOUT):
                 self._files = self._transport.open_sftp_client()
             assert self._files
             channel = self._files.get_channel()
             assert channel
-            channel.settimeout(ANSWER_PATIENCE)
+            channel.settimeout(ANSWER_TIMEOUT)
         return self._files
 
     def listed(self, folder: str) -> list[Entry]:
@@ -190,10 +190,10 @@ class Connection:
         self._client.close()
 
 
-def remaining_stderr(channel: Channel, patience: float = 5.0) -> str:
+def remaining_stderr(channel: Channel, timeout: float = 5.0) -> str:
     """Return the stderr of a command whose stdout is closed."""
     # sshd may send a part of stderr only after the end of stdout: wait until it closes the channel.
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while not channel.closed and time.monotonic() < deadline:
         time.sleep(0.01)
     data = b""
@@ -399,7 +399,7 @@ def all_or_none(results: Sequence[R | Exception], prefix: str = "", hint: str = 
         if isinstance(result, Exception) and not isinstance(result, HostError):
             raise result
     if errors:
-        found = [USABLE.found(error.host, None, error.what, error.hint) for error in errors]
+        found = [USABLE.found(error.host, None, error.detail, error.hint) for error in errors]
         message = f"{prefix}{count(len(errors), 'host')} cannot be used"
         raise UserError(message, hint, OUT_OF_REACH, found)
     return [result for result in results if not isinstance(result, Exception)]

@@ -11,4 +11,4 @@ class HostError(UserError):
     def __init__(self, host: str, what: str, hint: str = "", is_lost: bool = False) -> None:
         # `what` stays available without the name: tables show the host in a column of its own.
         super().__init__(f"{host}: {what}", hint, OUT_OF_REACH)
-        self.host, self.what, self.is_lost = host, what, is_lost
+        self.host, self.detail, self.is_lost = host, what, is_lost

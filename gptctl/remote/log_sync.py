@@ -53,7 +53,7 @@ GROWS = re.compile(
     r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|metrics\.jsonl", re.ASCII
 )
 _WHOLE = re.compile(
-    r"endpoint\.json|hosts|cannot-be-helped|node\.\d{1,7}\.(exit|pid)|status\.json", re.ASCII
+    r"endpoint\.json|hosts|unrecoverable|node\.\d{1,7}\.(exit|pid)|status\.json", re.ASCII
 )
 
 
@@ -79,7 +79,7 @@ class HostSync:
     ) -> None:
         self.record, self.plan, self.route, self.node = record, plan, route, node
         self._jump_hosts = jump_hosts
-        self.fault = "it was not asked yet"  # why it is unreachable
+        self.unreachable_reason = "it was not asked yet"  # why it is unreachable
         self.status: dict[str, Any] | None = None  # its last answer; None: its folder is missing
         self.has_result = False
         self._connection: Connection | None = None
@@ -94,10 +94,10 @@ class HostSync:
             self._connection = self._connection or self._connect()
             with host_errors(self.route):
                 yield self._connection
-            self.fault = ""
+            self.unreachable_reason = ""
         except HostError as error:
             self.close()
-            self.fault = error.what
+            self.unreachable_reason = error.detail
             raise
 
     def _connect(self) -> Connection:
@@ -122,12 +122,12 @@ class HostSync:
         if connection:
             connection.close()
 
-    def ask(self, *command: str, patience: float = 60.0) -> dict[str, Any] | None:
+    def ask(self, *command: str, timeout: float = 60.0) -> dict[str, Any] | None:
         """Run a command of `host_commands`; return None if nothing of the job is on the host."""
         with self.connected() as connection:
             # The token makes sure that the folder belongs to this job, not to one of the same id.
             words = (self.plan.remote_dir, self.record.token, *command)
-            done = connection.run(remote_command("ask_host.sh", *words), patience=patience)
+            done = connection.run(remote_command("ask_host.sh", *words), timeout=timeout)
             if done.code == NO_SUCH_JOB:
                 return None
             return self._answer(done)
@@ -143,7 +143,7 @@ class HostSync:
     def update_status(self) -> None:
         self.status = self.ask("status")
 
-    def names_in(self, folder: str) -> list[str]:
+    def list_names(self, folder: str) -> list[str]:
         with self.connected() as connection:
             return [entry.name for entry in connection.listed(folder)]
 
@@ -265,7 +265,7 @@ class LogSync:
     def _copy_result(self) -> None:
         """Copy the result last: whoever sees it here may rely on all files written before it."""
         head, folder = self.hosts[0], RunFolder(self.record.local_dir)
-        if not head.has_result or (folder.result() and not folder.not_copied.exists()):
+        if not head.has_result or (folder.result() and not folder.not_copied_file.exists()):
             return
         results = in_parallel(HostSync.copy_new, self.with_files)
         # The job has ended, but these logs are incomplete until the hosts can be reached again.
@@ -275,9 +275,9 @@ class LogSync:
             if isinstance(result, Exception)
         ]
         if missing:
-            folder.not_copied.write_text("\n".join(missing), encoding="utf-8")
+            folder.not_copied_file.write_text("\n".join(missing), encoding="utf-8")
         else:
-            folder.not_copied.unlink(missing_ok=True)
+            folder.not_copied_file.unlink(missing_ok=True)
         if not folder.result():
             with suppress(HostError):
                 head.copy_result()
@@ -315,7 +315,7 @@ class LogSync:
                     self._copy_result()
             # The connection, the disk here, an invalid answer: the next round tries again.
             except Exception as error:
-                host.fault = getattr(error, "what", "") or str(error) or repr(error)
+                host.unreachable_reason = getattr(error, "detail", "") or str(error) or repr(error)
             stopped.wait(COPY_EVERY)
 
     def _may_write(self) -> bool:
@@ -350,10 +350,14 @@ class LogSync:
         file = self.record.run_folder / "reach.json"
         last = read_json(file) or {}
         now = time.time()
-        last |= {host.route.name: now for host in self.hosts if not host.fault}
+        last |= {host.route.name: now for host in self.hosts if not host.unreachable_reason}
         with suppress(OSError), private_files(), replacing(file) as stream:
             stream.write(json.dumps(last).encode())
-        faults = {host.route.name: host.fault for host in self.hosts if host.fault}
+        faults = {
+            host.route.name: host.unreachable_reason
+            for host in self.hosts
+            if host.unreachable_reason
+        }
         since = {name: _clock(last.get(name, self.record.created)) for name in faults}
         return [
             f"{name} has been unreachable since {since[name]}: {fault}"

@@ -15,7 +15,7 @@ from gptctl.remote.host_error import HostError
 from gptctl.remote.known_hosts import SSH_PORT
 from gptctl.spec.cluster import Cluster, Host
 
-CONNECT_PATIENCE = 10.0  # seconds at most for each of: connection, banner, authentication
+CONNECT_TIMEOUT = 10.0  # seconds at most for each of: connection, banner, authentication
 MAX_JUMPS = 8
 
 # Returns the options of the ssh config for a host; names are in lower case.
@@ -33,7 +33,7 @@ class Route(NamedTuple):
     known_hosts: tuple[str, ...]
     jumps: tuple[Route, ...] = ()
     command: str = ""  # ProxyCommand
-    timeout: float = CONNECT_PATIENCE
+    timeout: float = CONNECT_TIMEOUT
 
 
 def route_to(host: Host, cluster: Cluster, lookup: ConfigLookup) -> Route:
@@ -77,7 +77,7 @@ def _direct_route(
         known_hosts=tuple(os.path.expanduser(file) for file in files),
         jumps=jumps,
         command=command,
-        timeout=min(CONNECT_PATIENCE, cluster.patience),
+        timeout=min(CONNECT_TIMEOUT, cluster.start_timeout),
     )
 
 

@@ -136,7 +136,7 @@ def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
     findings = [
         *resolved.findings,
         *(profile.findings if profile else ()),
-        *reading.judge(judged),
+        *reading.valid_findings(judged),
         *linted,
     ]
     # `gptctl validate --resolved` and `gptctl show` print where each value came from.

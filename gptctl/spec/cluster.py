@@ -174,7 +174,7 @@ class Cluster:
         None, "ssh: file of known host keys; empty: the ssh config's"
     )
     shared_fs: bool = boolean(False, "ssh: run_root is a folder that all hosts share")
-    patience: float = number(30.0, "ssh: seconds to wait for a host while a job starts", low=1)
+    start_timeout: float = number(30.0, "ssh: seconds to wait for a host while a job starts", low=1)
     allow_proxy_command: bool = boolean(
         False, "ssh: allow ProxyCommand of the ssh config, which runs on this machine"
     )
@@ -239,7 +239,7 @@ def load_profile(name: str) -> Profile:
     reading = read_section(Cluster, tree or Map({}, Place(str(file))), found)
     cluster = build(Cluster, {"name": file.stem, **reading.values})
     # A file that could not be parsed has its own finding: rules would only add false ones.
-    judged = reading.judge(_check(cluster, reading)) if tree else []
+    judged = reading.valid_findings(_check(cluster, reading)) if tree else []
     return Profile(cluster, in_order([*found, *judged]), reading)
 
 

@@ -34,7 +34,7 @@ KINDS: dict[str, ClusterKind] = {
         shares_files=False,
         keys=(
             *("hosts", "identity_file", "known_hosts", "shared_fs"),
-            *("patience", "allow_proxy_command"),
+            *("start_timeout", "allow_proxy_command"),
         ),
     ),
 }

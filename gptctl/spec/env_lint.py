@@ -14,7 +14,7 @@ from typing import NamedTuple
 from gptctl.spec.env_names import (
     BESIDE_NCCL,
     BOOLEANS,
-    CASE_COUNTS,
+    CASE_SENSITIVE,
     DEAD_NAMES,
     FILTERS,
     FOR_DEBUGGING,
@@ -22,10 +22,10 @@ from gptctl.spec.env_names import (
     GPU_ONLY,
     HANG_FINDERS,
     IFNAMES,
+    INT_MAX,
     INTEGERS,
     LINTED,
-    LINTED_WHEN_NEAR,
-    MOST,
+    LINTED_IF_SIMILAR,
     NCCL,
     NO,
     ONE_OF,
@@ -208,7 +208,7 @@ def _spelling(s: Setting) -> Iterator[Finding]:
     if s.name in known or s.name in BESIDE_NCCL or s.name.startswith(PLUGIN_PREFIXES):
         return
     linted = s.name.upper().startswith(LINTED)
-    if not linted and not s.name.upper().startswith(LINTED_WHEN_NEAR):
+    if not linted and not s.name.upper().startswith(LINTED_IF_SIMILAR):
         return
     # Other prefixes are common in other programs: there only a very similar name is a typing error.
     least = 0.8 if linted else 0.9
@@ -254,7 +254,7 @@ def _integer(s: Setting) -> Iterator[Finding]:
         yield s.found(NOT_INTEGER, f"`{s.value}` is not an integer{read_as}", f"use {use}")
     elif not low <= number <= high:
         # A range up to the largest int has no upper limit worth printing.
-        limits = f"at least {low}" if high == MOST else f"between {low} and {high}"
+        limits = f"at least {low}" if high == INT_MAX else f"between {low} and {high}"
         yield s.found(
             OUT_OF_RANGE, f"{number} is not {limits}", f"use a value {limits}, or remove it"
         )
@@ -282,7 +282,7 @@ def _choice(s: Setting) -> Iterator[Finding]:
         else [s.value.strip()]
     )
     for word in words:
-        if word not in known and (s.name in CASE_COUNTS or word.upper() not in known):
+        if word not in known and (s.name in CASE_SENSITIVE or word.upper() not in known):
             near = closest(word, known)
             hint = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(known)}"
             yield s.found(NOT_CHOICE, f"invalid value of {s.name}: `{word}`", hint)

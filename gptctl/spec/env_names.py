@@ -198,7 +198,7 @@ PLUGIN_PREFIXES = _words(
 )
 
 # The largest value of a C int.
-MOST = 2**31 - 1
+INT_MAX = 2**31 - 1
 READONLY_IN_BASH = _words(
     "BASHOPTS BASH_VERSINFO EUID PPID SHELLOPTS UID "
     # Bash computes these itself: an assignment has no effect.
@@ -249,7 +249,7 @@ RENAMED = {
 # With these prefixes every unknown name is reported.
 LINTED = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DISTRIBUTED_", "TORCHELASTIC_", "GLOO_")
 # Other programs use these prefixes too (TP_SIZE): only a name close to a known one is reported.
-LINTED_WHEN_NEAR = ("TORCH", "PYTORCH", "NC", "TP_")
+LINTED_IF_SIMILAR = ("TORCH", "PYTORCH", "NC", "TP_")
 # Integers, with their smallest and largest value.
 INTEGERS = _table(
     ("NCCL_IB_DISABLE NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_PXN_DISABLE NCCL_NVB_DISABLE", (0, 1)),
@@ -267,11 +267,11 @@ INTEGERS = _table(
     ("NCCL_NSOCKS_PERTHREAD", (1, 64)),
     ("NCCL_IB_QPS_PER_CONNECTION", (1, 128)),
     ("NCCL_NTHREADS", (1, 1024)),
-    ("NCCL_BUFFSIZE NCCL_MIN_NCHANNELS NCCL_MAX_NCHANNELS OMP_NUM_THREADS", (1, MOST)),
-    ("NCCL_IB_RETRY_CNT TORCH_FR_BUFFER_SIZE TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", (0, MOST)),
+    ("NCCL_BUFFSIZE NCCL_MIN_NCHANNELS NCCL_MAX_NCHANNELS OMP_NUM_THREADS", (1, INT_MAX)),
+    ("NCCL_IB_RETRY_CNT TORCH_FR_BUFFER_SIZE TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", (0, INT_MAX)),
     (
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_COORD_CHECK_MILSEC TORCH_NCCL_RANKS_PER_ROOT",
-        (1, MOST),
+        (1, INT_MAX),
     ),
     ("CUDA_DEVICE_MAX_CONNECTIONS", (1, 32)),
 )
@@ -307,7 +307,7 @@ SEVERAL_OF = {
     "NCCL_DEBUG_TIMESTAMP_LEVELS": f"{LOG_LEVELS} ALL",
 }
 # Their readers compare upper and lower case.
-CASE_COUNTS = _words(
+CASE_SENSITIVE = _words(
     "NCCL_P2P_LEVEL NCCL_NET_GDR_LEVEL NCCL_SOCKET_FAMILY NCCL_IB_ADDR_FAMILY LOGLEVEL"
 )
 # Algorithms and protocols that NCCL can be limited to, and the functions they can be given for.

@@ -30,23 +30,23 @@ TRAIN = (
 FOLLOW = """
 import os, sys
 from pathlib import Path
-from gptctl.logs.files import Wanted
+from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalLogFiles
-from gptctl.logs.show import show_logs
-from gptctl.logs.stream import Lines
+from gptctl.logs.printer import show_logs
+from gptctl.logs.stream import LineFilter
 folder = Path(sys.argv[1])
-show_logs(LocalLogFiles(folder, folder), Wanted(), Lines(), ended=(folder / "done").exists)
+show_logs(LocalLogFiles(folder, folder), FileFilter(), LineFilter(), ended=(folder / "done").exists)
 """
 SCAN = """
 import sys
 from pathlib import Path
-from gptctl.logs.files import Wanted
+from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile
 from gptctl.logs.match import Grep
-from gptctl.logs.show import show_logs
-from gptctl.logs.stream import Lines
+from gptctl.logs.printer import show_logs
+from gptctl.logs.stream import LineFilter
 errors = sys.argv[2] == "--errors"
-show_logs(LocalFile(Path(sys.argv[1])), Wanted(), Lines(errors=errors, grep=None if errors else Grep(sys.argv[2])))
+show_logs(LocalFile(Path(sys.argv[1])), FileFilter(), LineFilter(errors=errors, grep=None if errors else Grep(sys.argv[2])))
 """
 
 

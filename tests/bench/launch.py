@@ -58,7 +58,7 @@ def measure(rounds: int, share: float | None) -> Times:
             shares.give(lab, name, share or 0)
         desk = Desk(lab)
         hosts = [{"host": name, "address": f"10.78.0.{50 + number}"} for number, name in enumerate(names, 1)]
-        desk.write_profile("eight", hosts=hosts, python=str(desk.stand_in), patience=30)
+        desk.write_profile("eight", hosts=hosts, python=str(desk.stand_in), start_timeout=30)
         pairs = [(time_to_ready(desk, 1), time_to_ready(desk, HOSTS)) for _ in range(rounds)]
     return Times(*(statistics.median(times) for times in zip(*pairs)))
 

@@ -19,7 +19,7 @@ from trainer.__main__ import main
 from trainer.checkpoint import Checkpoints
 from trainer.data import Reader
 from trainer.errors import UserError
-from trainer.watchdog import Answer, judge
+from trainer.watchdog import Answer, find_stuck_ranks
 
 MINUTES = 0.04
 LIMIT = 60 * MINUTES  # seconds without progress
@@ -143,10 +143,10 @@ def test_a_long_step_of_all_ranks_is_no_hang(tmp_path: Path) -> None:
 
     def announced(*arguments: Any) -> Any:
         os.write(1, b"judged\n")
-        return judge(*arguments)
+        return find_stuck_ranks(*arguments)
 
     def patch() -> None:
-        trainer.watchdog.judge = announced
+        trainer.watchdog.find_stuck_ranks = announced
         at_step(partial(time.sleep, 1.5 * LIMIT))
 
     ended, _ = end(begin(tmp_path, patches={-1: patch}, max_steps=STEP + 2))
@@ -233,7 +233,7 @@ def answers(*ticks: int, idle: float = 10, busy: Sequence[int] = ()) -> list[Ans
 )
 def test_who_is_to_blame(told: list[Answer], absent: list[int], is_late: bool, culprits: list[int]) -> None:
     """The rules one by one, with a limit of 5 seconds."""
-    assert judge(told, absent, 5, is_late)[0] == culprits
+    assert find_stuck_ranks(told, absent, 5, is_late)[0] == culprits
 
 
 def test_a_tick_costs_next_to_nothing() -> None:

@@ -15,8 +15,8 @@
 
 umask 077
 # Without a trap, the signal would kill this script before the engine can handle it.
-gptctl_asked=''
-trap 'gptctl_asked=asked' USR1
+gptctl_stop_requested=''
+trap 'gptctl_stop_requested=stop-requested' USR1
 cd /home/me/work/runs/gpt-3f9a2c || exit 73
 fail() {
   echo "error: $*" >&2
@@ -54,4 +54,4 @@ runs_engine "$gptctl_python" || fail "no Python 3.10 or newer for gptctl's engin
 # The engine starts launch.sh on every node with srun. It handles attempts, restarts, requeueing,
 # stopping and the result. -E: variables such as PYTHONPATH are for the ranks.
 trap '' USR1
-exec "$gptctl_python" -E -S engine.pyz srun_node /home/me/work/runs/gpt-3f9a2c ${gptctl_asked:+"$gptctl_asked"}
+exec "$gptctl_python" -E -S engine.pyz srun_node /home/me/work/runs/gpt-3f9a2c ${gptctl_stop_requested:+"$gptctl_stop_requested"}

@@ -14,7 +14,7 @@ export GPTCTL_JOB=gpt-3f9a2c
 export GPTCTL_RUN_DIR=/home/me/work/runs/gpt-3f9a2c
 export GPTCTL_ATTEMPT_DIR="$GPTCTL_RUN_DIR/attempt-$GPTCTL_ATTEMPT"
 export GPTCTL_LOG_DIR=/home/me/work/runs/gpt-3f9a2c/logs/"attempt-$GPTCTL_ATTEMPT"
-gptctl_asked='' # not empty after a signal asked this script to stop
+gptctl_stop_requested='' # not empty after a signal asked this script to stop
 umask 077
 mkdir -p "$GPTCTL_ATTEMPT_DIR" "$GPTCTL_LOG_DIR" || exit 73
 
@@ -22,7 +22,7 @@ mkdir -p "$GPTCTL_ATTEMPT_DIR" "$GPTCTL_LOG_DIR" || exit 73
 finish() {
   echo "$1" > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.exit" || exit "$1"
   # After a stop torchrun exits with 1, for which srun would kill nodes that are still saving.
-  [ -z "$gptctl_asked" ] || exit 0
+  [ -z "$gptctl_stop_requested" ] || exit 0
   exit "$1"
 }
 fail() {
@@ -72,7 +72,7 @@ torchrun=$!
 # Signals go to torchrun, which passes them on to its ranks; this script must survive them to record
 # the exit code.
 echo "$torchrun" > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.pid"
-trap 'gptctl_asked=yes; : > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.asked"' TERM INT HUP USR1 USR2
+trap 'gptctl_stop_requested=yes; : > "$GPTCTL_ATTEMPT_DIR/node.$GPTCTL_NODE.stop-requested"' TERM INT HUP USR1 USR2
 wait "$torchrun"
 # A signal interrupts `wait`.
 while kill -0 "$torchrun" 2> /dev/null; do

@@ -238,7 +238,10 @@ def test_every_name_in_the_tables_is_known() -> None:
     """Oracle: tables of values, debugging settings and new names speak of variables that exist."""
     tables: list[Any] = [environ_names.INTEGERS, environ_names.BOOLEANS, environ_names.ONE_OF, environ_names.SEVERAL_OF]
     tables += [environ_names.FILTERS, environ_names.FOR_DEBUGGING, environ_names.HANG_FINDERS, environ_names.IFNAMES]
-    named = {name for table in tables for name in table} | {*environ_names.RENAMED.values(), *environ_names.CASE_COUNTS}
+    named = {name for table in tables for name in table} | {
+        *environ_names.RENAMED.values(),
+        *environ_names.CASE_SENSITIVE,
+    }
     others = {"CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "LOGLEVEL"}
     assert named - {*environ_names.NCCL, *environ_names.TORCH} == others
 

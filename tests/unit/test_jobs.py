@@ -27,7 +27,7 @@ from gptctl.engine.processes import (
 from gptctl.engine.run_folder import COMPLETED, FAILED, STOPPED, RunFolder, has_stopped_on_purpose
 from gptctl.jobs.freeze import frozen_config, git_state, imported_beside
 from gptctl.jobs.store import JobRecord, Store, new_record
-from gptctl.jobs.submit import prepare, settle
+from gptctl.jobs.submit import finish_interrupted_submits, prepare
 from gptctl.planning.build import Site
 from gptctl.spec.check import check_config
 from trainer.config import Override
@@ -64,7 +64,7 @@ def test_a_submit_that_is_going_on_is_left_alone(tmp_path) -> None:
         kind="cloud", submitter={**dead.submitter, "pid": 2**22 + 1}
     )
     store.add(unknown)
-    assert [note.split()[0] for note in settle(store, Backends(print))] == ["gpt-2"]
+    assert [note.split()[0] for note in finish_interrupted_submits(store, Backends(print))] == ["gpt-2"]
     assert set(store.ids()) == {"gpt-1", "gpt-3", "gpt-4"}
 
 
@@ -75,8 +75,8 @@ def test_a_job_that_was_abandoned_halfway_is_taken_back_all_the_same(tmp_path) -
     (run / ".token").write_text("t")
     half = record(local_dir=str(run))
     store.add(half._replace(submitter={**half.submitter, "pid": 2**22 + 1}))
-    assert RunFolder(run).take({"abandoned": True})
-    settle(store, Backends(print))
+    assert RunFolder(run).try_claim({"abandoned": True})
+    finish_interrupted_submits(store, Backends(print))
     assert (store.ids(), store.pending(), run.exists()) == ([], [], False)
 
 
@@ -91,7 +91,7 @@ def test_tidying_removes_old_leftovers_and_no_records(tmp_path) -> None:
         os.utime(store.folder / name, (old, old))
     for file in store.folder.glob("*.json"):
         os.utime(file, (old, old))
-    store.tidy()
+    store.remove_temporary_files()
     assert sorted(store.ids()) == ["my.part1-abc", "x.json.part7"]
     assert {file.name for file in store.folder.iterdir() if ".part99" in file.name or file.name.startswith(".")} == {
         ".gpt-1.1230",
@@ -158,9 +158,9 @@ def test_one_verdict(tmp_path, codes, nnodes: str, hopeless: bool, stopped: bool
     folder = RunFolder(tmp_path)
     folder.attempt(0).mkdir()
     if hopeless:
-        (folder.attempt(0) / "cannot-be-helped").touch()
+        (folder.attempt(0) / "unrecoverable").touch()
     (tmp_path / "status.json").write_text(json.dumps({"state": "stopped" if stopped else "failed", "time": 100.0}))
-    assert folder.judge(0, codes, nnodes, str(tmp_path), since=50.0).state == expected
+    assert folder.attempt_result(0, codes, nnodes, str(tmp_path), since=50.0).state == expected
 
 
 def test_a_stop_of_an_earlier_attempt_does_not_count(tmp_path) -> None:

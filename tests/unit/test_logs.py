@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptctl.logs.files import Wanted, parse_ranks
+from gptctl.logs.files import FileFilter, parse_ranks
 from gptctl.logs.lines import Assembler, Clock, parse_since, readable, start_of_last
 from gptctl.logs.local_files import LocalLogFiles
-from gptctl.logs.show import Style, show_logs
-from gptctl.logs.stream import Lines
+from gptctl.logs.printer import Style, show_logs
+from gptctl.logs.stream import LineFilter
 from trainer.errors import WRONG_USAGE, UserError
 
 
@@ -39,9 +39,9 @@ class Job:
         with self.path(name, attempt).open("ab") as file:
             file.write(data if isinstance(data, bytes) else data.encode())
 
-    def shown(self, wanted: Wanted | None = None, lines: Lines | None = None, style: Style = "text") -> str:
+    def shown(self, wanted: FileFilter | None = None, lines: LineFilter | None = None, style: Style = "text") -> str:
         out = io.BytesIO()
-        show_logs(self.files, wanted or Wanted(), lines or Lines(), style, out=out)
+        show_logs(self.files, wanted or FileFilter(), lines or LineFilter(), style, out=out)
         return out.getvalue().decode()
 
 
@@ -192,7 +192,7 @@ def test_raw_gives_every_line_exactly_once(
     for rank, data in enumerate(contents):
         job.add(f"workerlog.{rank}", data)
     out = io.BytesIO()
-    show_logs(job.files, Wanted(), Lines(), "raw", (lambda: True) if follow else None, out)
+    show_logs(job.files, FileFilter(), LineFilter(), "raw", (lambda: True) if follow else None, out)
     if len(contents) == 1:
         assert out.getvalue() == contents[0]
     whole = [data if data.endswith(b"\n") or not data else data + b"\n" for data in contents]
@@ -212,26 +212,29 @@ def test_tail_since_and_selection(job: Job) -> None:
     for path in job.path("").iterdir():
         os.utime(path, (1794830400, 1794830400))
 
-    def words(wanted: Wanted, lines: Lines = Lines()) -> list[str]:  # noqa: B008 (frozen)
+    def words(wanted: FileFilter, lines: LineFilter = LineFilter()) -> list[str]:  # noqa: B008 (frozen)
         return [line.split()[-1] for line in job.shown(wanted, lines).splitlines()]
 
-    assert words(Wanted(ranks=parse_ranks("1,3")), Lines(tail=1)) == ["1/29", "3/29"]
-    assert words(Wanted(ranks=parse_ranks("2")), Lines(since=parse_since("2026-11-16T04:00:28"))) == ["2/28", "2/29"]
-    assert set(words(Wanted(node=1, per_node=2), Lines(tail=1))) == {"2/29", "3/29", "words"}
+    assert words(FileFilter(ranks=parse_ranks("1,3")), LineFilter(tail=1)) == ["1/29", "3/29"]
+    assert words(FileFilter(ranks=parse_ranks("2")), LineFilter(since=parse_since("2026-11-16T04:00:28"))) == [
+        "2/28",
+        "2/29",
+    ]
+    assert set(words(FileFilter(node=1, per_node=2), LineFilter(tail=1))) == {"2/29", "3/29", "words"}
     (job.run_dir / "attempt-0").mkdir()
     (job.run_dir / "attempt-0" / "ranks.1.jsonl").write_text('{"event":"start","rank":0,"node":1}\n{"torn')
-    assert set(words(Wanted(node=1, per_node=2), Lines(tail=1))) == {"0/29", "2/29", "3/29", "words"}
+    assert set(words(FileFilter(node=1, per_node=2), LineFilter(tail=1))) == {"0/29", "2/29", "3/29", "words"}
     os.utime(job.path("workerlog.2"), (0, 0))
-    assert job.shown(Wanted(ranks=parse_ranks("2")), Lines(since=parse_since("2026-11-16T04:00:28"))) == ""
+    assert job.shown(FileFilter(ranks=parse_ranks("2")), LineFilter(since=parse_since("2026-11-16T04:00:28"))) == ""
     with pytest.raises(UserError):
-        job.shown(Wanted(ranks=parse_ranks("99")))
+        job.shown(FileFilter(ranks=parse_ranks("99")))
 
 
 def test_the_last_lines_keep_the_time_of_a_line_that_is_not_shown(job: Job) -> None:
     """Oracle: the order by hand; the end of rank 0's traceback carries no time, the line above it does."""
     job.add("workerlog.0", "[2026-11-16 04:00:02,000] x\n  File y\nlater\n")
     job.add("workerlog.1", "[2026-11-16 04:00:01,000] earlier\n")
-    assert [line.split()[-1] for line in job.shown(lines=Lines(tail=1)).splitlines()] == ["earlier", "later"]
+    assert [line.split()[-1] for line in job.shown(lines=LineFilter(tail=1)).splitlines()] == ["earlier", "later"]
 
 
 def test_attempts_and_json(job: Job) -> None:
@@ -240,8 +243,8 @@ def test_attempts_and_json(job: Job) -> None:
     job.add("workerlog.0", "[2026-11-16 04:00:01,000] new\x1b[1m\n", 1)
     job.add("batch.log", "b\n", 1)
     assert job.shown() == "[batch]  b\n[rank 0] [2026-11-16 04:00:01,000] new\n"
-    assert job.shown(Wanted(attempt=0)) == "[rank 0] old\n"
-    assert job.shown(Wanted(all_attempts=True)).startswith("[0/rank 0] old\n[1/batch]  b\n[1/rank 0] ")
+    assert job.shown(FileFilter(attempt=0)) == "[rank 0] old\n"
+    assert job.shown(FileFilter(all_attempts=True)).startswith("[0/rank 0] old\n[1/batch]  b\n[1/rank 0] ")
     first, second = (json.loads(line) for line in job.shown(style="json").splitlines())
     assert first == {"attempt": 1, "batch": True, "time": None, "text": "b"}
     time_1 = parse_since("2026-11-16T04:00:01")
@@ -260,6 +263,6 @@ def test_colours_only_where_they_are_wanted(job: Job, monkeypatch: pytest.Monkey
     job.add("workerlog.0", "a\n")
     job.add("workerlog.1", "a\n")
     out = Terminal()
-    show_logs(job.files, Wanted(), Lines(), out=out)
+    show_logs(job.files, FileFilter(), LineFilter(), out=out)
     coloured = b"\x1b[36m[rank 0] \x1b[0ma\n\x1b[32m[rank 1] \x1b[0ma\n"
     assert out.getvalue() == (b"[rank 0] a\n[rank 1] a\n" if no_color else coloured)

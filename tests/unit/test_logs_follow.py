@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from gptctl.logs import stream
-from gptctl.logs.files import LogFile, Wanted, parse_ranks
+from gptctl.logs.files import FileFilter, LogFile, parse_ranks
 from gptctl.logs.lines import LONGEST_LINE
 from gptctl.logs.match import Grep
-from gptctl.logs.show import Printer, Style
-from gptctl.logs.stream import Follower, Lines, follow
+from gptctl.logs.printer import Printer, Style
+from gptctl.logs.stream import Follower, LineFilter, follow
 from tests.conftest import ROOT
 from tests.unit.test_logs import Job
 
@@ -35,9 +35,11 @@ def job(tmp_path: Path) -> Job:
 class Watch:
     """A follower with its output, stepped by hand."""
 
-    def __init__(self, job: Job, lines: Lines | None = None, style: Style = "text", wanted: Wanted | None = None):
+    def __init__(
+        self, job: Job, lines: LineFilter | None = None, style: Style = "text", wanted: FileFilter | None = None
+    ):
         self.out = io.BytesIO()
-        self.follower = Follower(job.files, wanted or Wanted(), lines or Lines(), Printer(self.out, style))
+        self.follower = Follower(job.files, wanted or FileFilter(), lines or LineFilter(), Printer(self.out, style))
 
     def look(self, last: bool = False) -> list[str]:
         """What one look shows, without prefixes."""
@@ -80,7 +82,7 @@ def test_all_attempts_and_tail_at_the_start(job: Job) -> None:
     """Oracle: the last line of what was there, and everything that came later."""
     for attempt in range(3):
         job.add("workerlog.0", f"a{attempt}\nb{attempt}\n", attempt)
-    watch = Watch(job, Lines(tail=1), wanted=Wanted(all_attempts=True))
+    watch = Watch(job, LineFilter(tail=1), wanted=FileFilter(all_attempts=True))
     assert watch.look() == ["b0", "b1", "b2"]
     job.add("workerlog.7", "c\nd\n", 2)
     assert watch.look() == ["c", "d"]
@@ -142,7 +144,7 @@ def test_a_removed_file_is_read_to_its_end_and_may_come_back(job: Job) -> None:
 def test_a_progress_bar_is_shown_now_and_then(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the newest state, when BAR_EVERY has passed; then the final one; in raw nothing before the newline."""
     monkeypatch.setattr(stream, "BAR_EVERY", 0.05)
-    watch, raw = Watch(job), Watch(job, Lines(raw=True), "raw")
+    watch, raw = Watch(job), Watch(job, LineFilter(raw=True), "raw")
     job.add("workerlog.0", "start\n 1%\r 2%\r")
     assert watch.look() == ["start"]
     time.sleep(0.06)
@@ -184,7 +186,7 @@ def test_nul_gaps_and_control_sequences_never_reach_the_output(job: Job) -> None
 
 def test_grep_while_following(job: Job) -> None:
     """Oracle: the matching lines of those written."""
-    watch = Watch(job, Lines(grep=Grep("^b.*r$")))
+    watch = Watch(job, LineFilter(grep=Grep("^b.*r$")))
     job.add("workerlog.0", "bar\nbaz\nfoo bar\nb")
     assert watch.look() == ["bar"]
     job.add("workerlog.0", "eer\n")
@@ -201,7 +203,7 @@ def test_ranks_that_are_not_wanted_are_not_read(job: Job, monkeypatch: pytest.Mo
         return real(file, offset, size)
 
     monkeypatch.setattr(job.files, "read", noted)
-    watch = Watch(job, wanted=Wanted(ranks=parse_ranks("1")))
+    watch = Watch(job, wanted=FileFilter(ranks=parse_ranks("1")))
     for name in ("workerlog.0", "workerlog.1", "node.0.log", "other.txt"):
         job.add(name, f"{name}\n")
     assert watch.look() == ["workerlog.1"]
@@ -218,7 +220,7 @@ def test_the_end_of_the_job_ends_the_following(job: Job) -> None:
         return over.is_set()
 
     out = io.BytesIO()
-    arguments = (job.files, Wanted(), Lines(raw=True), Printer(out, "raw"), ended)
+    arguments = (job.files, FileFilter(), LineFilter(raw=True), Printer(out, "raw"), ended)
     thread = threading.Thread(target=follow, args=arguments)
     thread.start()
     for number in range(150):
@@ -247,10 +249,10 @@ def test_the_last_look_does_not_trust_a_stale_size(job: Job, monkeypatch: pytest
 FEW = """
 import sys
 from pathlib import Path
-from gptctl.logs.files import Wanted
+from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalLogFiles
-from gptctl.logs.show import show_logs
-from gptctl.logs.stream import Lines
+from gptctl.logs.printer import show_logs
+from gptctl.logs.stream import LineFilter
 folder = Path(sys.argv[1])
 def ended():
     if not (folder / "rotated").exists():
@@ -259,7 +261,7 @@ def ended():
         with (folder / "attempt-0" / f"workerlog.{rank}").open("a") as file:
             file.write(f"more {rank}\\n")
     return True
-show_logs(LocalLogFiles(folder, folder), Wanted(), Lines(), ended=ended)
+show_logs(LocalLogFiles(folder, folder), FileFilter(), LineFilter(), ended=ended)
 """
 
 

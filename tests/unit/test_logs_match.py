@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptctl.logs import match
-from gptctl.logs.files import Wanted
+from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile
 from gptctl.logs.match import Errors, Grep
-from gptctl.logs.stream import Lines, Source, merged
+from gptctl.logs.stream import LineFilter, LogReader, merged
 from tests.unit.test_logline import PUBLISHED
 from tests.unit.test_logs import BYTES
 from trainer.errors import WRONG_USAGE, UserError
@@ -133,7 +133,7 @@ def test_lines_across_chunks_are_found_once(tmp_path: Path) -> None:
     path.write_bytes(b"".join(b"line %d %s\n" % (number, b"x" * (number % 60)) for number in range(5000)))
     files = LocalFile(path)
     for chunk in (7, 1000, 1 << 20):
-        source = Source(files, files.scan()[0], Lines(grep=Grep(r"line \d*77 ")))
+        source = LogReader(files, files.scan()[0], LineFilter(grep=Grep(r"line \d*77 ")))
         numbers = [int(line.text.split()[1]) for line in source.read(chunk=chunk)]
         assert numbers == [number for number in range(5000) if number % 100 == 77]
 
@@ -209,7 +209,7 @@ def test_tracebacks_come_as_a_whole(tmp_path: Path, chunk: int) -> None:
     path = tmp_path / "log"
     path.write_text(f"fine\n{TRACEBACK}fine\n  indented, fine\n")
     files = LocalFile(path)
-    source = Source(files, files.scan()[0], Lines(errors=True))
+    source = LogReader(files, files.scan()[0], LineFilter(errors=True))
     text = [line.text.decode() for line in source.read(chunk=chunk)]
     assert text == [line for line in TRACEBACK.splitlines() if line and not line.startswith("During")]
 
@@ -221,6 +221,6 @@ def test_matches_are_merged_by_the_time_of_the_lines_before_them(tmp_path: Path)
         stamped = "".join(f"[2026-11-16 04:00:0{each},000] x\n" for each in (first, second))
         (tmp_path / name).write_text(f"{stamped}middle\nneedle {name}\n")
         files = LocalFile(tmp_path / name)
-        [file] = Wanted().now(files)
-        sources.append(Source(files, file, Lines(grep=Grep("needle"))))
+        [file] = FileFilter().now(files)
+        sources.append(LogReader(files, file, LineFilter(grep=Grep("needle"))))
     assert [line.text for line in merged(sources, close=True)] == [b"needle b", b"needle a"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gptctl.cli.logs import print_failure, print_list, print_metrics
 from gptctl.logs.failed import find_failure, node_exits, rank_runs
-from gptctl.logs.files import Wanted
+from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile
 from gptctl.logs.tables import list_rows, metric_rows
 from tests.unit.test_logline import PUBLISHED
@@ -160,13 +160,13 @@ def test_the_list_of_files(job: Job, capsys: pytest.CaptureFixture[str]) -> None
     for rank in range(4):
         job.add(f"workerlog.{rank}", "x\n")
     job.add("node.0.log", "")
-    rows = list_rows(job.files, Wanted())
+    rows = list_rows(job.files, FileFilter())
     assert [row["ended"] for row in rows] == ["exit 0", "SIGKILL", "running", "running", "exit 1"]
-    assert list_rows(job.files, Wanted(), job_is_over=True)[2]["ended"] == "no exit recorded"
+    assert list_rows(job.files, FileFilter(), job_is_over=True)[2]["ended"] == "no exit recorded"
     assert (rows[1]["rank"], rows[1]["node"], rows[1]["host"], rows[1]["size"]) == (1, 0, "h0", 2)
-    print_list(job.files, Wanted(node=0, per_node=2), as_json=True)
+    print_list(job.files, FileFilter(node=0, per_node=2), as_json=True)
     assert [row["file"] for row in json.loads(capsys.readouterr().out)] == ["workerlog.0", "workerlog.1", "node.0.log"]
-    print_list(job.files, Wanted())
+    print_list(job.files, FileFilter())
     assert capsys.readouterr().out.count("workerlog") == 4
 
 
@@ -178,8 +178,12 @@ def test_metrics_tell_each_step_once(job: Job, capsys: pytest.CaptureFixture[str
     """Oracle: rank 0 wins over rank 1, a step that was done again over its first time."""
     job.add("workerlog.0", train(1, 9.0) + train(2, 8.0) + "noise\n" + train(2, 7.5))
     job.add("workerlog.1", train(2, 1.0) + train(3, 7.0))
-    assert [(row["step"], row["loss"]) for row in metric_rows(job.files, Wanted())] == [(1, 9.0), (2, 7.5), (3, 7.0)]
-    print_metrics(job.files, Wanted())
+    assert [(row["step"], row["loss"]) for row in metric_rows(job.files, FileFilter())] == [
+        (1, 9.0),
+        (2, 7.5),
+        (3, 7.0),
+    ]
+    print_metrics(job.files, FileFilter())
     assert "3     7.000000000  100  400        2.00   1.00000e-04" in capsys.readouterr().out
 
 
@@ -187,7 +191,7 @@ def test_metrics_of_a_published_log(tmp_path: Path) -> None:
     """Oracle: the numbers in FleetX's lines, whose colour codes have lost their escape bytes."""
     path = tmp_path / "published.log"
     path.write_text("\n".join(PUBLISHED))
-    rows = metric_rows(LocalFile(path), Wanted())
+    rows = metric_rows(LocalFile(path), FileFilter())
     assert [(row["step"], row["loss"], row["lr"]) for row in rows] == [
         (1, 11.266701698, 5.55556e-09),
         (2, 11.620714188, 9.375e-09),

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptctl.logs.condense import LONGEST_RECORD, Condenser, Hidden, Piece, RankDetail, Sample
-from gptctl.logs.files import Kind, Wanted
+from gptctl.logs.files import FileFilter, Kind
 from gptctl.logs.outcome import Outcome, checkpoint_text, outcome_rows
+from gptctl.logs.printer import Printer
 from gptctl.logs.progress import (
     Evaluation,
     Position,
@@ -24,8 +25,7 @@ from gptctl.logs.progress import (
     step_text,
 )
 from gptctl.logs.rank_count import RankCount, RankLines, count_text
-from gptctl.logs.show import Printer
-from gptctl.logs.stream import Follower, Lines
+from gptctl.logs.stream import Follower, LineFilter
 from gptctl.logs.terminal_view import FollowedJob, TerminalView
 from tests.unit.test_logs import Job
 from trainer.logline import TrainLine
@@ -314,7 +314,7 @@ class Watch:
         self.job, self.out, self.screen = Job(root), io.BytesIO(), Recorder()
         followed = FollowedJob("job-1", 2, total_steps, True, 0.0)
         self.view = TerminalView(Printer(self.out), self.screen, self.job.files, followed, condenses=True)
-        self.follower = Follower(self.job.files, Wanted(all_attempts=True), Lines(), self.view)
+        self.follower = Follower(self.job.files, FileFilter(all_attempts=True), LineFilter(), self.view)
 
     def look(self) -> str:
         self.view.update("RUNNING")

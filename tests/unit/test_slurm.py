@@ -16,7 +16,7 @@ from gptctl.engine.processes import clean_environment
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
 
-SEEN = slurm_queue.Seen("7", "PENDING", "Priority", "N/A", "", 0, 0, "", "")
+SEEN = slurm_queue.QueuedJob("7", "PENDING", "Priority", "N/A", "", 0, 0, "", "")
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_the_number_of_another_job_is_not_ours(
     backend: SlurmBackend, record: JobRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend.queue.jobs = {"7": SEEN._replace(state="COMPLETED", work_dir="/another")}
-    monkeypatch.setattr(slurm_queue, "recorded", lambda jobs: {})
+    monkeypatch.setattr(slurm_queue, "query_sacct", lambda jobs: {})
     assert backend.state(record).state == "LOST"
 
 
@@ -95,8 +95,8 @@ def test_a_script_that_could_not_be_started(backend: SlurmBackend, record: JobRe
 def test_a_job_of_another_folder_in_the_accounting_is_not_ours(
     backend: SlurmBackend, record: JobRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = slurm_queue.Recorded("COMPLETED", 0, 0, "n1", "/another")
-    monkeypatch.setattr(slurm_queue, "recorded", lambda jobs: {"7": known})
+    known = slurm_queue.AccountingRecord("COMPLETED", 0, 0, "n1", "/another")
+    monkeypatch.setattr(slurm_queue, "query_sacct", lambda jobs: {"7": known})
     assert backend.state(record).state == "LOST"
     assert backend.state(record._replace(local_dir="/another")).state == "COMPLETED"
 
@@ -105,10 +105,10 @@ def test_the_accounting_may_be_late(backend: SlurmBackend, record: JobRecord, mo
     """A job that it does not know yet is not lost, and one that it calls running is asked for again."""
     answers = [{}, {"7": "RUNNING"}, {"7": "COMPLETED"}]
     records = [
-        {job: slurm_queue.Recorded(state, 0, 0, "", record.local_dir) for job, state in said.items()}
+        {job: slurm_queue.AccountingRecord(state, 0, 0, "", record.local_dir) for job, state in said.items()}
         for said in answers
     ]
-    monkeypatch.setattr(slurm_queue, "recorded", lambda jobs: records.pop(0))
+    monkeypatch.setattr(slurm_queue, "query_sacct", lambda jobs: records.pop(0))
     fresh, states = record._replace(created=time.time()), []
     for _ in answers:
         backend.queue._queried = dict.fromkeys(backend.queue._queried, float("-inf"))  # some seconds later
@@ -138,11 +138,11 @@ def test_what_is_taken_back(
     cancelled: list[str],
 ) -> None:
     folder = RunFolder(record.local_dir)
-    folder.take(dict(record.handle))
+    folder.try_claim(dict(record.handle))
     if has_run:
         folder.attempt(0).mkdir()
     jobs = [SEEN._replace(id=job, reason=reason, work_dir=record.local_dir) for job, reason in queue]
-    monkeypatch.setattr(backend_module, "with_token", lambda token, run_dir: jobs)
+    monkeypatch.setattr(backend_module, "find_submitted", lambda token, run_dir: jobs)
     ended: list[str] = []
     monkeypatch.setattr(slurm, "run", lambda *command: ended.extend(command[1:]) or "")
     assert backend.abandon(record) is is_undone
@@ -191,7 +191,7 @@ def test_words_without_the_name_of_their_client() -> None:
 
 
 def test_a_damaged_line_of_squeue_is_left_out() -> None:
-    assert slurm_queue._seen(["1", "RUNNING"]) is None
+    assert slurm_queue._parse_job(["1", "RUNNING"]) is None
 
 
 def test_the_environment_of_another_job_does_not_come_along(monkeypatch: pytest.MonkeyPatch) -> None:

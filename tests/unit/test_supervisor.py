@@ -54,10 +54,10 @@ class FailingNode:
     def has_ranks(self) -> bool:
         return True
 
-    def can_be_asked(self) -> bool:
+    def can_stop_gracefully(self) -> bool:
         return True
 
-    def ask_to_stop(self) -> None: ...
+    def request_stop(self) -> None: ...
 
     def kill(self) -> None: ...
 
@@ -95,11 +95,11 @@ def test_a_stop_request_between_two_attempts(
     """The second attempt is created, but nothing is started in it."""
     node, stopped_in = FailingNode(), 1
 
-    def ask_to_stop(attempt: int) -> None:
+    def request_stop(attempt: int) -> None:
         if attempt == stopped_in:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    scheduler = Recorder(ask_to_stop, accepts, can_requeue)
+    scheduler = Recorder(request_stop, accepts, can_requeue)
     supervisor = Supervisor(plan_in(tmp_path, max_restarts=3), [node], scheduler=scheduler)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)}
     try:

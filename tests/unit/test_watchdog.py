@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.watchdog import Answer, judge
+from trainer.watchdog import Answer, find_stuck_ranks
 from trainer.watchdog.peer import Peer
 
 
@@ -11,18 +11,18 @@ def answers(*places: tuple[int, float, bool]) -> list[Answer]:
 
 
 def test_who_is_silent_is_to_blame_before_all_others() -> None:
-    assert judge(answers((7, 9, True), (5, 9, False)), [2], 3, False)[0] == [2]
+    assert find_stuck_ranks(answers((7, 9, True), (5, 9, False)), [2], 3, False)[0] == [2]
 
 
 def test_who_is_behind_is_to_blame_once_it_had_the_time() -> None:
-    assert judge(answers((7, 9, True), (5, 9, False)), [], 3, False)[0] == [1]
-    assert judge(answers((7, 9, True), (5, 1, False)), [], 3, False)[0] == []
+    assert find_stuck_ranks(answers((7, 9, True), (5, 9, False)), [], 3, False)[0] == [1]
+    assert find_stuck_ranks(answers((7, 9, True), (5, 1, False)), [], 3, False)[0] == []
 
 
 def test_a_long_step_of_all_ranks_is_nobodys_fault() -> None:
     together = answers((7, 9, True), (7, 9, False))
-    assert judge(together, [], 3, is_late=False)[0] == []
-    assert judge(together, [], 3, is_late=True)[0] == [1]  # the others have waited for it too long
+    assert find_stuck_ranks(together, [], 3, is_late=False)[0] == []
+    assert find_stuck_ranks(together, [], 3, is_late=True)[0] == [1]  # the others have waited for it too long
 
 
 def test_a_later_process_with_the_same_number_is_another() -> None:

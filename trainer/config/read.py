@@ -69,7 +69,9 @@ class Reading:
             full = join(path, bad.key) if bad.key else path
             self.found.append(bad.rule.found(full, value, bad.message, bad.hint, item.place))
 
-    def judge(self, findings: Iterable[Finding], unknown: Collection[str] = ()) -> list[Finding]:
+    def valid_findings(
+        self, findings: Iterable[Finding], unknown: Collection[str] = ()
+    ) -> list[Finding]:
         """The findings that depend only on valid keys, each with the place where to fix it."""
         sound = [
             finding

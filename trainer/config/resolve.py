@@ -134,7 +134,7 @@ def resolve(reading: Reading, machines: Machines | None) -> Resolved:
     derived = derive(reading.values, reading.emptied, machines)
     run = build(RunConfig, derived.values)
     dp_written = DEGREE_KEYS["dp"] in reading.values
-    world = reading.judge(_check_world(run, reading, machines, dp_written))
+    world = reading.valid_findings(_check_world(run, reading, machines, dp_written))
     # If dp could not be derived, findings that depend on it would only confuse: drop them.
     unsolved = not dp_written and (world or any(reading.is_bad(key) for key in WORLD.uses))
     unknown = {DEGREE_KEYS["dp"]} if unsolved else set()
@@ -147,7 +147,7 @@ def resolve(reading: Reading, machines: Machines | None) -> Resolved:
     found += _check_replaced(run, reading)
     if not world:  # a layout that does not fit at all needs no advice about nodes
         found += check_mp_in_node(layout_of(run), machines)
-    judged = reading.judge(found, unknown)
+    judged = reading.valid_findings(found, unknown)
     # Switch settings without effect off, so that no later code has to check the layout again.
     switched_off = {
         finding.key: OFF.get(finding.key, False)
@@ -200,7 +200,7 @@ def _proposal(wish: Layout, reading: Reading, machines: Machines, dp_written: bo
         degrees = {path: getattr(layout, axis) for axis, path in DEGREE_KEYS.items()}
         derived = derive({**reading.values, **degrees}, reading.emptied, None)
         run = build(RunConfig, derived.values)
-        found = reading.judge(
+        found = reading.valid_findings(
             [*derived.found, *check_model(shape_of(run), layout, batch_of(run)), *check_run(run)]
         )
         of_layout = [

@@ -26,7 +26,7 @@ import trainer.mesh
 from trainer.config.sections import RunConfig
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, UserError
 from trainer.mesh import Mesh, answer_time
-from trainer.rank_log import CANNOT_BE_HELPED
+from trainer.rank_log import UNRECOVERABLE
 from trainer.resume import output_dir
 from trainer.status import report_failure
 from trainer.watchdog.channel import Channel, address, is_in_first_rank, with_timeout
@@ -72,7 +72,7 @@ class Verdict(NamedTuple):
         )
 
 
-def judge(
+def find_stuck_ranks(
     answers: Sequence[Answer], absent: Sequence[int], limit: float, is_late: bool
 ) -> tuple[Sequence[int], str]:
     """Which ranks hold up the others, and how; no ranks if nothing may be wrong.
@@ -105,8 +105,8 @@ class Watchdog:
         # The process of rank 0 is different in every attempt, so its name separates attempts.
         name = "/".join(map(str, self.peers[0]))
         self.channel = Channel(name, mesh.rank, mesh.world, self.window)
-        self.rounds, self.looked = 0, time.monotonic()
-        self.is_looking = False
+        self.rounds, self.last_check = 0, time.monotonic()
+        self.is_checking = False
         self.trace = ""  # of the training thread, after a network error
         self.must_stop = False  # a rank has waited too long: the job stops, whatever others find
         self.verdict: Verdict | None = None
@@ -171,7 +171,7 @@ class Watchdog:
         Otherwise, look for ranks whose process has exited.
         """
         self.is_decided.wait(EXIT_DELAY)
-        if self.is_looking:
+        if self.is_checking:
             self.is_decided.wait(2 * self.window)
         exited = [rank for rank, peer in enumerate(self.peers) if peer.has_exited]
         names = f": {self._names(exited)}" if exited else ""
@@ -183,7 +183,7 @@ class Watchdog:
         """Ranks have waited too long. The job stops even if no rank can be blamed."""
         for _ in range(2):  # another rank may be asking already, and find nothing wrong
             if not self.is_decided.is_set():
-                self._look(is_late=True)
+                self._check_ranks(is_late=True)
             self.is_decided.wait(self.window)
         where = self.mesh.heartbeat.where
         reason = f"ranks waited longer than Distributed.timeout_minutes {where}"
@@ -194,28 +194,28 @@ class Watchdog:
     def _watch(self) -> None:
         while not self.is_over.wait(max(0.01, self._due() - time.monotonic())):
             if self._due() <= time.monotonic():
-                self._look()
+                self._check_ranks()
 
     def _due(self) -> float:
-        return max(self.mesh.heartbeat.since, self.looked) + self.limit
+        return max(self.mesh.heartbeat.since, self.last_check) + self.limit
 
-    def _look(self, is_late: bool = False) -> None:
+    def _check_ranks(self, is_late: bool = False) -> None:
         """Ask all ranks how far they are, and decide whether one is stuck.
 
         If the store does not respond, the rank that runs it is stuck.
         """
-        self.looked, self.is_looking = time.monotonic(), True
+        self.last_check, self.is_checking = time.monotonic(), True
         self._dump_stacks()
         found = with_timeout(1.25 * self.window, lambda: self._ask(is_late))
         if found is None:
             self._exit_without_store()
         elif found[0]:
-            culprits, how = judge(*found, self.limit, is_late)
+            culprits, how = find_stuck_ranks(*found, self.limit, is_late)
             if culprits or is_late:
                 self._publish(self._verdict(found[0], culprits, how))
             else:
-                with_timeout(self.window, lambda: self.channel.send({"go_on": True}))
-        self.is_looking = False
+                with_timeout(self.window, lambda: self.channel.send({"continue": True}))
+        self.is_checking = False
 
     def _ask(self, is_late: bool) -> tuple[list[Answer], list[int]]:
         """The answers of the ranks, and the ranks that should have answered.
@@ -257,11 +257,11 @@ class Watchdog:
             while not self.is_over.is_set():
                 message = self.channel.next_message()
                 if "question" in message:
-                    self.rounds, self.looked = message["question"] + 1, time.monotonic()
+                    self.rounds, self.last_check = message["question"] + 1, time.monotonic()
                     self.must_stop |= message["is_late"]
                     self.channel.answer(message["question"], self._here()._asdict())
                     self._dump_stacks()
-                elif "go_on" in message and not self.must_stop:  # nothing is wrong after all
+                elif "continue" in message and not self.must_stop:  # nothing is wrong after all
                     self._delete_stacks()
                 elif "reason" in message:
                     self._stop(Verdict(**message))
@@ -288,7 +288,7 @@ class Watchdog:
             else:
                 time.sleep(EXIT_GRACE)
         finally:
-            end_process(1 if self.mesh.rank in verdict.culprits else verdict.code)
+            exit_now(1 if self.mesh.rank in verdict.culprits else verdict.code)
 
     # Used by both threads.
 
@@ -369,7 +369,7 @@ def watched(run: RunConfig, mesh: Mesh, report: Callable[[UserError], None]) -> 
     watchdog.leave()
 
 
-def end_process(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Exit immediately, because normal cleanup could wait for a rank that has exited."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -391,4 +391,4 @@ def _network_error(error: BaseException | None) -> str:
 def _code(error: BaseException) -> int:
     """The exit code of the other ranks: only the failing rank knows if a restart can help."""
     is_final = isinstance(error, UserError) and error.exit_code != OUT_OF_REACH
-    return CANNOT_BE_HELPED if is_final else OUT_OF_REACH
+    return UNRECOVERABLE if is_final else OUT_OF_REACH

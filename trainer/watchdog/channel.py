@@ -29,9 +29,9 @@ class Channel:
     `name` separates the attempts of a job, because a store can outlive an attempt.
     """
 
-    def __init__(self, name: str, rank: int, world: int, patience: float) -> None:
+    def __init__(self, name: str, rank: int, world: int, timeout: float) -> None:
         self.name, self.rank, self.world = name, rank, world
-        self._sender = _connect(patience)
+        self._sender = _connect(timeout)
         # torch needs a timeout; `next_message` starts to wait again after it.
         self._receiver = _connect(timedelta(days=20).total_seconds())
 
@@ -46,7 +46,7 @@ class Channel:
             with suppress(dist.DistStoreError):  # the connection timed out
                 return json.loads(self._receiver.queue_pop(self._key("rank", self.rank)))
 
-    def ask(self, number: int, patience: float, **more: Any) -> dict[int, Message] | None:
+    def ask(self, number: int, timeout: float, **more: Any) -> dict[int, Message] | None:
         """Ask all ranks, and return the answers that arrive in time, by rank.
 
         None if another rank asks this question already: one set of answers is enough.
@@ -55,7 +55,7 @@ class Channel:
             return None
         self.send({"question": number, **more})
         answers: dict[int, Message] = {}
-        queue, deadline = self._key("answers", number), time.monotonic() + patience
+        queue, deadline = self._key("answers", number), time.monotonic() + timeout
         while len(answers) < self.world and time.monotonic() < deadline:
             # queue_pop would block until there is an answer, and miss the deadline.
             if self._sender.queue_len(queue):
@@ -112,11 +112,11 @@ def is_in_first_rank() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def _connect(patience: float) -> Any:
+def _connect(timeout: float) -> Any:
     host, _, port = address().rpartition(":")
     settings: dict[str, Any] = {
         "is_master": False,
         "wait_for_workers": False,
-        "timeout": timedelta(seconds=patience),
+        "timeout": timedelta(seconds=timeout),
     }
     return dist.TCPStore(host, int(port), **settings)  # type: ignore[attr-defined]

@@ -18,8 +18,8 @@ from gptctl.backends import Backend, JobState, half_submitted
 from gptctl.backends.slurm import client
 from gptctl.backends.slurm.client import SlurmError
 from gptctl.backends.slurm.options import sbatch_options
-from gptctl.backends.slurm.queue import Queue, Seen, with_token
-from gptctl.backends.slurm.states import STATES, as_ended, as_seen
+from gptctl.backends.slurm.queue import Queue, QueuedJob, find_submitted
+from gptctl.backends.slurm.states import STATES, state_after_end, state_in_queue
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import BATCH_SCRIPT, LAUNCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
@@ -34,9 +34,9 @@ from trainer.errors import OUT_OF_REACH, Finding, Rule, UserError
 ACCEPTED = Rule("S008", "the scheduler must accept the job")
 BACKSLASH = Rule("S009", "paths of a Slurm job must not contain a backslash: Slurm interprets it")
 
-SEND_PATIENCE = 60.0  # seconds for which an unreachable controller is tried again
-SETTLE = 3.0  # seconds after which Slurm has processed a request that was still on its way
-STOP_PATIENCE = 60.0  # seconds
+SEND_TIMEOUT = 60.0  # seconds for which an unreachable controller is tried again
+REQUEST_DELAY = 3.0  # seconds after which Slurm has processed a request that was still on its way
+STOP_TIMEOUT = 60.0  # seconds
 ACCOUNTING_DELAY = 3600.0  # seconds until the accounting knows a job, if it ever will
 
 T = TypeVar("T")
@@ -75,8 +75,8 @@ class SlurmBackend(Backend):
         except SlurmError as error:
             # Slurm did not answer: that says nothing about the job.
             if error.is_doubtful or error.is_missing:
-                return [_not_asked(checked, error.said)], ""
-            message, hint = f"Slurm rejects it: {error.said}", "sinfo shows partitions and limits"
+                return [_not_asked(checked, error.detail)], ""
+            message, hint = f"Slurm rejects it: {error.detail}", "sinfo shows partitions and limits"
             return [ACCEPTED.found("Launch.cluster", checked.cluster.name, message, hint)], ""
 
     # Submitting
@@ -86,12 +86,12 @@ class SlurmBackend(Backend):
             # Slurm opens its log file there before the job starts.
             os.makedirs(plan.log_dir, exist_ok=True)
             os.makedirs(_submitit_folder(plan), exist_ok=True)
-        deadline = time.monotonic() + SEND_PATIENCE
+        deadline = time.monotonic() + SEND_TIMEOUT
         # 1. Submit it held: Slurm must not start it before gptctl knows its id.
         job, was_doubtful = self._send_once(plan, record, deadline)
         handle = {"scheduler_id": job, "host": os.uname().nodename}
         # 2. Give it the claim: of several Slurm jobs for this folder only this one does anything.
-        if not RunFolder(plan.remote_dir).take(handle):
+        if not RunFolder(plan.remote_dir).try_claim(handle):
             message = f"another gptctl has abandoned {plan.job_id}"
             raise UserError(message, "submit it again", OUT_OF_REACH)
         # 3. Remove the others, if a request was repeated because its reply was lost.
@@ -118,20 +118,22 @@ class SlurmBackend(Backend):
                 if not error.is_doubtful:
                     raise
                 if not is_reported:
-                    self._say(f"{error.said}; trying again …")
+                    self._say(f"{error.detail}; trying again …")
                 is_reported = True
                 # The request may still be on its way: wait, and look again before sending another.
-                time.sleep(SETTLE)
+                time.sleep(REQUEST_DELAY)
                 if found := self._found(record, deadline):
                     return found[0].id, True
                 if time.monotonic() > deadline:
                     raise
 
-    def _found(self, record: JobRecord, deadline: float) -> list[Seen]:
+    def _found(self, record: JobRecord, deadline: float) -> list[QueuedJob]:
         """Find the Slurm jobs that were submitted for this record, the oldest first."""
 
-        def ask() -> list[Seen]:
-            return sorted(with_token(record.token, record.local_dir), key=lambda job: int(job.id))
+        def ask() -> list[QueuedJob]:
+            return sorted(
+                find_submitted(record.token, record.local_dir), key=lambda job: int(job.id)
+            )
 
         return self._retried(ask, deadline)
 
@@ -157,7 +159,7 @@ class SlurmBackend(Backend):
                 if not error.is_doubtful or time.monotonic() > deadline:
                     raise
                 if not is_reported:
-                    self._say(f"{error.said}; trying again …")
+                    self._say(f"{error.detail}; trying again …")
                 is_reported = True
                 time.sleep(1)
 
@@ -165,7 +167,7 @@ class SlurmBackend(Backend):
         """Remove a job that was submitted but not released from the queue."""
         folder = RunFolder(record.local_dir)
         # Without the claim the job does nothing, even if it cannot be removed now.
-        folder.take({"abandoned": True})
+        folder.try_claim({"abandoned": True})
         owner = (folder.claimed_by() or {}).get("scheduler_id")
         try:
             jobs = self._found(record, time.monotonic())
@@ -183,7 +185,7 @@ class SlurmBackend(Backend):
 
     # States
 
-    def expect(self, records: Sequence[JobRecord]) -> None:
+    def prefetch_states(self, records: Sequence[JobRecord]) -> None:
         self.queue.refresh()
         # `state` reports the error for each job.
         with suppress(SlurmError):
@@ -202,7 +204,7 @@ class SlurmBackend(Backend):
         seen = self.queue.jobs.get(job)
         # A controller that lost its state assigns the same ids again: compare the folder, too.
         if seen and seen.work_dir == record.local_dir:
-            return self._with_outage(as_seen(seen, folder, record))
+            return self._with_outage(state_in_queue(seen, folder, record))
         if self.queue.silent_since is not None:
             return self._with_outage(JobState(UNKNOWN))
         # The job may have ended between the caller's check and this one.
@@ -216,9 +218,9 @@ class SlurmBackend(Backend):
             known = self.queue.record(job)
         except SlurmError as error:
             reason = "it is not in the queue any more, and sacct does not answer"
-            return JobState(UNKNOWN, f"{reason}: {error.said}")
+            return JobState(UNKNOWN, f"{reason}: {error.detail}")
         if known and known.work_dir == record.local_dir:
-            return as_ended(known, folder, record)
+            return state_after_end(known, folder, record)
         if self.queue.has_accounting and time.time() - record.created < ACCOUNTING_DELAY:
             reason = f"job {job} is not in the queue any more, and not in the accounting yet"
             return JobState(UNKNOWN, reason)
@@ -231,7 +233,7 @@ class SlurmBackend(Backend):
         if self.queue.silent_since is None:
             return state
         since = time.strftime("%H:%M:%S", time.localtime(self.queue.silent_since))
-        reason = f"Slurm has not answered since {since}: {self.queue.fault}"
+        reason = f"Slurm has not answered since {since}: {self.queue.last_error}"
         return JobState(state.state if state.state in (PENDING, RUNNING) else UNKNOWN, reason)
 
     # Cancelling
@@ -241,9 +243,9 @@ class SlurmBackend(Backend):
         has_folder = folder.path.is_dir()
         if has_folder:
             # Has no effect if a Slurm job has the claim; else no Slurm job can get it any more.
-            folder.take({"abandoned": True})
+            folder.try_claim({"abandoned": True})
             folder.cancel(now)
-        jobs = {job.id: job for job in self._found(record, time.monotonic() + STOP_PATIENCE)}
+        jobs = {job.id: job for job in self._found(record, time.monotonic() + STOP_TIMEOUT)}
         is_running = any(job.state == "RUNNING" for job in jobs.values())
         if is_running and has_folder and not now:
             self._ask_to_save(jobs, record)
@@ -258,14 +260,14 @@ class SlurmBackend(Backend):
         if has_folder and not folder.result():
             folder.finish(CANCELLED, "cancelled")
 
-    def _unfinished(self, jobs: set[str]) -> list[Seen]:
+    def _unfinished(self, jobs: set[str]) -> list[QueuedJob]:
         known = [self.queue.jobs[job] for job in jobs if job in self.queue.jobs]
         return [job for job in known if STATES.get(job.state) in (PENDING, RUNNING)]
 
-    def _ask_to_save(self, jobs: dict[str, Seen], record: JobRecord) -> None:
+    def _ask_to_save(self, jobs: dict[str, QueuedJob], record: JobRecord) -> None:
         """Ask the engine to let the ranks save, and wait until it has recorded the result."""
         _try("scancel", "--signal=USR1", "--batch", *jobs)
-        deadline = time.monotonic() + STOP_PATIENCE
+        deadline = time.monotonic() + STOP_TIMEOUT
         while time.monotonic() < deadline and not RunFolder(record.local_dir).result():
             # A job that was killed records no result: check that it still runs.
             self.queue.refresh()
@@ -277,13 +279,13 @@ class SlurmBackend(Backend):
         return job in self.queue.jobs and STATES.get(self.queue.jobs[job].state) == RUNNING
 
     def _wait_until_ended(self, jobs: set[str], record: JobRecord) -> None:
-        deadline = time.monotonic() + STOP_PATIENCE
+        deadline = time.monotonic() + STOP_TIMEOUT
         while time.monotonic() < deadline:
             self.queue.refresh(now=True)
             if self.queue.silent_since is None and not self._unfinished(jobs):
                 return
             time.sleep(1)
-        message = f"{record.id} did not stop within {STOP_PATIENCE:.0f} s"
+        message = f"{record.id} did not stop within {STOP_TIMEOUT:.0f} s"
         raise UserError(message, "check again: gptctl status", OUT_OF_REACH)
 
 

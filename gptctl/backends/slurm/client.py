@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from gptctl.engine.processes import clean_environment
 from trainer.errors import OUT_OF_REACH, UserError
 
-PATIENCE = 60.0  # seconds; a command of Slurm gives up earlier by itself
+TIMEOUT = 60.0  # seconds; a command of Slurm gives up earlier by itself
 # Errors after which Slurm may have processed the request nevertheless. Whole phrases, because error
 # messages also repeat what the user typed.
 _OUT_OF_REACH = re.compile(
@@ -34,7 +34,7 @@ class SlurmError(UserError):
         elif is_doubtful:
             hint = "try again later; `scontrol ping` shows if the controller is up"
         super().__init__(f"Slurm: {said}", hint, OUT_OF_REACH)
-        self.said, self.is_doubtful, self.is_missing = said, is_doubtful, is_missing
+        self.detail, self.is_doubtful, self.is_missing = said, is_doubtful, is_missing
 
 
 def run(*command: str) -> str:
@@ -50,7 +50,7 @@ def _done(command: Sequence[str], text: str | None = None) -> subprocess.Complet
             command,
             input=text,
             capture_output=True,
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
             env=environment,
             text=True,
             errors="replace",
@@ -59,7 +59,7 @@ def _done(command: Sequence[str], text: str | None = None) -> subprocess.Complet
         said = f"{command[0]} is not installed here"
         raise SlurmError(said, is_doubtful=False, is_missing=True) from None
     except subprocess.TimeoutExpired:
-        said = f"{command[0]} got no answer in {PATIENCE:.0f} s"
+        said = f"{command[0]} got no answer in {TIMEOUT:.0f} s"
         raise SlurmError(said, is_doubtful=True) from None
     if done.returncode:
         said = error_text(done.stderr or done.stdout)

@@ -12,17 +12,34 @@ from typing import NamedTuple
 
 from gptctl.backends.slurm.client import SlurmError, run
 
-EVERY = 5.0  # seconds between two queries
-FIELDS = tuple("jobid state reason starttime nodelist restartcnt exit_code workdir comment".split())
+QUERY_INTERVAL = 5.0  # seconds between two queries
+SQUEUE_FIELDS = tuple(
+    "jobid state reason starttime nodelist restartcnt exit_code workdir comment".split()
+)
 SEPARATOR = "\x1f"  # is in no value: gptctl refuses control characters
-RECORDED = ("JobIDRaw", "State", "ExitCode", "NodeList", "WorkDir")
+SACCT_FIELDS = ("JobIDRaw", "State", "ExitCode", "NodeList", "WorkDir")
 HELD = "JobHeld"
 # States that change by themselves; in any other one the job has ended.
-WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
-GOING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+PENDING_STATES = (
+    "PENDING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_FED",
+    "REQUEUE_HOLD",
+    "SPECIAL_EXIT",
+)
+ACTIVE_STATES = (
+    "RUNNING",
+    "COMPLETING",
+    "SUSPENDED",
+    "STOPPED",
+    "RESIZING",
+    "SIGNALING",
+    "STAGE_OUT",
+)
 
 
-class Recorded(NamedTuple):
+class AccountingRecord(NamedTuple):
     """The state of a job, as the accounting records it."""
 
     state: str
@@ -32,7 +49,7 @@ class Recorded(NamedTuple):
     work_dir: str
 
 
-class Seen(NamedTuple):
+class QueuedJob(NamedTuple):
     """A job in the queue, as the controller reports it."""
 
     id: str
@@ -50,50 +67,56 @@ class Seen(NamedTuple):
         return self.state == "PENDING" and self.reason.startswith(HELD)
 
     @property
-    def recorded(self) -> Recorded:
+    def as_accounting_record(self) -> AccountingRecord:
         """Convert to the form of the accounting."""
         # squeue reports the exit status of wait(2): the exit code and the signal in one number.
         code, signal = self.exit_code >> 8, self.exit_code & 0x7F
-        return Recorded(self.state, code, signal, self.nodes, self.work_dir)
+        return AccountingRecord(self.state, code, signal, self.nodes, self.work_dir)
 
 
-def queue() -> dict[str, Seen]:
+def query_squeue() -> dict[str, QueuedJob]:
     """Return all jobs of this user that the controller knows, including ended ones."""
     # One query for all jobs: a busy controller suffers from many.
-    form = ",".join(f"{field}:{SEPARATOR}" for field in FIELDS)
+    form = ",".join(f"{field}:{SEPARATOR}" for field in SQUEUE_FIELDS)
     mine = f"--user={os.getuid()}"
     lines = run("squeue", "--noheader", "--states=all", mine, f"--Format={form}").splitlines()
-    seen = [_seen(line.split(SEPARATOR)) for line in lines]
+    seen = [_parse_job(line.split(SEPARATOR)) for line in lines]
     return {job.id: job for job in seen if job}
 
 
-def _seen(fields: Sequence[str]) -> Seen | None:
+def _parse_job(fields: Sequence[str]) -> QueuedJob | None:
     # Other output, such as a warning of the site.
-    if len(fields) < len(FIELDS):
+    if len(fields) < len(SQUEUE_FIELDS):
         return None
     job, state, reason, start, nodes, restarts, code, folder, comment = (
-        field.strip() for field in fields[: len(FIELDS)]
+        field.strip() for field in fields[: len(SQUEUE_FIELDS)]
     )
-    return Seen(job, state, reason, start, nodes, _number(restarts), _number(code), folder, comment)
+    return QueuedJob(
+        job, state, reason, start, nodes, _number(restarts), _number(code), folder, comment
+    )
 
 
 def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def recorded(ids: Sequence[str]) -> dict[str, Recorded] | None:
+def query_sacct(ids: Sequence[str]) -> dict[str, AccountingRecord] | None:
     """Return what the accounting knows about the last run of jobs; None without accounting."""
     try:
-        text = run("sacct", "-X", "-P", "-n", "-j", ",".join(ids), "-o", ",".join(RECORDED))
+        text = run("sacct", "-X", "-P", "-n", "-j", ",".join(ids), "-o", ",".join(SACCT_FIELDS))
     except SlurmError as error:
-        if error.is_missing or "is disabled" in error.said:
+        if error.is_missing or "is disabled" in error.detail:
             return None
         raise
     found = {}
     for line in text.splitlines():
-        job, state, code, nodes, folder = (line.split("|") + [""] * len(RECORDED))[: len(RECORDED)]
+        job, state, code, nodes, folder = (line.split("|") + [""] * len(SACCT_FIELDS))[
+            : len(SACCT_FIELDS)
+        ]
         number, _, signal = code.partition(":")
-        found[job] = Recorded(state.split(" ")[0], _number(number), _number(signal), nodes, folder)
+        found[job] = AccountingRecord(
+            state.split(" ")[0], _number(number), _number(signal), nodes, folder
+        )
     return found
 
 
@@ -101,24 +124,24 @@ class Queue:
     """The last answer of the controller, and when it stopped answering, if it did."""
 
     def __init__(self) -> None:
-        self.jobs: Mapping[str, Seen] = {}
+        self.jobs: Mapping[str, QueuedJob] = {}
         self.silent_since: float | None = None
-        self.fault = ""
+        self.last_error = ""
         self.has_accounting = False
         self._asked = float("-inf")
-        self._records: dict[str, Recorded] = {}
+        self._records: dict[str, AccountingRecord] = {}
         self._queried: dict[str, float] = {}  # when the accounting was asked about a job
 
     def refresh(self, now: bool = False) -> None:
         """Ask the controller, unless it was asked a few seconds ago."""
-        if not now and time.monotonic() - self._asked < EVERY:
+        if not now and time.monotonic() - self._asked < QUERY_INTERVAL:
             return
         try:
-            self.jobs = queue()
+            self.jobs = query_squeue()
             self.silent_since = None
         # Keep the old answer: the last known state is better than none.
         except SlurmError as error:
-            self.fault = error.said
+            self.last_error = error.detail
             self.silent_since = self.silent_since or time.time()
         self._asked = time.monotonic()
 
@@ -127,7 +150,7 @@ class Queue:
         now = time.monotonic()
         unknown = [job for job in jobs if job not in self.jobs and not self._is_settled(job, now)]
         if unknown:
-            found = recorded(unknown)
+            found = query_sacct(unknown)
             self.has_accounting = found is not None
             self._records |= found or {}
             self._queried |= dict.fromkeys(unknown, now)
@@ -135,17 +158,19 @@ class Queue:
     def _is_settled(self, job: str, now: float) -> bool:
         # The accounting may lag behind: ask again about a job that it does not know as ended.
         known = self._records.get(job)
-        has_ended = known is not None and known.state not in (*WAITING, *GOING)
-        return has_ended or now - self._queried.get(job, float("-inf")) < EVERY
+        has_ended = known is not None and known.state not in (*PENDING_STATES, *ACTIVE_STATES)
+        return has_ended or now - self._queried.get(job, float("-inf")) < QUERY_INTERVAL
 
-    def record(self, job: str) -> Recorded | None:
+    def record(self, job: str) -> AccountingRecord | None:
         self.query_accounting([job])
         return self._records.get(job)
 
 
-def with_token(token: str, run_dir: str) -> list[Seen]:
+def find_submitted(token: str, run_dir: str) -> list[QueuedJob]:
     """Find the jobs that were submitted with a token, or for a folder."""
     # By folder, too: a plugin of the site may rewrite the comment that contains the token.
     return [
-        job for job in queue().values() if token in job.comment.split() or job.work_dir == run_dir
+        job
+        for job in query_squeue().values()
+        if token in job.comment.split() or job.work_dir == run_dir
     ]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gptctl.backends import JobState
-from gptctl.backends.slurm.queue import GOING, WAITING, Recorded, Seen
+from gptctl.backends.slurm.queue import ACTIVE_STATES, PENDING_STATES, AccountingRecord, QueuedJob
 from gptctl.engine.contract import NO_ENGINE_PYTHON
 from gptctl.engine.run_folder import (
     CANCELLED,
@@ -43,8 +43,8 @@ STATES = {
     "PREEMPTED": PREEMPTED,
     "NODE_FAIL": NODE_FAIL,
     "BOOT_FAIL": NODE_FAIL,
-    **dict.fromkeys(WAITING, PENDING),
-    **dict.fromkeys(GOING, RUNNING),
+    **dict.fromkeys(PENDING_STATES, PENDING),
+    **dict.fromkeys(ACTIVE_STATES, RUNNING),
 }
 # Reasons for which a job waits until somebody changes the job or the cluster.
 NEVER_STARTS = re.compile(
@@ -54,7 +54,7 @@ NEVER_STARTS = re.compile(
 SCRIPT_FAILED = 53  # the signal that Slurm reports if it could not start a batch script
 
 
-def as_seen(seen: Seen, folder: RunFolder, record: JobRecord) -> JobState:
+def state_in_queue(seen: QueuedJob, folder: RunFolder, record: JobRecord) -> JobState:
     """Return the state of a job that is in the queue."""
     kind = STATES.get(seen.state, UNKNOWN)
     if kind == PENDING:
@@ -73,12 +73,14 @@ def as_seen(seen: Seen, folder: RunFolder, record: JobRecord) -> JobState:
     # The job knows best how it ended: Slurm sees only the exit code of the batch script.
     if result := folder.result():
         return JobState(result.state, result.reason)
-    if kind == CANCELLED and "Dependency" in seen.reason and not folder.cancelled.exists():
-        return _recorded(JobState(CANCELLED, "a job that it depends on did not complete"), folder)
-    return as_ended(seen.recorded, folder, record)
+    if kind == CANCELLED and "Dependency" in seen.reason and not folder.cancelled_file.exists():
+        return _with_result_saved(
+            JobState(CANCELLED, "a job that it depends on did not complete"), folder
+        )
+    return state_after_end(seen.as_accounting_record, folder, record)
 
 
-def _why_pending(seen: Seen) -> str:
+def _why_pending(seen: QueuedJob) -> str:
     is_known = seen.start not in ("", "N/A", "Unknown")
     expected = f", expected to start {seen.start.replace('T', ' ')}" if is_known else ""
     reason = "" if seen.reason in ("", "None") else seen.reason
@@ -87,7 +89,7 @@ def _why_pending(seen: Seen) -> str:
     return f"{reason}{expected}" if reason else expected.removeprefix(", ")
 
 
-def _requeued(seen: Seen, folder: RunFolder, record: JobRecord) -> str:
+def _requeued(seen: QueuedJob, folder: RunFolder, record: JobRecord) -> str:
     if not seen.restarts:
         return ""
     times = "once" if seen.restarts == 1 else f"{seen.restarts} times"
@@ -105,31 +107,31 @@ def _stop_reason(record: JobRecord, folder: RunFolder) -> str:
     return ""
 
 
-def as_ended(end: Recorded, folder: RunFolder, record: JobRecord) -> JobState:
+def state_after_end(end: AccountingRecord, folder: RunFolder, record: JobRecord) -> JobState:
     """Return the state of a job that ended without recording a result."""
     kind = STATES.get(end.state, UNKNOWN)
     if kind == COMPLETED:
         return JobState(COMPLETED, "reported by Slurm; the job could not record its own result")
     if kind == CANCELLED:
-        reason = "cancelled" if folder.cancelled.exists() else "cancelled with scancel"
-        return _recorded(JobState(CANCELLED, reason), folder)
+        reason = "cancelled" if folder.cancelled_file.exists() else "cancelled with scancel"
+        return _with_result_saved(JobState(CANCELLED, reason), folder)
     if end.signal == SCRIPT_FAILED and not folder.attempts():
         where = f"on {end.nodes or 'a node'}: check that the nodes see {record.local_dir}"
         hint = f"gptctl doctor --cluster {record.cluster}"
         reason = f"Slurm could not start its script {where}, for example with {hint}"
-        return _recorded(JobState(kind, reason), folder)
+        return _with_result_saved(JobState(kind, reason), folder)
     # The batch script explained this in its only line of output.
     if end.code == NO_ENGINE_PYTHON:
         said = read_text(Path(record.log_dir) / "batch.log").strip().rpartition("\n")[2]
-        return _recorded(JobState(kind, said.removeprefix("error: ")), folder)
+        return _with_result_saved(JobState(kind, said.removeprefix("error: ")), folder)
     # Slurm reports 0 and an empty text for what it does not know.
     facts = {"exit code": end.code, "signal": end.signal, "on": end.nodes}
     known = [f"{name} {value}" for name, value in facts.items() if value]
     reason = ", ".join([f"Slurm reports {end.state}", *known])
-    return _recorded(JobState(kind, f"{reason}{_stop_reason(record, folder)}"), folder)
+    return _with_result_saved(JobState(kind, f"{reason}{_stop_reason(record, folder)}"), folder)
 
 
-def _recorded(state: JobState, folder: RunFolder) -> JobState:
+def _with_result_saved(state: JobState, folder: RunFolder) -> JobState:
     """Record the result of a job, because Slurm forgets it after some minutes."""
     # Other states are not final: Slurm may still requeue the job.
     if state.state in (CANCELLED, FAILED, TIMEOUT, OUT_OF_MEMORY) and folder.path.is_dir():

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gptctl.backends.ssh.launcher import Launcher
 
 MAX_JOBS = 4  # queried at the same time: sshd accepts only a few connections at once
-END_PATIENCE = 120.0  # seconds in which a host must stop a job
+END_TIMEOUT = 120.0  # seconds in which a host must stop a job
 
 
 class SshBackend(Backend):
@@ -68,7 +68,7 @@ class SshBackend(Backend):
             _prepare(launcher, folder)
             # From here on the job may run, even if the reply never arrives. Recorded before the
             # commit, so that a gptctl that is killed meanwhile does not remove a running job.
-            folder.in_doubt.touch(mode=0o600)
+            folder.in_doubt_file.touch(mode=0o600)
             answer = launcher.commit()
         finally:
             launcher.close()
@@ -76,7 +76,7 @@ class SshBackend(Backend):
         handle = {**answer["committed"], "host": host}
         # Record here what the first host has: state and logs are read from this folder.
         with private_files():
-            folder.take(handle)
+            folder.try_claim(handle)
             folder.attempt(0).mkdir()
             with replacing(folder.attempt(0) / "endpoint.json") as stream:
                 stream.write(json.dumps({"host": host, "port": port}).encode())
@@ -90,7 +90,7 @@ class SshBackend(Backend):
         head, *others = self.sync_of(record).hosts
         claim = (head.ask("abandon") or {}).get("claim") or {"abandoned": True}
         if not claim.get("abandoned"):
-            folder.take({**claim, "host": head.route.name})
+            folder.try_claim({**claim, "host": head.route.name})
             return False
         for result in in_parallel(lambda host: host.ask("abandon"), others):
             if isinstance(result, Exception):
@@ -99,7 +99,7 @@ class SshBackend(Backend):
 
     # States
 
-    def expect(self, records: Sequence[JobRecord]) -> None:
+    def prefetch_states(self, records: Sequence[JobRecord]) -> None:
         started = [record for record in records if record.handle]
         # Around all threads: the umask belongs to the process, not to a thread.
         with private_files():
@@ -118,7 +118,7 @@ class SshBackend(Backend):
         if result := RunFolder(record.local_dir).result():
             return JobState(result.state, result.reason)
         head = sync.hosts[0]
-        if head.fault:
+        if head.unreachable_reason:
             return JobState(UNKNOWN, "; ".join(unreachable))
         return _as_reported(head.route.name, head.status, record, unreachable)
 
@@ -131,11 +131,9 @@ class SshBackend(Backend):
         # The agent of the first host lets the ranks of all hosts save, and records the result.
         if not now:
             with suppress(HostError):
-                sync.hosts[0].ask("end", "gently", patience=END_PATIENCE)
+                sync.hosts[0].ask("end", "gently", timeout=END_TIMEOUT)
         # A host that lost its connection to the first one may still run ranks.
-        answers = in_parallel(
-            lambda host: host.ask("end", "now", patience=END_PATIENCE), sync.hosts
-        )
+        answers = in_parallel(lambda host: host.ask("end", "now", timeout=END_TIMEOUT), sync.hosts)
         problems = [answer for answer in answers if isinstance(answer, HostError)]
         problems += [
             HostError(host.route.name, f"processes {answer['left']} cannot be killed")
@@ -160,7 +158,7 @@ class SshBackend(Backend):
     def catch_up(self, record: JobRecord) -> list[str]:
         folder = RunFolder(record.local_dir)
         # Of a job that has ended everything is here already, unless a host was unreachable.
-        if not record.handle or (folder.result() and not folder.not_copied.exists()):
+        if not record.handle or (folder.result() and not folder.not_copied_file.exists()):
             return []
         sync = self.sync_of(record)
         sync.refresh()
@@ -168,7 +166,7 @@ class SshBackend(Backend):
 
     def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
         sync = self.sync_of(record)
-        return sync.plan.output_dir, sync.hosts[0].names_in(sync.plan.output_dir)
+        return sync.plan.output_dir, sync.hosts[0].list_names(sync.plan.output_dir)
 
     def fetch(
         self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
@@ -183,14 +181,14 @@ def _prepare(launcher: Launcher, folder: RunFolder) -> None:
         launcher.prepare()
     # An interrupt, too. Agents that cannot be reached from here roll back when their lease expires.
     except BaseException:
-        folder.take({"abandoned": True})
+        folder.try_claim({"abandoned": True})
         launcher.roll_back()
         raise
 
 
 def _half_submitted(record: JobRecord) -> JobState:
     state = half_submitted(record)
-    if state.state == LOST and RunFolder(record.local_dir).in_doubt.exists():
+    if state.state == LOST and RunFolder(record.local_dir).in_doubt_file.exists():
         reason = "gptctl lost the connection to the first host while it started the job"
         return JobState(UNKNOWN, reason)
     return state
@@ -221,6 +219,6 @@ def _note_not_ended(folder: RunFolder, problems: Sequence[HostError]) -> None:
     """Record on which hosts the job must still be stopped, even if it has a result."""
     if problems:
         names = "\n".join(problem.host for problem in problems)
-        folder.not_ended.write_text(names, encoding="utf-8")
+        folder.not_ended_file.write_text(names, encoding="utf-8")
     else:
-        folder.not_ended.unlink(missing_ok=True)
+        folder.not_ended_file.unlink(missing_ok=True)

@@ -75,12 +75,12 @@ class AgentClient:
         with suppress(OSError), self._sending:
             self._channel.sendall(data)
 
-    def receive(self, key: str, patience: float) -> dict[str, Any]:
+    def receive(self, key: str, timeout: float) -> dict[str, Any]:
         """Return the next message, which must have this key; raise HostError otherwise."""
         # Skip what the login shell printed before the agent started.
         while not self._has_started:
-            self._has_started = self._line(patience) == START_MARKER.encode()
-        line = self._line(patience)
+            self._has_started = self._line(timeout) == START_MARKER.encode()
+        line = self._line(timeout)
         try:
             message: dict[str, Any] = json.loads(line)
         except ValueError:
@@ -91,9 +91,9 @@ class AgentClient:
             raise HostError(self.route.name, problem)
         return message
 
-    def _line(self, patience: float) -> bytes:
+    def _line(self, timeout: float) -> bytes:
         assert self._channel
-        self._channel.settimeout(patience)
+        self._channel.settimeout(timeout)
         try:
             while b"\n" not in self._buffer:
                 data = self._channel.recv(1 << 16)
@@ -101,8 +101,8 @@ class AgentClient:
                     raise self._exit_error()
                 self._buffer += data
         except TimeoutError:
-            problem = f"no answer in {patience:.0f} s"
-            hint = "check that no line of `setup` hangs, or increase `patience` in the profile"
+            problem = f"no answer in {timeout:.0f} s"
+            hint = "check that no line of `setup` hangs, or increase `start_timeout` in the profile"
             raise HostError(self.route.name, problem, hint, is_lost=True) from None
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
@@ -121,7 +121,7 @@ class AgentClient:
         # A host that cannot be reached now does so by itself later.
         with suppress(HostError):
             command = remote_command("roll_back.sh", plan.remote_dir, token)
-            self.connection.run(command, patience=self.route.timeout)
+            self.connection.run(command, timeout=self.route.timeout)
 
     def close(self) -> None:
         self.connection.close()
@@ -136,11 +136,11 @@ class Launcher:
         self.plan, self.folder, self.token = plan, record.run_folder, record.token
         self._jump_hosts, self._say = jump_hosts, say
         self.profile = cluster_of_job(self.folder)
-        self.patience = 2 * self.profile.patience
+        self.timeout = 2 * self.profile.start_timeout
         # Agents prove to each other that they have this key: the network is not trusted.
         self.key = os.urandom(32).hex()
         self.agents: list[AgentClient] = []
-        self.leases = LeaseRenewer(self.profile.patience / 4)
+        self.leases = LeaseRenewer(self.profile.start_timeout / 4)
 
     def prepare(self) -> None:
         """Return when all hosts are ready to start; raise UserError if any host cannot."""
@@ -156,13 +156,13 @@ class Launcher:
         self._begin([head] if is_shared else self.agents)
         # The address where the agent of the first host listens for the others.
         (control,) = self._all_or_none(
-            lambda agent: agent.receive("control", self.patience)["control"], [head]
+            lambda agent: agent.receive("control", self.timeout)["control"], [head]
         )
         self._begin(peers if is_shared else [])
 
         def join(peer: AgentClient) -> None:
             peer.send(join=control)
-            peer.receive("prepared", self.patience)
+            peer.receive("prepared", self.timeout)
 
         # Every host must have joined before the commit: afterwards nothing can be refused.
         self._all_or_none(join, peers)
@@ -176,7 +176,7 @@ class Launcher:
             owns_folder = not self.profile.shared_fs or agent.node == 0
             own = archive if owns_folder else b""
             address = self.profile.hosts[agent.node].address
-            agent.begin(self.plan, own, self.profile.patience, address=address, **hello)
+            agent.begin(self.plan, own, self.profile.start_timeout, address=address, **hello)
             # From now on the agent rolls back unless it hears from gptctl.
             self.leases.keep(agent)
 
@@ -198,7 +198,7 @@ class Launcher:
         """Start the job with one message; return the process and the endpoint of the first host."""
         head = self.agents[0]
         head.send(commit=True)
-        return head.receive("committed", self.patience)
+        return head.receive("committed", self.timeout)
 
     def roll_back(self) -> None:
         self.leases.stop()

@@ -37,7 +37,7 @@ class ToyBackend(Backend):
         return claim
 
     def abandon(self, record: JobRecord) -> bool:
-        return RunFolder(record.local_dir).take({"abandoned": True})
+        return RunFolder(record.local_dir).try_claim({"abandoned": True})
 
     def state(self, record: JobRecord) -> JobState:
         return JobState(RUNNING) if is_alive(record.handle) else JobState(LOST, "the toy was killed")

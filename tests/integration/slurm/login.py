@@ -22,7 +22,7 @@ echo "$GPTCTL_ATTEMPT $(hostname) $*" >> "$GPTCTL_RUN_DIR/ran"
 sleep "${JOB_SECONDS:-0}" &
 trap 'echo "$GPTCTL_NODE" >> "$GPTCTL_RUN_DIR/asked"; kill $!; exit 1' TERM USR1
 wait $!
-[ -z "$JOB_HOPELESS" ] || : > "$GPTCTL_ATTEMPT_DIR/cannot-be-helped"
+[ -z "$JOB_HOPELESS" ] || : > "$GPTCTL_ATTEMPT_DIR/unrecoverable"
 [ "$JOB_KILLED" != "$GPTCTL_NODE" ] || kill -9 $PPID
 exit "${JOB_EXIT:-0}"
 """

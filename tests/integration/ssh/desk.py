@@ -54,7 +54,7 @@ class Desk:
         lab.run("head", "chown", "-R", "gpt", str(self.folder), check=True)
 
     def write_profile(self, name: str, **keys: Any) -> None:
-        own = {"run_root": self.run_root, "env": {"OMP_NUM_THREADS": 1}, "patience": 5, **keys}
+        own = {"run_root": self.run_root, "env": {"OMP_NUM_THREADS": 1}, "start_timeout": 5, **keys}
         self.lab.hosts_profile(self.folder, name, **own)
 
     def run(self, *arguments: str, timeout: float = 120, stdin: str | None = None, **env: str) -> Any:

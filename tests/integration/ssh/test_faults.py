@@ -94,7 +94,7 @@ def silent(desk: Desk) -> Iterator[int]:
 
 
 def test_hosts_that_cannot_be_used_are_told_all_at_once(desk: Desk, silent: int) -> None:
-    with_hosts(desk, {"host": "nowhere.invalid"}, {"port": silent}, {"proxy_jump": "ssh1:3"}, patience=2)
+    with_hosts(desk, {"host": "nowhere.invalid"}, {"port": silent}, {"proxy_jump": "ssh1:3"}, start_timeout=2)
     refused(
         desk,
         "nowhere.invalid: cannot resolve host name nowhere.invalid",

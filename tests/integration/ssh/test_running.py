@@ -76,7 +76,7 @@ def test_failed_attempts_begin_again_on_all_hosts(desk: Desk) -> None:
 
 def test_a_host_is_out_of_reach_while_the_job_runs(desk: Desk) -> None:
     """It is shown as such, never as finished; `cancel` says where it could not end the job, and later does."""
-    desk.write_profile("quick", python=str(desk.stand_in), patience=2)
+    desk.write_profile("quick", python=str(desk.stand_in), start_timeout=2)
     job = desk.submit_quick(JOB_SECONDS="100")
     await_true(lambda: all(desk.ran(host) for host in HOSTS), 20)
     desk.lab.cut("ssh2")
@@ -93,7 +93,7 @@ def test_a_host_is_out_of_reach_while_the_job_runs(desk: Desk) -> None:
 
 
 def test_the_first_host_is_rebooted(desk: Desk) -> None:
-    desk.write_profile("quick", python=str(desk.stand_in), patience=2)
+    desk.write_profile("quick", python=str(desk.stand_in), start_timeout=2)
     job = desk.submit_quick(JOB_SECONDS="100")
     await_true(lambda: all(desk.ran(host) for host in HOSTS), 20)
     desk.lab.crash("ssh1")

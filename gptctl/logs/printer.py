@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import BinaryIO, Literal
 
-from gptctl.logs.files import LogFile, LogFiles, Wanted
+from gptctl.logs.files import FileFilter, LogFile, LogFiles
 from gptctl.logs.lines import readable
-from gptctl.logs.stream import Line, Lines, follow, read_all
+from gptctl.logs.stream import Line, LineFilter, follow, read_all
 from gptctl.text import clean
 from trainer.errors import UserError
 
@@ -33,8 +33,8 @@ def say_on_stderr(text: str) -> None:
 
 def show_logs(
     files: LogFiles,
-    wanted: Wanted,
-    lines: Lines,
+    wanted: FileFilter,
+    lines: LineFilter,
     style: Style = "text",
     ended: Callable[[], bool] | None = None,
     out: BinaryIO | None = None,
@@ -71,7 +71,7 @@ class Printer:
         self._names: dict[Origin, str] = {}
         self._prefixes: dict[Origin, str] = {}
 
-    def expect(self, files: Iterable[LogFile]) -> None:
+    def add_files(self, files: Iterable[LogFile]) -> None:
         """Make the prefixes of these files, all of the same width."""
         # Computed once per file, not per line. They name the attempt only if there are several.
         self._names.update({_origin(file): file.label for file in files})
