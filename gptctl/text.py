@@ -1,8 +1,9 @@
-"""Format counts, and make untrusted text safe to print."""
+"""Format counts and times, and make untrusted text safe to print."""
 
 from __future__ import annotations
 
 import re
+import time
 
 # Untrusted text (file names, values, logs) may hold escape sequences, control characters or
 # Unicode direction marks, which could change what a terminal shows.
@@ -15,6 +16,10 @@ CONTROL = re.compile(
 def clean(text: str) -> str:
     """Remove escape sequences and control characters; keep tabs and newlines."""
     return CONTROL.sub("", text)
+
+
+def clock_time(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
 def count(number: int, one: str, many: str = "") -> str:

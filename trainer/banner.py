@@ -8,6 +8,7 @@ from trainer.config.sections import RunConfig
 from trainer.data import Length, Splits
 from trainer.estimate import GIB, count_parameters, layer_parameters, stage_memory
 from trainer.layout import AXES, own_chunks, segments
+from trainer.logline import CONFIG_TITLE, length_line, rank_prefix
 from trainer.mesh import Mesh
 from trainer.metrics import Log
 from trainer.optim import Weight
@@ -23,16 +24,13 @@ def announce(
         _announce_like_mingpt(run, log, splits)
         return
     # Log viewers recognise this record by its title, and can fold or hide its hundred lines.
-    log.info_block("Resolved config:", _config_lines(run))
+    log.info_block(CONFIG_TITLE, _config_lines(run))
     _announce_layout(run, mesh, log, weights)
     if splits.characters:
         log.info(_characters(splits))
     _warn_of_empty_splits(run, mesh, log, splits)
     log.info(f"Model Size: {model_size(count_parameters(run.Model))}")
-    log.info(
-        f"Training: {length.max_steps:,} steps of {run.Global.global_batch_size:,} samples; "
-        f"the training data has {splits.train.size:,} samples"
-    )
+    log.info(length_line(length.max_steps, run.Global.global_batch_size, splits.train.size))
     log.info(f"Checkpoints: {_checkpoints(run)}")
 
 
@@ -62,7 +60,7 @@ def _characters(splits: Splits) -> str:
 
 
 def _announce_layout(run: RunConfig, mesh: Mesh, log: Log, weights: list[Weight]) -> None:
-    layout, rank = mesh.layout, f"rank {mesh.rank}"
+    layout, rank = mesh.layout, rank_prefix(mesh.rank)
     log.info(
         f"The distributed run, total device num:{layout.world}, "
         f"distinct dataflow num:{layout.data_ranks}."
@@ -81,9 +79,9 @@ def _announce_layout(run: RunConfig, mesh: Mesh, log: Log, weights: list[Weight]
         )
     # Not info(): every rank logs where it is and what it holds, in its own log.
     groups = ", ".join(f"{axis} {list(layout.group(axis, mesh.rank))}" for axis in reversed(AXES))
-    log.write(f"{rank}: {layout} on {mesh.device}, groups: {groups}", "INFO")
-    log.write(f"{rank}: {_held(run, mesh, weights)}", "INFO")
-    log.write(f"{rank}: {_estimated(run, mesh)}", "INFO")
+    log.write(f"{rank}{layout} on {mesh.device}, groups: {groups}", "INFO")
+    log.write(f"{rank}{_held(run, mesh, weights)}", "INFO")
+    log.write(f"{rank}{_estimated(run, mesh)}", "INFO")
 
 
 def _held(run: RunConfig, mesh: Mesh, weights: list[Weight]) -> str:

@@ -18,7 +18,7 @@ import torch
 from trainer.config.sections import RunConfig
 from trainer.device import peak_memory
 from trainer.estimate import flops_per_token
-from trainer.logline import TrainLine, prefixed
+from trainer.logline import INDENT, TrainLine, json_line, prefixed, rank_prefix
 from trainer.mesh import Mesh
 
 # Dense half-precision peaks in TFLOP/s from the vendors' data sheets; the longest match counts.
@@ -58,14 +58,14 @@ class Log:
 
         Only the title has a prefix, and the lines are indented, so that log viewers can fold it.
         """
-        body = "".join(f"\n  {line}" for line in lines)
+        body = "".join(f"\n{INDENT}{line}" for line in lines)
         if self.style == "json":
             self.info(title + body)
         elif self.rank == 0 and self.style != "mingpt":
             self.plain(prefixed(title, "INFO", datetime.now(), self.coloured) + body)
 
     def warn(self, text: str) -> None:
-        self.write(text if self.rank == 0 else f"rank {self.rank}: {text}", "WARNING")
+        self.write(text if self.rank == 0 else rank_prefix(self.rank) + text, "WARNING")
 
     def plain(self, text: str) -> None:
         """Log without a prefix, as minGPT does."""
@@ -79,12 +79,7 @@ class Log:
 
     def write(self, text: str, level: str, **fields: Any) -> None:
         if self.style == "json":
-            moment = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-            self.plain(
-                json.dumps(
-                    {"time": moment, "level": level, "rank": self.rank, "message": text, **fields}
-                )
-            )
+            self.plain(json_line(text, level, self.rank, datetime.now(timezone.utc), fields))
         else:
             for line in text.splitlines():
                 self.plain(prefixed(line, level, datetime.now(), self.coloured))
@@ -168,7 +163,7 @@ class Metrics:
                 stream.write(json.dumps(fields) + "\n")
         except OSError as error:  # a full disk must not stop the run
             self.log.warn(
-                f"cannot write {self.file} ({error.strerror}): no more metrics are recorded"
+                f"cannot write {self.file} ({error.strerror}): metrics are no longer recorded"
             )
             self.file = None
 

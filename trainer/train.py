@@ -21,7 +21,7 @@ from trainer.config.sections import RunConfig
 from trainer.data import LocalBatch, Reader, open_data
 from trainer.errors import UserError
 from trainer.generate import generate
-from trainer.logline import epoch_line, evaluation_line
+from trainer.logline import COMPLETE, epoch_line, evaluation_line, sample_title
 from trainer.mesh import Mesh
 from trainer.metrics import Log, Metrics
 from trainer.optim import Optimizer, Precision, learning_rate
@@ -45,7 +45,7 @@ def train(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> None:
             if run_steps(t, checkpoints):
                 finish(t, checkpoints)
                 report("finished", step=t.progress.step)
-                log.info("The training process is complete.")
+                log.info(COMPLETE)
             else:
                 save_unless_checking(t, checkpoints)
                 signal = stop.signal or "sent to another rank"
@@ -263,7 +263,7 @@ def write_sample(t: Training, checkpoints: Checkpoints) -> None:
         tokens = generate(
             model, prompt, len(characters.vocabulary), context, t.run.Generation, seed, t.stop
         )
-        t.log.info(f"Sample text after {characters.decode(prompt)!r}:\n{characters.decode(tokens)}")
+        t.log.info(f"{sample_title(characters.decode(prompt))}\n{characters.decode(tokens)}")
 
 
 def reader(t: Training, name: str) -> Reader:

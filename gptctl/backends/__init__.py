@@ -123,7 +123,7 @@ def half_submitted(record: JobRecord) -> JobState:
     """The state of a job that its backend has not accepted yet."""
     if not is_here(record.submitter):
         host = record.submitter.get("host")
-        return JobState(UNKNOWN, f"it was being submitted on {host}: run gptctl there")
+        return JobState(UNKNOWN, f"it was being submitted on {host}; run gptctl on that machine")
     if is_alive(record.submitter):
         return JobState(PENDING, "being submitted")
     return JobState(LOST, "gptctl was killed before it started the job")

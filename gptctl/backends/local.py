@@ -100,7 +100,7 @@ class LocalBackend(Backend):
         claim = folder.claimed_by() or dict(record.handle)
         owner = claim or record.submitter
         if not is_here(owner):
-            return JobState(UNKNOWN, f"it runs on {owner.get('host')}: run gptctl there")
+            return JobState(UNKNOWN, f"it runs on {owner.get('host')}; run gptctl on that machine")
         if not claim:
             return half_submitted(record)
         if not folder.path.is_dir():

@@ -52,7 +52,7 @@ VERBS = {
         "schema": ("config", "Print the JSON Schema of run configs, for editors."),
         "rules": ("config", "List the rules that findings refer to by code."),
         "render": ("submit", "Print the command line or script that launches a config."),
-        "completion": ("config", "Print the completion script of a shell."),
+        "completion": ("config", "Print the shell completion script."),
     },
 }
 MODULE_OF = {verb: module for verbs in VERBS.values() for verb, (module, _) in verbs.items()}

@@ -262,7 +262,7 @@ def routes_of(cluster: str) -> list[Route]:
         raise UserError(f"profile {cluster} is invalid", findings=profile.findings)
     if not profile.cluster.traits.has_hosts:
         message = f"{cluster} is a cluster of kind {profile.cluster.kind}: it lists no hosts"
-        raise UserError(message, "name an ssh cluster", WRONG_USAGE)
+        raise UserError(message, "give the name of an ssh cluster", WRONG_USAGE)
     return routes(profile.cluster)
 
 

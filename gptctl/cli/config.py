@@ -114,7 +114,7 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
     if rank is not None and rank >= layout.world:
         raise UserError(f"there is no rank {rank}", f"use 0 to {layout.world - 1}", WRONG_USAGE)
     if rank is None and layout.world > MAX_LISTED:
-        message = f"{layout.world:,} ranks are too many to list"
+        message = f"too many ranks to list: {layout.world:,}"
         raise UserError(message, "choose one with --rank", WRONG_USAGE)
     ranks = [rank] if rank is not None else range(layout.world)
     # With --rank only that row is computed: the layout may have millions of ranks.
@@ -246,7 +246,7 @@ def rules(code: str | None, as_json: bool) -> None:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print the completion script of a shell."""
+    """Print the shell completion script."""
     from click.shell_completion import get_completion_class
 
     # click has the scripts for these three shells; `click.Choice` allows no other.

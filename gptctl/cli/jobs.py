@@ -33,7 +33,7 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
     """
     from gptctl.cli import ui
     from gptctl.jobs import report
-    from gptctl.text import count
+    from gptctl.text import clock_time, count
 
     records = session.store.records(None if show_all else RECENT)
     # All at once: one query to Slurm answers for all of its jobs.
@@ -45,11 +45,11 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
         return
     for row in rows:
         row["ranks"] = f"{row['nodes']} × {row['world_size'] // row['nodes']}"
-        row["when"] = report.when(row["created"])
+        row["when"] = clock_time(row["created"])
     fields = ("job", "state", "ranks", "cluster", "when", "reason")
     cells = [[row[key] for key in fields] for row in rows]
     hidden = len(session.store.ids()) - len(rows)
-    older = f"; {count(hidden, 'older one')} with --all" if hidden else ""
+    older = f"; --all shows {count(hidden, 'older one')}" if hidden else ""
     # The reason is last: it is the longest, and often empty.
     columns = ["job", "state", "ranks", "cluster", "created", "reason"]
     ui.print_table(f"{count(len(rows), 'job')}{older}", columns, cells)

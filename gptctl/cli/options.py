@@ -163,7 +163,7 @@ def launch_options(verb: F) -> F:
         click.option(
             "--requeue/--no-requeue",
             default=None,
-            help="Resume after preemption, a time limit or a node failure.",
+            help="Requeue the job after preemption, a time limit or a node failure.",
         ),
         click.option(
             "--log-dir", "--log_dir", metavar="DIR", help="Write the logs to this folder."
@@ -283,7 +283,8 @@ def _variable_override(text: str) -> Override:
     name, equals, value = text.partition("=")
     # A name that a shell cannot set would be lost on the way to the ranks.
     if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-        raise UserError(f"--env {text[:200]}: not a variable", "write NAME=value", WRONG_USAGE)
+        hint = "write NAME=VALUE; use letters, digits and _ in NAME"
+        raise UserError(f"--env {text[:200]}: invalid variable", hint, WRONG_USAGE)
     return Override(f"Launch.env.{name}", value, f"--env {name}", verbatim=True)
 
 
@@ -293,7 +294,7 @@ def _sbatch_override(text: str) -> Override:
     name, _, value = text.partition("=")
     if not re.fullmatch("[a-z][a-z0-9-]*", name):
         hint = "write the long name of the option without dashes, such as qos=high"
-        raise UserError(f"--sbatch {text[:200]}: not an option", hint, WRONG_USAGE)
+        raise UserError(f"--sbatch {text[:200]}: invalid option name", hint, WRONG_USAGE)
     return Override(f"Launch.slurm.extra.{name}", value, f"--sbatch {name}", verbatim=True)
 
 
@@ -367,7 +368,9 @@ def check_job(
     from gptctl.spec.check import check_config, find_config
 
     if config and config_option:
-        raise UserError(f"two configs: {config} and {config_option}", "name one", WRONG_USAGE)
+        raise UserError(
+            f"config given twice: {config} and {config_option}", "give only one", WRONG_USAGE
+        )
     named = config or config_option
     if after:
         sbatch_options = with_dependencies(sbatch_options, after, session)

@@ -170,7 +170,11 @@ def rerun(
 
     # A script after -- belongs to every LaunchCommand, but here the job has its own.
     if script:
-        raise UserError("rerun takes no script", "use -o Launch.args=…", WRONG_USAGE)
+        raise UserError(
+            "rerun runs the job's own script",
+            "to change its arguments, use -o Launch.args=…",
+            WRONG_USAGE,
+        )
     # Parse before searching for the job: a mistake in -o is reported without touching the store.
     typed = [Override.parse(text) for text in overrides]
     record = session.find(job)

@@ -93,7 +93,7 @@ def _profile_rows(name: str, profile: Profile) -> Iterator[Row]:
 
 
 def _is_about(finding: Finding, file: str) -> bool:
-    # Findings about the default run config are none of the cluster's.
+    # Findings about the default run config do not concern the cluster.
     return finding.key == "Launch.cluster" or (
         finding.place is not None and finding.place.file == file
     )

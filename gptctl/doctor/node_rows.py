@@ -108,7 +108,7 @@ def _space_row(name: str, free: int) -> Row:
     if free >= LITTLE_SPACE:
         return ok("free space", found, name)
     row = wrong if free < NO_SPACE else warning
-    return row("free space", found, "free some: checkpoints and logs are written there", name)
+    return row("free space", found, "free some space: checkpoints and logs are written there", name)
 
 
 def _python_row(name: str, facts: Mapping[str, Any]) -> Row:

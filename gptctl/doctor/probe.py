@@ -28,6 +28,7 @@ from gptctl.doctor.rows import Row
 from gptctl.doctor.signals import signals_blocked
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.node import last_line
 from gptctl.engine.run_folder import read_json, read_text
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import render
@@ -87,7 +88,9 @@ def plan_probe(
     ]
     checked = check_config(None, overrides)
     if not checked.is_valid:
-        raise UserError("the doctor's job is invalid for this cluster", findings=checked.findings)
+        raise UserError(
+            "this profile cannot run the check job of gptctl doctor", findings=checked.findings
+        )
     # The folder is hidden in run_root, but the id of a job must not begin with a dot.
     identity = JobIdentity(folder.name.strip("."), str(folder))
     plan = Backends(lambda text: None).of(checked.cluster.kind).plan(checked, site, identity)
@@ -158,7 +161,7 @@ def read_nodes(
             facts=_read_json(folder / f"node.{number}.json"),
             no_access=no_access.get(str(number), ""),
             failed=read_text(folder / f"node.{number}.failed").strip(),
-            last_line=last_line(folder / f"node.{number}.log"),
+            last_line=last_line(read_text(folder / f"node.{number}.log")),
             arrival=tracker.arrivals.get(number) if tracker else None,
         )
         for number, name in enumerate(names)
@@ -185,11 +188,6 @@ def _read_json(file: Path) -> dict[str, Any] | None:
             return value
         time.sleep(0.1)
     return None
-
-
-def last_line(file: Path) -> str:
-    lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""  # a progress bar may be one line of kilobytes
 
 
 def collect_rows(

@@ -34,7 +34,7 @@ WITHOUT_ACCOUNTING = (
 MAX_LISTED = 8  # partitions in one row
 
 
-class NodeGroup(NamedTuple):
+class SinfoLine(NamedTuple):
     """Nodes of one partition with the same state and hardware: one line of sinfo."""
 
     partition: str
@@ -51,16 +51,16 @@ class NodeGroup(NamedTuple):
         return USABLE_STATE.fullmatch(self.state) is not None
 
 
-def parse_sinfo(text: str) -> list[NodeGroup]:
+def parse_sinfo(text: str) -> list[SinfoLine]:
     lines = [line.strip().split("|") for line in text.splitlines()]
     return [_parse_group(*fields) for fields in lines if len(fields) == 7]
 
 
 def _parse_group(
     name: str, up: str, nodes: str, time_limit: str, gres: str, state: str, size: str
-) -> NodeGroup:
+) -> SinfoLine:
     max_nodes = size.rpartition("-")[2]  # of `1-4`; `infinite` is no limit
-    return NodeGroup(
+    return SinfoLine(
         partition=name.rstrip("*"),
         is_default=name.endswith("*"),
         is_up=up == "up",
@@ -81,7 +81,7 @@ class SlurmStatus(NamedTuple):
     """What Slurm says about itself and about the partition of the profile."""
 
     rows: tuple[Row, ...]
-    groups: tuple[NodeGroup, ...] = ()  # of the profile's partition
+    groups: tuple[SinfoLine, ...] = ()  # of the profile's partition
     answers: bool = True  # the controller
 
     @property
@@ -106,7 +106,7 @@ def check_slurm(cluster: Cluster) -> SlurmStatus:
     rows = [*_command_rows()]
     controller = _controller_row()
     rows.append(controller)
-    if controller.state == "wrong":  # every other command would wait for it in vain
+    if controller.state == "wrong":  # every other command would time out
         return SlurmStatus(tuple(rows), answers=False)
     groups = parse_sinfo(client.run("sinfo", "--noheader", f"--format={SINFO_FORMAT}"))
     rows.append(ok("partitions", describe_partitions(groups)))
@@ -156,9 +156,9 @@ def _controller_row() -> Row:
     return ok("controller", "; ".join(lines))
 
 
-def describe_partitions(groups: Iterable[NodeGroup]) -> str:
+def describe_partitions(groups: Iterable[SinfoLine]) -> str:
     """`main* (2 nodes, 1-00:00:00), …`"""
-    by_name: dict[str, list[NodeGroup]] = {}
+    by_name: dict[str, list[SinfoLine]] = {}
     for group in groups:
         by_name.setdefault(group.partition, []).append(group)
     words = []
@@ -169,7 +169,7 @@ def describe_partitions(groups: Iterable[NodeGroup]) -> str:
     return ", ".join(words[:MAX_LISTED]) + more
 
 
-def choose_partition(groups: Sequence[NodeGroup], name: str | None) -> tuple[list[NodeGroup], Row]:
+def choose_partition(groups: Sequence[SinfoLine], name: str | None) -> tuple[list[SinfoLine], Row]:
     """The nodes of the profile's partition, or of Slurm's default one."""
     known = [*dict.fromkeys(group.partition for group in groups)]
     own = [group for group in groups if (group.partition == name if name else group.is_default)]
@@ -184,7 +184,7 @@ def choose_partition(groups: Sequence[NodeGroup], name: str | None) -> tuple[lis
     return [], wrong("partition", f"partition {name} does not exist", fix)
 
 
-def _partition_row(own: Sequence[NodeGroup]) -> Row:
+def _partition_row(own: Sequence[SinfoLine]) -> Row:
     states: dict[str, int] = {}
     for group in own:
         states[group.state] = states.get(group.state, 0) + group.nodes
@@ -202,7 +202,7 @@ def _partition_row(own: Sequence[NodeGroup]) -> Row:
     return ok("partition", found)
 
 
-def gpu_row(own: Sequence[NodeGroup], cluster: Cluster) -> Row:
+def gpu_row(own: Sequence[SinfoLine], cluster: Cluster) -> Row:
     """Compare the GPUs that Slurm has with those that the profile requests."""
     check = "GPUs in Slurm"
     numbers = sorted({group.gpus for group in own})

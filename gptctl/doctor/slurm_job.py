@@ -144,7 +144,7 @@ class DoctorJob:
         if waited <= self.timeout:
             return None
         longer = max(600, 2 * int(self.timeout))
-        fix = f"squeue and sinfo -R show more; to wait longer: --timeout {longer}"
+        fix = f"run squeue and sinfo -R to see why, or wait longer: --timeout {longer}"
         return wrong("job", f"job {job.id} waited more than {self.timeout:g} s{reason}", fix)
 
     def _ended_row(self, job: QueuedJob) -> Row:

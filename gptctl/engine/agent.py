@@ -22,6 +22,7 @@ from typing import Any
 from gptctl.engine.atomic_files import replacing
 from gptctl.engine.contract import CANNOT_CREATE, ROLL_BACK_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.log import os_error_text
 from gptctl.engine.messages import (
     HANDSHAKE,
     ConnectionLost,
@@ -31,15 +32,13 @@ from gptctl.engine.messages import (
     join,
     socket_stream,
 )
-from gptctl.engine.node import Node, NodeExit
+from gptctl.engine.node import TICK, Node, NodeExit
 from gptctl.engine.ports import free_port, port_error
 from gptctl.engine.processes import adopt_orphans, clean_environment, kill_all, this_process
+from gptctl.engine.remote_node import HEARTBEAT, HEARTBEAT_TIMEOUT, RemoteNode
 from gptctl.engine.run_folder import RunFolder, read_plan
-from gptctl.engine.supervisor import TICK, Supervisor, os_error_text
+from gptctl.engine.supervisor import Supervisor
 
-HEARTBEAT = 2.0  # seconds after which an agent that has nothing else to send sends a heartbeat
-HEARTBEAT_TIMEOUT = 90.0  # seconds without any message after which a host counts as lost
-KILL_TIMEOUT = 5.0  # seconds in which another host must kill its ranks
 MAX_UNAUTHENTICATED = 64  # connections whose peer has not proved yet that it has the key
 
 
@@ -56,7 +55,7 @@ class HostAgent:
         # Key and secrets come through the connection: they must not be in a file or in `ps`.
         hello = gptctl.receive(HANDSHAKE)
         if not hello:
-            raise HostRefused("gptctl sent nothing")
+            raise HostRefused("gptctl sent no start message")
         self.key = bytes.fromhex(hello["key"])
         self.lease = float(hello["lease"])
         self.address = str(hello["address"] or address_here())
@@ -109,7 +108,7 @@ class HeadAgent(HostAgent):
         # The claim decides once and for all: a gptctl that lost the connection may take it first,
         # to abandon the job.
         if not self.folder.try_claim(this_process()):
-            raise HostRefused("the job was abandoned meanwhile")
+            raise HostRefused("gptctl has abandoned the job")
         self.peers = [RemoteNode(number, peers[number]) for number in sorted(peers)]
 
     def _wait_for_peers(self) -> dict[int, MessageStream]:
@@ -227,92 +226,14 @@ class PeerAdmission:
             raise HostRefused(f"lost the connection to node {number}: {lost}") from None
 
 
-class RemoteNode:
-    """A node on another host, controlled from the first one. `node.py` describes each method."""
-
-    def __init__(self, number: int, stream: MessageStream) -> None:
-        self.number = number
-        self._stream = stream
-        # Counts starts, so that a late message about an earlier start is not taken for this one's.
-        self._start = 0
-        self._exit: NodeExit | None = NodeExit(0)
-        self._has_ranks = self._stop_is_requested = self._is_killed = False
-        self._kill_timeout = KILL_TIMEOUT
-        self._lost = ""  # why the host is lost
-
-    def start(self, attempt: int, host: str, port: int) -> None:
-        self._start += 1
-        self._exit, self._has_ranks, self._stop_is_requested = None, False, False
-        self._send(start=self._start, attempt=attempt, host=host, port=port)
-
-    def exited(self) -> NodeExit | None:
-        self._receive()
-        return self._exit
-
-    def has_ranks(self) -> bool:
-        self._receive()
-        return self._has_ranks
-
-    def can_stop_gracefully(self) -> bool:
-        return self.has_ranks()
-
-    def output(self) -> str:
-        return ""  # its log is on its host
-
-    def request_stop(self) -> None:
-        if not self._stop_is_requested:
-            self._stop_is_requested = True
-            self._send(request_stop=True)
-
-    def kill(self) -> None:
-        # Wait for the confirmation: ranks of two attempts must not run at the same time.
-        self._is_killed = False
-        self._send(kill=True)
-        deadline = time.monotonic() + self._kill_timeout
-        while not self._is_killed and not self._lost and time.monotonic() < deadline:
-            self._receive(TICK)
-        # Do not wait again for a host that did not answer.
-        self._kill_timeout = KILL_TIMEOUT if self._is_killed else 0.0
-
-    def shut_down(self) -> None:
-        self._send(shut_down=True)
-
-    def _send(self, **message: Any) -> None:
-        if not self._lost:
-            try:
-                self._stream.send(**message)
-            except ConnectionLost as lost:
-                self._mark_lost(str(lost))
-        elif "start" in message:
-            # A new attempt has reset the exit, and this node cannot take part in it.
-            self._mark_lost(self._lost)
-
-    def _receive(self, timeout: float = 0.0) -> None:
-        # The peer stops its ranks if it receives nothing for too long.
-        if time.monotonic() - self._stream.last_sent > HEARTBEAT:
-            self._send(heartbeat=True)
-        try:
-            while not self._lost and (message := self._stream.receive(timeout)):
-                self._handle(message)
-        except ConnectionLost as lost:
-            self._mark_lost(str(lost))
-        if time.monotonic() - self._stream.last_received > HEARTBEAT_TIMEOUT:
-            self._mark_lost(f"no message from it for {HEARTBEAT_TIMEOUT:.0f} s")
-
-    def _handle(self, message: dict[str, Any]) -> None:
-        self._is_killed |= "killed" in message
-        if message.get("start") == self._start:
-            self._has_ranks |= "ranks" in message
-            if "exit" in message:
-                self._exit = NodeExit(*message["exit"])
-
-    def _mark_lost(self, why: str) -> None:
-        self._lost = why
-        self._exit = self._exit or NodeExit(255, f"its host is lost: {why}")
-
-
 class PeerAgent(HostAgent):
     """The agent of any other host: it only does what the first host tells it."""
+
+    def __init__(self, plan: LaunchPlan, number: int, gptctl: MessageStream) -> None:
+        super().__init__(plan, number, gptctl)
+        self.timeout = self.lease  # seconds without any message from the first host
+        self.start_number = 0  # see RemoteNode
+        self.is_running = self.has_ranks = self.is_stopped = False
 
     def prepare(self) -> None:
         # gptctl knows the address of the first host only after the agent there has started.
@@ -333,8 +254,6 @@ class PeerAgent(HostAgent):
 
         That is a lease before the first host has confirmed the commit, and longer afterwards.
         """
-        self.timeout, self.start, self.is_running = self.lease, 0, False
-        self.is_stopped = False
         signal.signal(signal.SIGTERM, self._on_signal)
         try:
             while not self.is_stopped and self._head_is_alive():
@@ -346,7 +265,7 @@ class PeerAgent(HostAgent):
             # Whatever the reason: without the first host no rank may run here.
             self.node.kill()
         # The job was never started: remove what gptctl sent here.
-        if not self.start:
+        if not self.start_number:
             roll_back(self.plan.remote_dir)
 
     def _head_is_alive(self) -> bool:
@@ -361,7 +280,7 @@ class PeerAgent(HostAgent):
             self.timeout = HEARTBEAT_TIMEOUT
             self.head.send(ready=True)
         if "start" in message:
-            self.start = message["start"]
+            self.start_number = message["start"]
             self.is_running, self.has_ranks = True, False
             self._begin(message["attempt"], message["host"], message["port"])
         if "request_stop" in message:
@@ -379,16 +298,16 @@ class PeerAgent(HostAgent):
         except OSError as error:
             self.is_running = False
             exit_ = NodeExit(CANNOT_CREATE, os_error_text(error))
-            self.head.send(start=self.start, exit=exit_)
+            self.head.send(start=self.start_number, exit=exit_)
 
     def _report(self) -> None:
         """Tell the first host what is new; each message names the start that it is about."""
         if self.is_running and not self.has_ranks and self.node.has_ranks():
             self.has_ranks = True
-            self.head.send(start=self.start, ranks=True)
+            self.head.send(start=self.start_number, ranks=True)
         if self.is_running and (exit_ := self.node.exited()):
             self.is_running = False
-            self.head.send(start=self.start, exit=exit_)
+            self.head.send(start=self.start_number, exit=exit_)
         if time.monotonic() - self.head.last_sent > HEARTBEAT:
             self.head.send(heartbeat=True)
 

@@ -14,10 +14,13 @@ ROLL_BACK_VARIABLE = "GPTCTL_ROLL_BACK"
 
 # Exit codes of launch.sh, job.sbatch and agents, besides those of torchrun.
 NO_ENGINE_PYTHON = 72  # job.sbatch found no Python that can run the engine
-CANNOT_CREATE = 73  # a folder of the job cannot be created
+CANNOT_CREATE = 73  # a folder of the job cannot be created or entered
 CANNOT_UNPACK = 74  # the job's archive arrived incomplete
 CANNOT_START = 78  # a line of the setup failed, or a folder or a secret is missing
-UNRECOVERABLE = 93  # exit code of a rank: a restart would fail in the same way
+NO_SUCH_JOB = 66  # ask_host.sh: the host has nothing of the job
+# Exit codes of a rank.
+PEER_FAILED = 3  # another rank failed, is missing or never connected
+UNRECOVERABLE = 93  # a restart would fail in the same way
 
 # Files of a run folder; `run_folder.py` describes what each of them contains.
 CLAIM = "claim.json"
@@ -27,4 +30,4 @@ CANCELLED_FILE = "cancelled"
 TOKEN = ".token"
 ENGINE_FILE = "engine.pyz"  # the engine, as it was when the job was submitted
 LAUNCH_SCRIPT, BATCH_SCRIPT, AGENT_SCRIPT = "launch.sh", "job.sbatch", "agent.sh"
-UNRECOVERABLE_FILE = "unrecoverable"  # in the folder of an attempt, written by the trainer
+UNRECOVERABLE_FILE = "unrecoverable"  # in the folder of an attempt: see UNRECOVERABLE

@@ -66,8 +66,10 @@ class MessageStream:
             data = os.read(self.reading, 1 << 16)
         except OSError as error:
             raise ConnectionLost(error.strerror) from None
-        if not data or len(self._buffer) > MAX_BUFFER:
+        if not data:
             raise ConnectionLost("it closed the connection")
+        if len(self._buffer) > MAX_BUFFER:
+            raise ConnectionLost(INVALID_MESSAGE)
         self._buffer += data
 
 

@@ -19,6 +19,8 @@ from gptctl.engine.run_folder import RunFolder, read_text
 if TYPE_CHECKING:
     import subprocess
 
+TICK = 0.05  # seconds between two checks of a node
+
 
 class NodeExit(NamedTuple):
     """How a node exited."""

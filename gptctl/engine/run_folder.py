@@ -192,11 +192,6 @@ class RunFolder:
                 numbers[int(node)] = int(pid)
         return numbers
 
-    def rank_events(self, attempt: int) -> list[dict[str, Any]]:
-        """Return the events that rank_log.py wrote, in order for each node."""
-        files = sorted(self.attempt(attempt).glob("ranks.*.jsonl"))
-        return [event for file in files for event in json_lines(read_text(file).encode())]
-
     def has_ranks(self, attempt: int) -> bool:
         """Whether any rank has started."""
         return any(file.stat().st_size for file in self.attempt(attempt).glob("ranks.*.jsonl"))
@@ -230,7 +225,7 @@ class RunFolder:
             return Result(COMPLETED)
         # torchrun exits with an error after a clean stop, too: the trainer's own status decides.
         if has_stopped_on_purpose(output_dir, since):
-            return Result(STOPPED, "the trainer was asked to stop, and saved its work")
+            return Result(STOPPED, "the trainer saved and stopped on request")
         node, code = next(iter(failed.items()))
         return Result(FAILED, f"node {node} exited with code {code}")
 

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from gptctl.engine.contract import LAUNCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.log import say, write_log
 from gptctl.engine.node import NodeExit, last_line, node_log, texts
 from gptctl.engine.run_folder import FAILED, RunFolder, read_plan, read_text
-from gptctl.engine.supervisor import Supervisor, say, write_log
+from gptctl.engine.supervisor import Supervisor
 
 START_TIMEOUT = 60  # seconds for which srun may wait for the nodes of its own allocation
 KILL_TIMEOUT = 40.0  # seconds; Slurm itself usually waits 30 between SIGTERM and SIGKILL
@@ -269,7 +270,7 @@ def head_address(plan: LaunchPlan, head: str) -> str:
         command = ("ip", "-4", "-o", "address", "show", "dev", plan.master_interface)
         shown = run(*command).stdout.split()
         addresses = [after.partition("/")[0] for word, after in pairwise(shown) if word == "inet"]
-        problem = f"{head} has no address on {plan.master_interface}"
+        problem = f"{head} has no IPv4 address on master_interface {plan.master_interface}"
     else:
         addresses = _addresses_of(head)
         problem = (

@@ -1,7 +1,7 @@
 """Run a job: start its nodes, restart failed attempts, stop on request, and record the result.
 
-All backends use this supervisor. It sees nodes through `NodeHandle`, and a scheduler, if there is
-one, through `Scheduler`; it does not know on which machines they run.
+All backends use this supervisor. It sees nodes through a `NodeGroup`, and a scheduler, if there
+is one, through `Scheduler`; it does not know on which machines they run.
 With all nodes on this machine: engine.pyz supervisor RUN_DIR
 """
 
@@ -12,14 +12,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from gptctl.engine.atomic_files import replacing
 from gptctl.engine.contract import READY_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
-from gptctl.engine.node import Node, NodeExit
+from gptctl.engine.log import os_error_text, say
+from gptctl.engine.node import TICK, Node, NodeExit
+from gptctl.engine.node_group import NodeGroup, NodeHandle
 from gptctl.engine.ports import free_port
 from gptctl.engine.processes import adopt_orphans, this_process
 from gptctl.engine.run_folder import (
@@ -34,8 +36,6 @@ from gptctl.engine.run_folder import (
     read_plan,
 )
 
-TICK = 0.05  # seconds between two checks
-EXIT_TIMEOUT = 5.0  # seconds in which the other nodes may exit by themselves after one failed
 # Seconds between asking a job to stop and killing it; torchrun gives its ranks the same time.
 GRACE = 30.0
 REQUEUE_TIMEOUT = 300.0  # seconds that a scheduler may take to stop a job that it has requeued
@@ -50,26 +50,6 @@ class StopRequested(Exception):
     def __init__(self, state: str, reason: str) -> None:
         super().__init__(reason)
         self.result = Result(state, reason)
-
-
-class NodeHandle(Protocol):
-    """A node of the job, wherever it runs. `node.py` describes what each method does."""
-
-    number: int
-
-    def start(self, attempt: int, host: str, port: int) -> None: ...
-
-    def exited(self) -> NodeExit | None: ...
-
-    def has_ranks(self) -> bool: ...
-
-    def can_stop_gracefully(self) -> bool: ...
-
-    def request_stop(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def output(self) -> str: ...
 
 
 class Scheduler(Protocol):
@@ -103,7 +83,7 @@ class Supervisor:
         log: str = "supervisor.log",
     ) -> None:
         self.folder, self.plan = RunFolder(plan.remote_dir), plan
-        self.nodes = nodes
+        self.nodes = NodeGroup(nodes)
         self.host = host or plan.master_addr
         self.hosts = hosts or plan.hosts
         self.scheduler, self.log = scheduler, log
@@ -129,7 +109,7 @@ class Supervisor:
         except OSError as error:
             result = Result(FAILED, os_error_text(error))
         finally:
-            self._kill()
+            self.nodes.kill()
             self._record(result)
             # A job that failed at once exists, too.
             on_ready()
@@ -213,7 +193,7 @@ class Supervisor:
             if self._can_requeue() and self.plan.output_dir and _nothing_started(exits):
                 # After a node was unreachable for a moment, Slurm may believe that it is still
                 # running the last step, and start no other one.
-                return self._requeue(FAILED, "the scheduler starts nothing on these nodes")
+                return self._requeue(FAILED, "the scheduler started no node of this attempt")
             if result.state == STOPPED:
                 return self._stopped(result)
             if final := self._last_failure(result.reason):
@@ -261,7 +241,7 @@ class Supervisor:
         """Requeue the job: the scheduler stops this engine, and starts it again later."""
         self._stop_if_cancelled()
         assert self.scheduler
-        say(f"requeued: {why}")
+        say(f"requeueing: {why}")
         # Only a signal that arrives from now on belongs to the requeue.
         self.stop_request = None
         if self.scheduler.requeue():
@@ -322,87 +302,34 @@ class Supervisor:
             self._choose_port()
         assert self.port
         port, self.port = self.port, None
-        for node in self.nodes:
-            node.start(self.number, self.host, port)
+        self.nodes.start(self.number, self.host, port)
         try:
-            return self._wait()
+            return self.nodes.wait(self._check_stop, not self.plan.is_elastic)
         except StopRequested as stop:
             self._stop_nodes(stop.result.state)
             if stop.result.state != STOPPED or not self.scheduler:
                 raise
             # The job may have completed nevertheless, or can be requeued.
-            return self._exits()
+            return self.nodes.exits()
 
-    def _wait(self) -> dict[int, NodeExit]:
-        """Wait until all nodes have exited; if one fails, stop the others soon.
-
-        The node that failed first comes first in the result.
-        """
-        exits: dict[int, NodeExit] = {}
-        for _ in self._ticks():
-            for node in self.nodes:
-                if node.number not in exits and (end := node.exited()):
-                    exits[node.number] = end
-            if len(exits) == len(self.nodes):
-                break
-            if any(end.code for end in exits.values()) and not self.plan.is_elastic:
-                # The others usually fail because of it: let them write their own errors first.
-                self._await_exit(EXIT_TIMEOUT)
-                self._kill()
-        return _failures_first(exits)
-
-    def _exits(self) -> dict[int, NodeExit]:
-        found = {node.number: node.exited() for node in self.nodes}
-        return _failures_first({number: end for number, end in found.items() if end})
-
-    def _ticks(self) -> Iterator[None]:
-        while True:
-            yield
-            if self.stop_request:
-                raise self.stop_request
-            if self.deadline and time.monotonic() > self.deadline:
-                raise StopRequested(
-                    TIMEOUT, f"the time limit of {self.plan.time_limit} is exceeded"
-                )
-            time.sleep(TICK)
+    def _check_stop(self) -> None:
+        if self.stop_request:
+            raise self.stop_request
+        if self.deadline and time.monotonic() > self.deadline:
+            raise StopRequested(TIMEOUT, f"the time limit of {self.plan.time_limit} is exceeded")
 
     def _stop_nodes(self, state: str) -> None:
-        """Ask the nodes to stop, so that ranks can save; then kill what is left."""
+        """Give the ranks time to save, unless the job was cancelled with --now."""
         # A scheduler that stops the job enforces its own limit.
         is_open_ended = self.scheduler is not None and state == STOPPED
-        deadline = float("inf") if is_open_ended else time.monotonic() + GRACE
-        while self._is_running() and time.monotonic() < deadline:
-            if self.folder.is_cancelled_now() or not any(
-                node.can_stop_gracefully() for node in self.nodes
-            ):
-                break
-            for node in self.nodes:
-                node.request_stop()
-            time.sleep(TICK)
-        self._kill()
-
-    def _is_running(self) -> bool:
-        return any(not node.exited() for node in self.nodes)
-
-    def _await_exit(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while self._is_running() and time.monotonic() < deadline:
-            time.sleep(TICK)
-
-    def _kill(self) -> None:
-        for node in self.nodes:
-            node.kill()
+        self.nodes.stop(float("inf") if is_open_ended else GRACE, self.folder.is_cancelled_now)
 
     def _port_was_taken(self) -> bool:
         """Whether another program took the port before torchrun did: then no rank started."""
-        if self.plan.master_port or any(node.has_ranks() for node in self.nodes):
+        if self.plan.master_port or self.nodes.have_ranks():
             return False
-        log = self.nodes[0].output()
+        log = self.nodes.output()
         return "EADDRINUSE" in log or "address already in use" in log.lower()
-
-
-def _failures_first(exits: dict[int, NodeExit]) -> dict[int, NodeExit]:
-    return dict(sorted(exits.items(), key=lambda item: (item[1].code == 0, item[1].time)))
 
 
 def name_of(node: int, hosts: Sequence[str]) -> str:
@@ -411,23 +338,6 @@ def name_of(node: int, hosts: Sequence[str]) -> str:
 
 def _nothing_started(exits: dict[int, NodeExit]) -> bool:
     return all(end.never_started for end in exits.values())
-
-
-def os_error_text(error: OSError) -> str:
-    """A full disk raises without a file name."""
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
-
-
-def say(text: str) -> None:
-    """Write to the log of the process that runs the supervisor."""
-    write_log(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}")
-
-
-def write_log(*lines: str) -> None:
-    # A full disk, or a character that the locale lacks, must not cost the job its result.
-    with suppress(OSError, UnicodeError):
-        for line in lines:
-            print(line, flush=True)
 
 
 def tell_gptctl(answer: bytes) -> None:

@@ -1,6 +1,6 @@
 """Check on this machine, before a job is submitted, that it can start.
 
-Looks for scripts, data, secrets, the interpreter and the folder of runs. Changes nothing.
+Looks for scripts, data, secrets, the interpreter and run_root. Changes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCRIPT = Rule("S001", "the script and the files copied with it must exist")
 DATA = Rule("S002", "the data and the checkpoint that a run starts from must exist")
 PYTHON = Rule("S003", "the interpreter of the ranks must exist and have torch")
 OUTPUT = Rule("S005", "a run must not write into the checkpoints of another run")
-WRITABLE = Rule("S006", "the folder of runs must be writable")
+WRITABLE = Rule("S006", "run_root must be a writable folder")
 SECRET_SOURCE = Rule("S007", "a secret must be readable where the job runs")
 
 

@@ -5,7 +5,6 @@ The verbs `list`, `status`, `show` and `submit` print what these functions retur
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from gptctl.jobs.state import state_of
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.failed import rank_runs
 from gptctl.logs.local_files import LocalLogFiles
-from gptctl.text import count
+from gptctl.text import clock_time, count
 
 
 def rows(records: Sequence[JobRecord], backends: Backends) -> list[dict[str, Any]]:
@@ -112,7 +111,7 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Format `gptctl status` for people; empty values are left out."""
     # One line per fact; a value that is not known yet has no line.
     reason = f": {facts['reason']}" if facts["reason"] else ""
-    ended = f", ended {when(facts['ended'])}" if facts["ended"] else ""
+    ended = f", ended {clock_time(facts['ended'])}" if facts["ended"] else ""
     lines = [
         ("state", f"{facts['state']}{reason}"),
         (
@@ -122,7 +121,7 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("scheduler", f"job {facts['scheduler_id']}" if facts["scheduler_id"] else ""),
         ("hosts", " ".join(facts["hosts"])),
-        ("created", f"{when(facts['created'])}{ended}"),
+        ("created", f"{clock_time(facts['created'])}{ended}"),
         ("attempts", str(facts["attempts"])),
         ("endpoint", facts["endpoint"]),
         ("ranks", endings(facts["ranks"])),
@@ -136,10 +135,6 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("logs", facts["log_dir"]),
     ]
     return [(name, text) for name, text in lines if text]
-
-
-def when(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
 def origins(record: JobRecord, prefix: str) -> list[tuple[str, Any, str]]:

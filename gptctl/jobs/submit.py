@@ -263,7 +263,9 @@ def finish_interrupted_submits(store: Store, backends: Backends) -> list[str]:
             continue
         try:
             if undo(record, store, backends.of(record.kind)):
-                notes.append(f"{record.id} was not started: gptctl was killed; files removed")
+                notes.append(
+                    f"{record.id} was not started: gptctl was killed; its files are removed"
+                )
             else:
                 complete_record(record, store)
         except (OSError, UserError) as error:

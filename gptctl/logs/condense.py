@@ -5,32 +5,33 @@ Pure: the lines of one log file go in, pieces come out. The log file itself keep
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from gptctl.logs.files import Kind
-from gptctl.logs.progress import Evaluation
-from trainer.logline import TrainLine, parse_train_line
+from trainer.logline import (
+    COMPLETE,
+    INDENT,
+    PREFIX,
+    TRAIN_START,
+    Evaluation,
+    TrainLine,
+    is_config_title,
+    parse_evaluation_line,
+    parse_json_line,
+    parse_sample_title,
+    parse_train_line,
+    rank_prefix,
+)
 
 # Lines. A longer record is not one of the known ones: show it instead of waiting for its end.
 LONGEST_RECORD = 1000
-_STAMP = re.compile(r"\[\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d)(?:,\d+)?\] \[ *([A-Z]+)\] +- ")
-_CONFIG = re.compile(r"Resolved config:\s*$")
-_SAMPLE = re.compile(r"(?:A sample,|Sample text) (after .*:)\s*$")
-_END_OF_SAMPLE = re.compile(r"The training process is complete\.")
 _TRACEBACK = "Traceback (most recent call last):"
 _CHILD_FAILED = re.compile(r"torch\.distributed\.elastic\.\S*\.ChildFailedError:")
 _RULER = re.compile(r"={20,}\s*")
 # Ten digits or more: no step count or rate of a training is that long.
 _LONG_NUMBER = re.compile(r"(?<![.\d])\d{10}")
-# Bounded repetitions: any script can log such a line, with digits without end.
-_EVALUATION = re.compile(
-    r"\b(valid|test) step (\d{1,12}), epoch: \d+, batch: \d+, "
-    r"loss: ([-+]?(?:\d{1,300}(?:\.\d{1,300})?|inf|nan)), speed: "
-)
 
 
 class Hidden(NamedTuple):
@@ -65,7 +66,7 @@ class OpenConfig:
         self._num_lines = 0
 
     def takes(self, text: str) -> bool:
-        is_part = text.startswith("  ")
+        is_part = text.startswith(INDENT)
         self._num_lines += is_part
         return is_part
 
@@ -81,7 +82,7 @@ class OpenSample:
         self._title, self._lines, self._is_stamped = title, [""], False
 
     def takes(self, text: str) -> bool:
-        stamp = _STAMP.match(text)
+        stamp = PREFIX.match(text)
         message = text[stamp.end() :] if stamp else text
         # The trainer stamps every line or only the first. The second line shows which, and a line
         # of the other form ends the sample.
@@ -89,7 +90,7 @@ class OpenSample:
             self._is_stamped = bool(stamp)
         is_next = bool(stamp) != self._is_stamped or bool(stamp and stamp[2] != "INFO")
         # A trainer that stamps every line gives no other sign of the end.
-        is_next = is_next or bool(_END_OF_SAMPLE.match(message) or _SAMPLE.match(message))
+        is_next = is_next or message.startswith(COMPLETE) or bool(parse_sample_title(message))
         if is_next or len(self._lines) > LONGEST_RECORD:
             return False
         # Trailing spaces would make the box as wide as the window.
@@ -129,7 +130,7 @@ class Condenser:
     def __init__(self, kind: Kind, number: int) -> None:
         self._kind = kind
         # Lines of rank 0 are shown in full; the other ranks log the same about themselves.
-        self._detail = f"rank {number}: " if kind == "rank" and number else None
+        self._detail = rank_prefix(number) if kind == "rank" and number else None
         self._open: OpenRecord | None = None
 
     def feed(self, text: str) -> Iterator[Piece]:
@@ -154,17 +155,17 @@ class Condenser:
             yield from opened.pieces()
 
     def _begin(self, text: str) -> Iterator[Piece]:
-        stamp = _STAMP.match(text)
+        stamp = PREFIX.match(text)
         message = text[stamp.end() :] if stamp else text
         self._open = _open_stamped(message) if stamp else None
         if self._open:
             return
         if stamp and stamp[2] == "INFO" and self._detail and message.startswith(self._detail):
             yield RankDetail()
-        elif step := _train_line(text) if "global step " in text else None:
+        elif step := _train_line(text) if TRAIN_START in text else None:
             yield step
-        elif found := _EVALUATION.search(text):
-            yield Evaluation(found[1], int(found[2]), float(found[3]))
+        elif evaluation := parse_evaluation_line(text):
+            yield evaluation
         else:
             # The time without the date is enough to watch a job; INFO is the normal case.
             level = "" if not stamp or stamp[2] == "INFO" else f"{stamp[2]}: "
@@ -173,10 +174,10 @@ class Condenser:
 
 def _open_stamped(message: str) -> OpenRecord | None:
     """Open the record of several lines that begins with this message, if any does."""
-    if _CONFIG.match(message):
+    if is_config_title(message):
         return OpenConfig()
-    found = _SAMPLE.match(message)
-    return OpenSample(found[1]) if found else None
+    title = parse_sample_title(message)
+    return OpenSample(title) if title else None
 
 
 def _train_line(text: str) -> TrainLine | None:
@@ -188,7 +189,5 @@ def _train_line(text: str) -> TrainLine | None:
 def _json_record(text: str) -> list[str]:
     """Return the lines of a record in the trainer's JSON style; empty for any other line."""
     # Parse only candidates: most lines are not JSON, and a terminal must keep up with the job.
-    if text.startswith('{"time": "') and "\\n" in text:
-        with suppress(ValueError, KeyError, AttributeError):
-            return [str(line) for line in json.loads(text)["message"].split("\n")]
-    return []
+    message = parse_json_line(text) if "\\n" in text else None
+    return message.split("\n") if message else []

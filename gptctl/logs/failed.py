@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gptctl.engine.contract import PEER_FAILED
 from gptctl.engine.run_folder import json_lines
-
-PEER_FAILED = 3  # the trainer's exit code when another rank has failed
 
 
 class RankRun(NamedTuple):

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import BinaryIO, Literal
 
 from gptctl.logs.files import FileFilter, LogFile, LogFiles
 from gptctl.logs.lines import readable
-from gptctl.logs.stream import Line, LineFilter, follow, read_all
+from gptctl.logs.stream import Line, LineFilter, read_all
+from gptctl.reporting import Say
 from gptctl.text import clean
 from trainer.errors import UserError
 
@@ -24,11 +25,6 @@ _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94, 31, 91)  # one per rank, in 
 _BOLD = 1  # nodes and the batch log
 
 Origin = tuple[int, str, int]  # attempt, kind, number: where a line comes from
-Say = Callable[[str], None]
-
-
-def say_on_stderr(text: str) -> None:
-    print(clean(text), file=sys.stderr)
 
 
 def show_logs(
@@ -36,20 +32,18 @@ def show_logs(
     wanted: FileFilter,
     lines: LineFilter,
     style: Style = "text",
-    ended: Callable[[], bool] | None = None,
     out: BinaryIO | None = None,
-    say: Say = say_on_stderr,
+    *,
+    say: Say,
 ) -> None:
-    """Print the lines that exist now; with `ended`, follow until it returns True."""
+    """Print the lines that exist now."""
     lines = replace(lines, raw=style == "raw")
     # Lines go to the buffer below stdout: text printed before must come first.
     sys.stdout.flush()
     printer = Printer(out or sys.stdout.buffer, style, say=say)
-    if ended:
-        follow(files, wanted, lines, printer, ended)
-    elif not read_all(files, wanted, lines, printer):
+    if not read_all(files, wanted, lines, printer):
         raise UserError(
-            "there is no such log",
+            "no log file matches",
             "`gptctl logs --list` lists the log files; a pending job has none yet",
         )
 
@@ -60,7 +54,8 @@ class Printer:
         out: BinaryIO,
         style: Style = "text",
         coloured: bool | None = None,
-        say: Say = say_on_stderr,
+        *,
+        say: Say,
     ) -> None:
         self._out, self._style, self._say = out, style, say
         self._coloured = (

@@ -6,23 +6,15 @@ Pure: numbers in, text out. Knows neither files nor terminals.
 from __future__ import annotations
 
 import math
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from trainer.logline import TrainLine
+from trainer.logline import Evaluation, TrainLine
 
 LONGEST_BAR, SHORTEST_BAR = 40, 8
 LONGEST = 1e12  # seconds; a log line may contain any number
 RECENT = 10  # train lines whose mean is the current speed
-_LENGTH = re.compile(r"(?:^|[ :-] )([\d,]{1,20}) steps of [\d,]+ samples\b")
-
-
-class Evaluation(NamedTuple):
-    name: str  # valid or test
-    step: int
-    loss: float
 
 
 class StepHistory:
@@ -41,13 +33,6 @@ class StepHistory:
             self.recent.append(piece)
         elif isinstance(piece, Evaluation):
             self.evaluations[piece.name] = piece
-
-
-def announced_steps(text: str) -> int | None:
-    """Return the number of steps in the line with which the trainer announces its length."""
-    # Only the trainer knows how many steps an epoch has.
-    found = _LENGTH.search(text)
-    return int(found[1].replace(",", "")) if found else None
 
 
 def step_text(line: TrainLine, total: int) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 from gptctl.engine.run_folder import RUNNING
 from gptctl.logs.failed import RankRun, rank_runs
 from gptctl.logs.files import LogFiles
+from gptctl.reporting import Say
 
 RECOUNT_EVERY = 5.0  # seconds between two counts when all ranks are up
 
@@ -65,20 +65,18 @@ class RankWatch:
 class RankLines:
     """Prints a line whenever more ranks are up. For output that cannot be updated in place."""
 
-    def __init__(
-        self, files: LogFiles, world: int, logs_steps: bool, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, files: LogFiles, world: int, logs_steps: bool, say: Say) -> None:
         self._watch, self._world, self._logs_steps = RankWatch(files, world), world, logs_steps
-        self._say, self._said = say, (-1, -1)
+        self._say, self._last_reported = say, (-1, -1)
 
     def update(self, state: str) -> None:
         # Before and after that there is nothing to count.
         if state != RUNNING:
             return
         count = self._watch.count()
-        is_new = (count.attempt, count.up) > self._said
+        is_new = (count.attempt, count.up) > self._last_reported
         # If all ranks are up on the first call, the job may be long past its first step.
-        is_late = self._said < (0, 0) and count.up >= self._world
+        is_late = self._last_reported < (0, 0) and count.up >= self._world
         if is_new and not is_late:
             self._say(count_text(count, self._world, self._logs_steps))
-        self._said = max(self._said, (count.attempt, count.up))
+        self._last_reported = max(self._last_reported, (count.attempt, count.up))

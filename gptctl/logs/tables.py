@@ -16,7 +16,7 @@ from gptctl.logs.lines import readable
 from gptctl.logs.match import Grep
 from gptctl.logs.stream import LineFilter, LogReader, merged
 from gptctl.text import count
-from trainer.logline import TrainLine, parse_train_line
+from trainer.logline import TRAIN_START, TrainLine, parse_train_line
 
 LAST_LINES = 20  # enough for most tracebacks
 MOST_SHOWN = 4  # files whose last lines are shown if no rank or node is known to have failed
@@ -32,8 +32,8 @@ _FORMATS = {
 }
 
 
-def last_lines(files: LogFiles, file: LogFile, count: int = LAST_LINES) -> list[str]:
-    source = LogReader(files, file, LineFilter(tail=count), from_start=False)
+def last_lines(files: LogFiles, file: LogFile) -> list[str]:
+    source = LogReader(files, file, LineFilter(tail=LAST_LINES), from_start=False)
     return [readable(line.text) for line in merged([source], close=True)]
 
 
@@ -207,7 +207,7 @@ def metric_rows(files: LogFiles, wanted: FileFilter) -> list[dict[str, Any]]:
 
 def _train_lines(files: LogFiles, file: LogFile) -> Iterable[TrainLine]:
     # The filter skips most of a file before any line is decoded.
-    source = LogReader(files, file, LineFilter(grep=Grep("global step ")))
+    source = LogReader(files, file, LineFilter(grep=Grep(TRAIN_START)))
     texts = (readable(line.text) for line in merged([source], close=True))
     return (line for line in map(parse_train_line, texts) if line)
 

@@ -15,10 +15,8 @@ from gptctl.logs.files import LogFile, LogFiles
 from gptctl.logs.lines import readable
 from gptctl.logs.printer import Printer
 from gptctl.logs.progress import (
-    Evaluation,
     Position,
     StepHistory,
-    announced_steps,
     duration,
     evaluation_text,
     progress_text,
@@ -29,7 +27,7 @@ from gptctl.logs.rank_count import RankWatch, count_text, first_start
 from gptctl.logs.stream import Line
 from gptctl.logs.tables import failure_line, failure_of
 from gptctl.text import count
-from trainer.logline import TrainLine
+from trainer.logline import Evaluation, TrainLine, announced_steps, is_mingpt_train_line
 
 
 class Screen(Protocol):
@@ -137,9 +135,10 @@ class TerminalView:
         if isinstance(piece, TrainLine) and attempt == self._attempt:
             self._step_seen = time.monotonic()
         elif isinstance(piece, str):
+            # Only the trainer knows how many steps an epoch has.
             self.total_steps = announced_steps(piece) or self.total_steps
             # minGPT's style logs no lines that can be parsed as steps.
-            if "| Train Loss " in piece:
+            if is_mingpt_train_line(piece):
                 self._logs_steps = False
 
     def _show(self, piece: Piece, line: Line) -> None:

@@ -70,8 +70,9 @@ def check_syntax(name: str, text: str) -> None:
     # A template of an older version would run without restarts and never report a result.
     if name == BATCH_SCRIPT and ENGINE_FILE not in text:
         hint = (
-            "since 0.1.0 the script only starts gptctl's engine, which runs srun, restarts and "
-            "requeues: copy templates/jobs/job.sbatch.j2 again, and keep its last lines"
+            "since 0.1.0, job.sbatch only starts gptctl's engine, which calls srun and handles "
+            "restarts and requeues: start from a new copy of templates/jobs/job.sbatch.j2, and "
+            "keep its last lines"
         )
         raise UserError(f"your {name}.j2 does not start gptctl's engine", hint, WRONG_USAGE)
 

@@ -88,7 +88,7 @@ def _read_config() -> paramiko.SSHConfig:
         return paramiko.SSHConfig.from_path(file) if os.path.exists(file) else paramiko.SSHConfig()
     except (OSError, UnicodeError, paramiko.ConfigParseError) as error:
         message = f"{file} cannot be read: {error}"
-        raise UserError(message, "fix it, or move it away", OUT_OF_REACH) from None
+        raise UserError(message, "fix or rename the file", OUT_OF_REACH) from None
 
 
 def _options_of(config: paramiko.SSHConfig, name: str) -> dict[str, Any]:

@@ -239,7 +239,7 @@ def _check(here: Path) -> None:
         for name, expected in sums.items():
             file = manifest.parent / name
             if not file.exists():
-                message = f"{manifest.parent} is incomplete: {name} is on none of the hosts"
+                message = f"{manifest.parent} is incomplete: no host has {name}"
                 raise UserError(message, "check shared_fs in the profile")
             if _digest(file) != expected:
                 message = f"{file} is damaged: its checksum does not match"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.engine.atomic_files import private_files, replacing
-from gptctl.engine.contract import RESULT
+from gptctl.engine.contract import NO_SUCH_JOB, RESULT, UNRECOVERABLE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import RunFolder, read_json
 from gptctl.jobs.store import JobRecord
@@ -37,6 +37,7 @@ from gptctl.remote.parallel import in_parallel
 from gptctl.remote.route import Route
 from gptctl.remote.scripts import remote_command
 from gptctl.spec.cluster import cluster_of_job
+from gptctl.text import clock_time
 from trainer.errors import OUT_OF_REACH, UserError
 
 CHUNK = 1 << 20  # bytes
@@ -46,14 +47,13 @@ STATUS_EVERY = 5.0  # seconds between two queries of its processes
 RETRY_DELAYS = (1.0, 15.0)  # seconds until an unreachable host is tried again: first, maximum
 MAX_WHOLE = 1 << 20  # bytes of a file that is copied whole
 MAX_PREFETCH = 1 << 30  # bytes that are requested before the first of them has arrived
-NO_SUCH_JOB = 66  # exit code of ask_host.sh
 _ATTEMPT = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
 # Names come from other machines: only these are accepted, and none can leave the folder.
 GROWS = re.compile(
     r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|metrics\.jsonl", re.ASCII
 )
 _WHOLE = re.compile(
-    r"endpoint\.json|hosts|unrecoverable|node\.\d{1,7}\.(exit|pid)|status\.json", re.ASCII
+    rf"endpoint\.json|hosts|{UNRECOVERABLE_FILE}|node\.\d{{1,7}}\.(exit|pid)|status\.json", re.ASCII
 )
 
 
@@ -79,7 +79,7 @@ class HostSync:
     ) -> None:
         self.record, self.plan, self.route, self.node = record, plan, route, node
         self._jump_hosts = jump_hosts
-        self.unreachable_reason = "it was not asked yet"  # why it is unreachable
+        self.unreachable_reason = "not contacted yet"  # why it is unreachable
         self.status: dict[str, Any] | None = None  # its last answer; None: its folder is missing
         self.has_result = False
         self._connection: Connection | None = None
@@ -358,7 +358,7 @@ class LogSync:
             for host in self.hosts
             if host.unreachable_reason
         }
-        since = {name: _clock(last.get(name, self.record.created)) for name in faults}
+        since = {name: clock_time(last.get(name, self.record.created)) for name in faults}
         return [
             f"{name} has been unreachable since {since[name]}: {fault}"
             for name, fault in faults.items()
@@ -374,8 +374,4 @@ def _plan_in(folder: Path) -> LaunchPlan:
         return plan
     except KeyError:
         message = f"{folder}/plan.json is missing or damaged"
-        raise UserError(message, "look at the job on its hosts", OUT_OF_REACH) from None
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+        raise UserError(message, "check the job on its hosts with ssh", OUT_OF_REACH) from None

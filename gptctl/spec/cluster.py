@@ -276,7 +276,7 @@ def _check_run_root(cluster: Cluster) -> Iterator[Finding]:
         yield RUN_ROOT.found("run_root", cluster.run_root, message, hint)
     # `/`, `.` and `..`: the folders of jobs would be mixed with other files.
     if not cluster.run_root.strip("/."):
-        message = f"{cluster.run_root} cannot be the folder of runs"
+        message = f"run_root must not be {cluster.run_root}"
         yield RUN_ROOT.found("run_root", cluster.run_root, message, "use a folder of its own")
 
 

@@ -52,7 +52,7 @@ UNKNOWN = Rule(
     "a variable with a prefix of NCCL or torch should be one that NCCL or torch reads",
     "warning",
 )
-DEAD = Rule("E006", "a variable should be supported by a current release", "warning")
+DEAD = Rule("E006", "a variable should be one that current releases read", "warning")
 OLD_NAME = Rule("E007", "a renamed variable should be set under its new name", "warning")
 TWO_NAMES = Rule(
     "E008", "the old and the new name of one variable should not have different values", "warning"
@@ -296,7 +296,7 @@ def _filter(s: Setting) -> Iterator[Finding]:
         wrong = [name for name in names.removeprefix("^").split(",") if name.lower() not in known]
         if position and not colon:
             # A list without a function is the default for all, and NCCL takes it only in front.
-            message = f"`{part}` has no function; only the first list may have none"
+            message = f"`{part}` names no function: only the first list may omit it"
             options = FUNCTIONS.split()
         elif colon and function.lower() not in FUNCTIONS.split():
             message, options = f"unknown function: `{function}`", FUNCTIONS.split()

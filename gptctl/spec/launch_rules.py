@@ -15,7 +15,8 @@ from gptctl.text import count
 from trainer.config import Resolved, resolve
 from trainer.config.read import Reading
 from trainer.errors import Finding, Rule, errors_in
-from trainer.layout import DEGREE_KEYS, MACHINE_KEYS, WORLD, Machines, propose
+from trainer.layout import DEGREE_KEYS, Machines
+from trainer.layout_rules import MACHINE_KEYS, WORLD, propose
 
 # The keys that all rendezvous rules read: a rule is skipped where one of them is invalid.
 _RDZV = (
@@ -94,7 +95,7 @@ SAVE_BEFORE = Rule(
 )
 DISKS = Rule(
     "A015",
-    "without a shared folder, every host must hold whole replicas, to write whole checkpoints",
+    "without a shared folder, every host must hold complete replicas, to write checkpoints",
     uses=(*MACHINE_KEYS, *DEGREE_KEYS.values()),
 )
 

@@ -22,9 +22,9 @@ def folder(name: str) -> Path:
     return inside if inside.is_dir() else _PACKAGE.parent / name
 
 
-def named_files(name: str, suffix: str = ".yaml") -> dict[str, Path]:
-    """The files of a bundled folder, by name without suffix, sorted."""
-    return {file.stem: file for file in sorted(folder(name).glob(f"*{suffix}"))}
+def named_files(name: str) -> dict[str, Path]:
+    """The YAML files of a bundled folder, by name without suffix, sorted."""
+    return {file.stem: file for file in sorted(folder(name).glob("*.yaml"))}
 
 
 def choose(what: str, name: str, files: Mapping[str, Path]) -> Path:

@@ -18,7 +18,7 @@ MODULES = (
     "trainer.config.derive",
     "trainer.config.rules",
     "trainer.config.resolve",
-    "trainer.layout",
+    "trainer.layout_rules",
     "gptctl.spec.cluster",
     "gptctl.spec.check",
     "gptctl.spec.launch_rules",

@@ -32,10 +32,11 @@ import os, sys
 from pathlib import Path
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalLogFiles
-from gptctl.logs.printer import show_logs
-from gptctl.logs.stream import LineFilter
+from gptctl.logs.printer import Printer
+from gptctl.logs.stream import LineFilter, follow
 folder = Path(sys.argv[1])
-show_logs(LocalLogFiles(folder, folder), FileFilter(), LineFilter(), ended=(folder / "done").exists)
+printer = Printer(sys.stdout.buffer, say=lambda text: print(text, file=sys.stderr))
+follow(LocalLogFiles(folder, folder), FileFilter(), LineFilter(), printer, (folder / "done").exists)
 """
 SCAN = """
 import sys
@@ -46,7 +47,8 @@ from gptctl.logs.match import Grep
 from gptctl.logs.printer import show_logs
 from gptctl.logs.stream import LineFilter
 errors = sys.argv[2] == "--errors"
-show_logs(LocalFile(Path(sys.argv[1])), FileFilter(), LineFilter(errors=errors, grep=None if errors else Grep(sys.argv[2])))
+lines = LineFilter(errors=errors, grep=None if errors else Grep(sys.argv[2]))
+show_logs(LocalFile(Path(sys.argv[1])), FileFilter(), lines, say=lambda text: print(text, file=sys.stderr))
 """
 
 

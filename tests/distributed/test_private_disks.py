@@ -60,7 +60,7 @@ def test_a_checkpoint_that_one_node_has_lost_is_of_no_use(tmp_path: Path) -> Non
     shutil.rmtree(folders[1] / "output")
     refused = train(folders, *LAYOUT, max_steps=8, ckpt_dir="auto")
     assert refused.codes[0] == 93, refused.text
-    assert "checkpoints in output are missing on node 1, but other nodes have them" in refused.text
+    assert "checkpoints in output are missing on these nodes, but not on others: 1" in refused.text
     assert len(list((folders[0] / "output").glob("step_*"))) > 1
 
 

@@ -52,7 +52,7 @@ runs_engine "$gptctl_python" || gptctl_python=$(
   command -v python3
 )
 runs_engine "$gptctl_python" || fail "no Python 3.10 or newer for gptctl's engine on $(uname -n):" \
-  'gptctl tries engine_python of profile lab (not set), then the interpreter it was submitted with (/venv/bin/python), then python3 after the setup; set engine_python in the profile'
+  'engine_python of profile lab is not set; the interpreter that ran gptctl submit (/venv/bin/python) and python3 after the setup are missing or too old'
 # The engine starts launch.sh on every node with srun. It handles attempts, restarts, requeueing,
 # stopping and the result. -E: variables such as PYTHONPATH are for the ranks.
 trap '' USR1

@@ -43,7 +43,7 @@ export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$GPTCTL_LOG_DIR/nccl_
 cd /home/me/work || fail "the job's working folder is missing here"
 
 export GPTCTL_WORK_DIR=/home/me/work
-# torchrun imports modules from its current folder: here are none that could replace others.
+# torchrun imports modules from its current folder: this one contains none.
 cd "$GPTCTL_ATTEMPT_DIR" || fail "the folder of the attempt is missing here"
 # The job may have been cancelled while the setup ran.
 [ ! -e "$GPTCTL_RUN_DIR/cancelled" ] || finish 143

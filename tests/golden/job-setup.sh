@@ -56,7 +56,7 @@ cd /home/me/work || fail "the job's working folder is missing here"
 
 # `-m trainer` runs the copy that was frozen with the job.
 export GPTCTL_WORK_DIR=/home/me/work/runs/gpt-3f9a2c/code PYTHONPATH=/home/me/work/runs/gpt-3f9a2c/code"${PYTHONPATH:+:$PYTHONPATH}"
-# torchrun imports modules from its current folder: here are none that could replace others.
+# torchrun imports modules from its current folder: this one contains none.
 cd "$GPTCTL_ATTEMPT_DIR" || fail "the folder of the attempt is missing here"
 # The job may have been cancelled while the setup ran.
 [ ! -e "$GPTCTL_RUN_DIR/cancelled" ] || finish 143

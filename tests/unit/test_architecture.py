@@ -17,7 +17,9 @@ import pytest
 from gptctl.jobs.freeze import ENGINE
 from tests.conftest import ROOT
 
-TORCH_FREE = tuple(f"trainer.{name}" for name in "errors layout config estimate logline durable rank_log".split())
+TORCH_FREE = tuple(
+    f"trainer.{name}" for name in "errors layout layout_rules config estimate logline durable rank_log".split()
+)
 HEAVY = ("torch", "numpy", "rich", "jinja2", "submitit", "paramiko", "yaml")
 ONE_FILE_EACH = ("rich", "jinja2", "submitit", "paramiko")
 UNWANTED_NAMES = ("utils.py", "helpers.py", "common.py")

@@ -14,6 +14,7 @@ EXIT_CODES = {
     "CANNOT_CREATE": "templates/jobs/launch.sh.j2",
     "CANNOT_UNPACK": "templates/remote/receive_job.sh",
     "CANNOT_START": "templates/jobs/agent.sh.j2",
+    "NO_SUCH_JOB": "templates/remote/ask_host.sh",
 }
 WORDS = {
     "RUN_DIR_VARIABLE": "templates/jobs/launch.sh.j2",

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from trainer.layout import AXES, Coordinates, Layout, Machines, divisors, factorings, propose, segments, solve_batch
+from trainer.layout import AXES, Coordinates, Layout, Machines, divisors, factorings, segments
+from trainer.layout_rules import propose, solve_batch
 
 LAYOUTS = [
     Layout(1, 1, 1, 1),

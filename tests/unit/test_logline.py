@@ -5,11 +5,33 @@ from __future__ import annotations
 import io
 import json
 import re
-from datetime import datetime
+from datetime import datetime, timezone
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from trainer.logline import TrainLine, epoch_line, evaluation_line, parse_train_line, prefixed
+from trainer.logline import (
+    COMPLETE,
+    CONFIG_TITLE,
+    PREFIX,
+    TRAIN_START,
+    Evaluation,
+    TrainLine,
+    announced_steps,
+    epoch_line,
+    evaluation_line,
+    is_config_title,
+    is_mingpt_train_line,
+    json_line,
+    length_line,
+    parse_evaluation_line,
+    parse_json_line,
+    parse_sample_title,
+    parse_train_line,
+    prefixed,
+    sample_title,
+)
 from trainer.metrics import Log
 
 PUBLISHED = [
@@ -76,7 +98,84 @@ def test_the_other_lines() -> None:
         == "valid step 500, epoch: 0, batch: 9, loss: 10.500000, speed: 2.00 step/s"
     )
     assert epoch_line(3, 1, 0, "Train", 4.188441) == "[GPU3] Epoch 1 | Iter 0 | Train Loss 4.18844"
+    assert length_line(1500, 48, 9) == "Training: 1,500 steps of 48 samples; the training data has 9 samples"
+    assert sample_title("it's\n") == 'Sample text after "it\'s\\n":'
     assert epoch_line(0, 10, 0, "Eval", 1.12) == "[GPU0] Epoch 10 | Iter 0 | Eval Loss 1.12000"
+
+
+# What is written is recognised. Oracle: the numbers and texts that went in.
+
+COUNTS = st.integers(0, 10**9)
+LOSSES = st.floats(0, 1e6) | st.sampled_from([float("inf"), float("nan")])
+# As a terminal shows them: `prefixed` adds colours, and a space at the end of the line.
+SHOWN = st.sampled_from(["{}", "[2022-07-27 13:17:17,469] [    INFO]  - {} "])
+
+
+@given(counts=st.tuples(COUNTS, COUNTS, COUNTS), loss=LOSSES, rate=st.floats(0, 1e9), shown=SHOWN)
+def test_a_train_line_is_recognised(counts: tuple[int, int, int], loss: float, rate: float, shown: str) -> None:
+    line = TrainLine(*counts, loss, rate, rate, rate, rate, rate, rate)
+    read = parse_train_line(shown.format(line))
+    assert read is not None
+    assert read[:3] == counts
+    assert str(line).startswith(TRAIN_START)
+    assert read[3:] == pytest.approx(line[3:], rel=1e-5, abs=0.5, nan_ok=True)
+
+
+@given(name=st.sampled_from(["valid", "test"]), step=COUNTS, number=COUNTS, loss=LOSSES, shown=SHOWN)
+def test_an_evaluation_line_is_recognised(name: str, step: int, number: int, loss: float, shown: str) -> None:
+    read = parse_evaluation_line(shown.format(evaluation_line(name, step, number, number, loss, 2.0)))
+    assert read is not None
+    assert read == Evaluation(name, step, pytest.approx(loss, abs=1e-6, nan_ok=True))
+
+
+@given(steps=COUNTS, batch_size=COUNTS, samples=COUNTS, shown=SHOWN)
+def test_a_length_line_is_recognised(steps: int, batch_size: int, samples: int, shown: str) -> None:
+    assert announced_steps(shown.format(length_line(steps, batch_size, samples))) == steps
+
+
+@given(prompt=st.text())
+def test_a_sample_title_is_recognised(prompt: str) -> None:
+    for end in ("", " "):
+        assert parse_sample_title(sample_title(prompt) + end) == f"after {prompt!r}:"
+
+
+@given(text=st.text())
+def test_a_json_line_is_recognised(text: str) -> None:
+    line = json_line(text, "INFO", 3, MOMENT.replace(tzinfo=timezone.utc), {"step": 5})
+    assert parse_json_line(line) == text
+    assert json.loads(line)["step"] == 5
+
+
+@pytest.mark.parametrize("level", ["INFO", "WARNING"])
+def test_a_prefix_is_recognised(level: str) -> None:
+    """With and without colours, which a terminal view removes before it parses."""
+    for coloured in (False, True):
+        line = re.sub(r"\x1b\[\d+m", "", prefixed("text", level, MOMENT, coloured))
+        found = PREFIX.match(line)
+        assert found
+        assert (found[1], found[2], line[found.end() :].rstrip()) == ("13:17:17", level, "text")
+
+
+def test_the_config_title_and_the_lines_of_mingpt_are_recognised() -> None:
+    assert is_config_title(CONFIG_TITLE)
+    assert is_config_title(f"{CONFIG_TITLE} ")
+    assert is_mingpt_train_line(epoch_line(3, 1, 0, "Train", 4.188441))
+    assert not is_mingpt_train_line(epoch_line(3, 1, 0, "Eval", 4.188441))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("", "text", "rank 3: text", "{", '{"time": "now"}', '{"time": "now", "message": 5}', '{"time": "now'),
+        *("many steps of 48 samples", "valid step x, epoch: 0", "Sample text", "Resolved config: no", COMPLETE),
+    ],
+)
+def test_any_other_line_is_not_recognised(line: str) -> None:
+    parsers = (parse_train_line, parse_evaluation_line, announced_steps, parse_sample_title, parse_json_line)
+    assert [parse(line) for parse in parsers] == [None] * 5
+    assert not is_config_title(line)
+    assert not is_mingpt_train_line(line)
+    assert not PREFIX.match(line)
 
 
 class Terminal(io.StringIO):

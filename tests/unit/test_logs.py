@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,9 +19,13 @@ from hypothesis import strategies as st
 from gptctl.logs.files import FileFilter, parse_ranks
 from gptctl.logs.lines import Assembler, Clock, parse_since, readable, start_of_last
 from gptctl.logs.local_files import LocalLogFiles
-from gptctl.logs.printer import Style, show_logs
-from gptctl.logs.stream import LineFilter
+from gptctl.logs.printer import Printer, Style, show_logs
+from gptctl.logs.stream import LineFilter, follow
 from trainer.errors import WRONG_USAGE, UserError
+
+
+def say_on_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 class Job:
@@ -41,7 +46,7 @@ class Job:
 
     def shown(self, wanted: FileFilter | None = None, lines: LineFilter | None = None, style: Style = "text") -> str:
         out = io.BytesIO()
-        show_logs(self.files, wanted or FileFilter(), lines or LineFilter(), style, out=out)
+        show_logs(self.files, wanted or FileFilter(), lines or LineFilter(), style, out, say=say_on_stderr)
         return out.getvalue().decode()
 
 
@@ -183,16 +188,20 @@ def test_lines_are_merged_by_time_and_stay_with_their_neighbours(job: Job) -> No
 
 @settings(max_examples=40, deadline=None)
 @given(contents=st.lists(BYTES.map(b"".join), min_size=1, max_size=4))
-@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize("follows", [False, True])
 def test_raw_gives_every_line_exactly_once(
-    tmp_path_factory: pytest.TempPathFactory, follow: bool, contents: list[bytes]
+    tmp_path_factory: pytest.TempPathFactory, follows: bool, contents: list[bytes]
 ) -> None:
     """Oracle: the files' own lines, as a multiset; one file is the same byte for byte."""
     job = Job(tmp_path_factory.mktemp("raw"))
     for rank, data in enumerate(contents):
         job.add(f"workerlog.{rank}", data)
     out = io.BytesIO()
-    show_logs(job.files, FileFilter(), LineFilter(), "raw", (lambda: True) if follow else None, out)
+    if follows:
+        printer = Printer(out, "raw", say=say_on_stderr)
+        follow(job.files, FileFilter(), LineFilter(raw=True), printer, lambda: True)
+    else:
+        show_logs(job.files, FileFilter(), LineFilter(), "raw", out, say=say_on_stderr)
     if len(contents) == 1:
         assert out.getvalue() == contents[0]
     whole = [data if data.endswith(b"\n") or not data else data + b"\n" for data in contents]
@@ -263,6 +272,6 @@ def test_colours_only_where_they_are_wanted(job: Job, monkeypatch: pytest.Monkey
     job.add("workerlog.0", "a\n")
     job.add("workerlog.1", "a\n")
     out = Terminal()
-    show_logs(job.files, FileFilter(), LineFilter(), out=out)
+    show_logs(job.files, FileFilter(), LineFilter(), out=out, say=say_on_stderr)
     coloured = b"\x1b[36m[rank 0] \x1b[0ma\n\x1b[32m[rank 1] \x1b[0ma\n"
     assert out.getvalue() == (b"[rank 0] a\n[rank 1] a\n" if no_color else coloured)

@@ -24,7 +24,7 @@ from gptctl.logs.match import Grep
 from gptctl.logs.printer import Printer, Style
 from gptctl.logs.stream import Follower, LineFilter, follow
 from tests.conftest import ROOT
-from tests.unit.test_logs import Job
+from tests.unit.test_logs import Job, say_on_stderr
 
 
 @pytest.fixture
@@ -39,7 +39,8 @@ class Watch:
         self, job: Job, lines: LineFilter | None = None, style: Style = "text", wanted: FileFilter | None = None
     ):
         self.out = io.BytesIO()
-        self.follower = Follower(job.files, wanted or FileFilter(), lines or LineFilter(), Printer(self.out, style))
+        printer = Printer(self.out, style, say=say_on_stderr)
+        self.follower = Follower(job.files, wanted or FileFilter(), lines or LineFilter(), printer)
 
     def look(self, last: bool = False) -> list[str]:
         """What one look shows, without prefixes."""
@@ -220,7 +221,8 @@ def test_the_end_of_the_job_ends_the_following(job: Job) -> None:
         return over.is_set()
 
     out = io.BytesIO()
-    arguments = (job.files, FileFilter(), LineFilter(raw=True), Printer(out, "raw"), ended)
+    printer = Printer(out, "raw", say=say_on_stderr)
+    arguments = (job.files, FileFilter(), LineFilter(raw=True), printer, ended)
     thread = threading.Thread(target=follow, args=arguments)
     thread.start()
     for number in range(150):
@@ -251,8 +253,8 @@ import sys
 from pathlib import Path
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalLogFiles
-from gptctl.logs.printer import show_logs
-from gptctl.logs.stream import LineFilter
+from gptctl.logs.printer import Printer
+from gptctl.logs.stream import LineFilter, follow
 folder = Path(sys.argv[1])
 def ended():
     if not (folder / "rotated").exists():
@@ -261,7 +263,8 @@ def ended():
         with (folder / "attempt-0" / f"workerlog.{rank}").open("a") as file:
             file.write(f"more {rank}\\n")
     return True
-show_logs(LocalLogFiles(folder, folder), FileFilter(), LineFilter(), ended=ended)
+printer = Printer(sys.stdout.buffer, say=lambda text: print(text, file=sys.stderr))
+follow(LocalLogFiles(folder, folder), FileFilter(), LineFilter(), printer, ended)
 """
 
 

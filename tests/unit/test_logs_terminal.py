@@ -15,10 +15,8 @@ from gptctl.logs.files import FileFilter, Kind
 from gptctl.logs.outcome import Outcome, checkpoint_text, outcome_rows
 from gptctl.logs.printer import Printer
 from gptctl.logs.progress import (
-    Evaluation,
     Position,
     StepHistory,
-    announced_steps,
     duration,
     progress_text,
     seconds_per_step,
@@ -27,8 +25,8 @@ from gptctl.logs.progress import (
 from gptctl.logs.rank_count import RankCount, RankLines, count_text
 from gptctl.logs.stream import Follower, LineFilter
 from gptctl.logs.terminal_view import FollowedJob, TerminalView
-from tests.unit.test_logs import Job
-from trainer.logline import TrainLine
+from tests.unit.test_logs import Job, say_on_stderr
+from trainer.logline import Evaluation, TrainLine, announced_steps
 
 STAMP = "[2026-11-16 04:25:43,446] [    INFO] - "
 DAY = 86400.0
@@ -313,7 +311,8 @@ class Watch:
     def __init__(self, root: Path, total_steps: int = 100) -> None:
         self.job, self.out, self.screen = Job(root), io.BytesIO(), Recorder()
         followed = FollowedJob("job-1", 2, total_steps, True, 0.0)
-        self.view = TerminalView(Printer(self.out), self.screen, self.job.files, followed, condenses=True)
+        printer = Printer(self.out, say=say_on_stderr)
+        self.view = TerminalView(printer, self.screen, self.job.files, followed, condenses=True)
         self.follower = Follower(self.job.files, FileFilter(all_attempts=True), LineFilter(), self.view)
 
     def look(self) -> str:

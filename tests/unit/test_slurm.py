@@ -88,8 +88,8 @@ def test_an_end_that_slurm_told_is_known_when_it_has_forgotten_the_job(
 
 def test_a_script_that_could_not_be_started(backend: SlurmBackend, record: JobRecord) -> None:
     backend.queue.jobs = {"7": SEEN._replace(state="FAILED", exit_code=53, nodes="n1", work_dir=record.local_dir)}
-    check = f"check that the nodes see {record.local_dir}, for example with gptctl doctor --cluster lab"
-    assert backend.state(record).reason == f"Slurm could not start its script on n1: {check}"
+    check = f"check that the nodes see {record.local_dir}: gptctl doctor --cluster lab"
+    assert backend.state(record).reason == f"Slurm could not start the job script on n1: {check}"
 
 
 def test_a_job_of_another_folder_in_the_accounting_is_not_ours(

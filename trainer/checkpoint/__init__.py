@@ -124,8 +124,8 @@ class Checkpoints:
             hint = "copy the folder from another node, or delete it on all nodes to start again"
             nodes = ", ".join(lacking)
             raise UserError(
-                f"checkpoints in {self.store.folder} are missing on node {nodes}, "
-                "but other nodes have them",
+                f"checkpoints in {self.store.folder} are missing on these nodes, "
+                f"but not on others: {nodes}",
                 hint,
             )
 

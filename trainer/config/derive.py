@@ -15,7 +15,8 @@ from trainer.config.presets import DEFAULT_POSITIONS, DEFAULT_VOCAB, PRESETS
 from trainer.config.read import join, paths_of
 from trainer.config.sections import DataPart, RunConfig
 from trainer.errors import Finding, Rule
-from trainer.layout import DEGREE_KEYS, Machines, solve_batch, solve_layout
+from trainer.layout import DEGREE_KEYS, Machines, solve_layout
+from trainer.layout_rules import solve_batch
 
 MISSING_SIZE = Rule(
     "C017", "model sizes must be given, by a preset or in the config", uses=("Model.name",)

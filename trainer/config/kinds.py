@@ -20,7 +20,7 @@ from trainer.errors import Rule, closest, one_of
 WRONG_TYPE = Rule("C011", "a value must have the type of its key")
 OUT_OF_RANGE = Rule("C012", "a number must be within the range of its key")
 NOT_A_CHOICE = Rule("C013", "a value must be one of the choices of its key")
-NOT_A_NAME = Rule("C014", "a text must have the format of its key")
+NOT_A_NAME = Rule("C014", "a text value must match the format of its key")
 
 MAX_NAMES = 500  # entries of a mapping; a config with more is a mistake
 INT_LIMIT = 2**53  # a float represents every integer up to here; no count is larger

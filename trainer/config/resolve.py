@@ -16,18 +16,8 @@ from trainer.config.rules import NO_EFFECT, OFF, check_run
 from trainer.config.sections import RunConfig
 from trainer.config.tree import Map
 from trainer.errors import Finding, Rule, errors_in, in_order
-from trainer.layout import (
-    DEGREE_KEYS,
-    WORLD,
-    Batch,
-    Layout,
-    Machines,
-    Shape,
-    check_model,
-    check_mp_in_node,
-    check_world,
-    propose,
-)
+from trainer.layout import DEGREE_KEYS, Batch, Layout, Machines, Shape
+from trainer.layout_rules import WORLD, check_model, check_mp_in_node, check_world, propose
 
 IGNORED = Rule("N001", "a config should not contain keys that this trainer ignores", "notice")
 NOT_BUILT = Rule("N002", "a config should not use sections that are not implemented yet", "notice")

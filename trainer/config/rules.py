@@ -83,7 +83,7 @@ MANY_CHUNKS = Rule(
 )
 
 # Notices: the config is valid, but the user may expect an effect that never comes.
-ALWAYS = Rule("N004", "a setting should change what the trainer does", "notice")
+ALWAYS = Rule("N004", "a setting should have an effect in this trainer", "notice")
 ON_THE_CPU = Rule(
     "N005",
     "sharding_offload should be used with GPUs",

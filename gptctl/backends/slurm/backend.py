@@ -76,7 +76,8 @@ class SlurmBackend(Backend):
             # Slurm did not answer: that says nothing about the job.
             if error.is_doubtful or error.is_missing:
                 return [_not_asked(checked, error.detail)], ""
-            message, hint = f"Slurm rejects it: {error.detail}", "sinfo shows partitions and limits"
+            message = f"Slurm rejects it: {error.detail}"
+            hint = "`sinfo` shows partitions and limits"
             return [ACCEPTED.found("Launch.cluster", checked.cluster.name, message, hint)], ""
 
     # Submitting
@@ -92,7 +93,7 @@ class SlurmBackend(Backend):
         handle = {"scheduler_id": job, "host": os.uname().nodename}
         # 2. Give it the claim: of several Slurm jobs for this folder only this one does anything.
         if not RunFolder(plan.remote_dir).try_claim(handle):
-            message = f"another gptctl has abandoned {plan.job_id}"
+            message = f"another gptctl process undid the submission of {plan.job_id}"
             raise UserError(message, "submit it again", OUT_OF_REACH)
         # 3. Remove the others, if a request was repeated because its reply was lost.
         if was_doubtful:
@@ -286,11 +287,12 @@ class SlurmBackend(Backend):
                 return
             time.sleep(1)
         message = f"{record.id} did not stop within {STOP_TIMEOUT:.0f} s"
-        raise UserError(message, "check again: gptctl status", OUT_OF_REACH)
+        raise UserError(message, f"check again: gptctl status {record.id}", OUT_OF_REACH)
 
 
 def _not_asked(checked: Checked, why: str) -> Finding:
-    rule, message = ACCEPTED._replace(level="notice"), f"Slurm was not asked: {why}"
+    rule = ACCEPTED._replace(level="notice")
+    message = f"cannot ask Slurm whether it accepts the job: {why}"
     hint = "run this command on a login node"
     return rule.found("Launch.cluster", checked.cluster.name, message, hint)
 

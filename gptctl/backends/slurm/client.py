@@ -28,7 +28,7 @@ class SlurmError(UserError):
     """
 
     def __init__(self, said: str, is_doubtful: bool, is_missing: bool = False) -> None:
-        hint = "sinfo shows partitions and limits; gptctl doctor --cluster checks more"
+        hint = "`sinfo` shows partitions and limits; `gptctl doctor --cluster NAME` checks more"
         if is_missing:
             hint = "run this command on a login node of the cluster"
         elif is_doubtful:

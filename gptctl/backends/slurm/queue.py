@@ -85,7 +85,7 @@ def query_squeue() -> dict[str, QueuedJob]:
 
 
 def _parse_job(fields: Sequence[str]) -> QueuedJob | None:
-    # Other output, such as a warning of the site.
+    # Other output, such as a warning of the cluster.
     if len(fields) < len(SQUEUE_FIELDS):
         return None
     job, state, reason, start, nodes, restarts, code, folder, comment = (
@@ -168,7 +168,7 @@ class Queue:
 
 def find_submitted(token: str, run_dir: str) -> list[QueuedJob]:
     """Find the jobs that were submitted with a token, or for a folder."""
-    # By folder, too: a plugin of the site may rewrite the comment that contains the token.
+    # By folder, too: a plugin of the cluster may rewrite the comment that contains the token.
     return [
         job
         for job in query_squeue().values()

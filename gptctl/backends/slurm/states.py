@@ -118,7 +118,7 @@ def state_after_end(end: AccountingRecord, folder: RunFolder, record: JobRecord)
     if end.signal == SCRIPT_FAILED and not folder.attempts():
         where = f"on {end.nodes or 'a node'}: check that the nodes see {record.local_dir}"
         hint = f"gptctl doctor --cluster {record.cluster}"
-        reason = f"Slurm could not start its script {where}, for example with {hint}"
+        reason = f"Slurm could not start the job script {where}: {hint}"
         return _with_result_saved(JobState(kind, reason), folder)
     # The batch script explained this in its only line of output.
     if end.code == NO_ENGINE_PYTHON:

@@ -145,7 +145,9 @@ class SshBackend(Backend):
         if problems:
             where = "; ".join(problem.message for problem in problems)
             hint = f"cancel it again when the hosts are reachable: gptctl cancel {record.id}"
-            raise UserError(f"{record.id} is not stopped everywhere: {where}", hint, OUT_OF_REACH)
+            raise UserError(
+                f"{record.id} could not be stopped on all hosts: {where}", hint, OUT_OF_REACH
+            )
         if not folder.result():
             with private_files():
                 folder.finish(CANCELLED, "cancelled")

@@ -168,8 +168,8 @@ def test_a_terminal_gets_colours_and_progress_and_no_foreign_control_sequences(j
         (["--failed", "--follow"], "--failed and --follow cannot be combined"),
         (["--raw", "--json"], "cannot be combined"),
         (["--attempt", "0", "--all-attempts"], "cannot be combined"),
-        (["--attempt", "7"], "there is no such log"),
-        (["--rank", "99"], "there is no such log"),
+        (["--attempt", "7"], "no log file matches"),
+        (["--rank", "99"], "no log file matches"),
     ],
 )
 def test_wrong_questions(jobs, arguments: list[str], expected: str) -> None:

@@ -184,4 +184,7 @@ def test_validate_asks_slurm(login: Login) -> None:
     login.lab.break_client("sbatch")
     elsewhere = login.run("validate", "--cluster", "lab", "--nodes", "2", *keys)
     assert elsewhere.returncode == 0
-    assert "notice: S008 Launch.cluster: Slurm was not asked: sbatch is not installed here" in elsewhere.stdout
+    assert (
+        "notice: S008 Launch.cluster: cannot ask Slurm whether it accepts the job: sbatch is not installed here"
+        in elsewhere.stdout
+    )

@@ -124,7 +124,7 @@ def test_preempted_twice(login: Login, undisturbed: dict[int, float], crashed: F
     training.assert_as(undisturbed)
     steps = [step for attempt in range(3) for step in steps_of_attempt(training, attempt)]
     assert steps == list(range(1, STEPS + 1))
-    assert login.batch_log(training.job).count("requeued: the scheduler asked the job to stop") == 2
+    assert login.batch_log(training.job).count("requeueing: the scheduler asked the job to stop") == 2
     assert "attempt 2" in training.said()
 
 
@@ -258,7 +258,7 @@ def test_without_progress_three_attempts_are_enough(login: Login) -> None:
         r"node 0 \(node\d\) exited with code 7; three attempts without a new checkpoint", facts["reason"]
     )
     assert facts["attempts"] == 3
-    assert "requeued: two attempts on these nodes failed" in login.batch_log(job)
+    assert "requeueing: two attempts on these nodes failed" in login.batch_log(job)
 
 
 @pytest.fixture

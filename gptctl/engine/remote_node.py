@@ -1,0 +1,97 @@
+"""A node on another host, controlled from the first host through its agent (`agent.py`)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from gptctl.engine.messages import ConnectionLost, MessageStream
+from gptctl.engine.node import TICK, NodeExit
+
+HEARTBEAT = 2.0  # seconds after which an agent that has nothing else to send sends a heartbeat
+HEARTBEAT_TIMEOUT = 90.0  # seconds without any message after which a host counts as lost
+KILL_TIMEOUT = 5.0  # seconds in which another host must kill its ranks
+
+
+class RemoteNode:
+    """A node on another host, controlled from the first one. `node.py` describes each method."""
+
+    def __init__(self, number: int, stream: MessageStream) -> None:
+        self.number = number
+        self._stream = stream
+        # Counts starts, so that a late message about an earlier start is not taken for this one's.
+        self._start_number = 0
+        self._exit: NodeExit | None = NodeExit(0)
+        self._has_ranks = self._stop_is_requested = self._is_killed = False
+        self._kill_timeout = KILL_TIMEOUT
+        self._lost = ""  # why the host is lost
+
+    def start(self, attempt: int, host: str, port: int) -> None:
+        self._start_number += 1
+        self._exit, self._has_ranks, self._stop_is_requested = None, False, False
+        self._send(start=self._start_number, attempt=attempt, host=host, port=port)
+
+    def exited(self) -> NodeExit | None:
+        self._receive()
+        return self._exit
+
+    def has_ranks(self) -> bool:
+        self._receive()
+        return self._has_ranks
+
+    def can_stop_gracefully(self) -> bool:
+        return self.has_ranks()
+
+    def output(self) -> str:
+        return ""  # its log is on its host
+
+    def request_stop(self) -> None:
+        if not self._stop_is_requested:
+            self._stop_is_requested = True
+            self._send(request_stop=True)
+
+    def kill(self) -> None:
+        # Wait for the confirmation: ranks of two attempts must not run at the same time.
+        self._is_killed = False
+        self._send(kill=True)
+        deadline = time.monotonic() + self._kill_timeout
+        while not self._is_killed and not self._lost and time.monotonic() < deadline:
+            self._receive(TICK)
+        # Do not wait again for a host that did not answer.
+        self._kill_timeout = KILL_TIMEOUT if self._is_killed else 0.0
+
+    def shut_down(self) -> None:
+        self._send(shut_down=True)
+
+    def _send(self, **message: Any) -> None:
+        if not self._lost:
+            try:
+                self._stream.send(**message)
+            except ConnectionLost as lost:
+                self._mark_lost(str(lost))
+        elif "start" in message:
+            # A new attempt has reset the exit, and this node cannot take part in it.
+            self._mark_lost(self._lost)
+
+    def _receive(self, timeout: float = 0.0) -> None:
+        # The peer stops its ranks if it receives nothing for too long.
+        if time.monotonic() - self._stream.last_sent > HEARTBEAT:
+            self._send(heartbeat=True)
+        try:
+            while not self._lost and (message := self._stream.receive(timeout)):
+                self._handle(message)
+        except ConnectionLost as lost:
+            self._mark_lost(str(lost))
+        if time.monotonic() - self._stream.last_received > HEARTBEAT_TIMEOUT:
+            self._mark_lost(f"no message from it for {HEARTBEAT_TIMEOUT:.0f} s")
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        self._is_killed |= "killed" in message
+        if message.get("start") == self._start_number:
+            self._has_ranks |= "ranks" in message
+            if "exit" in message:
+                self._exit = NodeExit(*message["exit"])
+
+    def _mark_lost(self, why: str) -> None:
+        self._lost = why
+        self._exit = self._exit or NodeExit(255, f"its host is lost: {why}")
