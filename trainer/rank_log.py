@@ -101,9 +101,12 @@ def watch(command: list[str]) -> int:
         signal.signal(number, lambda number, frame: os.kill(child, number))
     note("start", child)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    _, status, usage = os.wait4(child, 0)
+    # Do not reap it yet: a signal that arrives now is still forwarded to its pid, which another
+    # process may get afterwards.
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     for number in signals:
-        signal.signal(number, signal.SIG_IGN)  # from now on, another process may get this pid
+        signal.signal(number, signal.SIG_IGN)
+    _, status, usage = os.wait4(child, 0)
     code, killer = (
         (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
     )

@@ -44,7 +44,7 @@ def validate(
 
     CONFIG is a path or a bare name: `config` finds config.yaml, config.yml, configs.yaml or
     configs/config.yaml. This command submits nothing. On a Slurm cluster it also asks Slurm
-    whether it would accept the job.
+    whether it would accept the job. Whether data, scripts and secrets exist is checked by submit.
 
     Exit code 0: valid; 1: invalid; 2: wrong usage or an unreadable file.
     """

@@ -67,7 +67,7 @@ def status(session: Session, job: str | None, as_json: bool) -> None:
     from gptctl.cli import ui
     from gptctl.jobs import report
 
-    record = session.find(job)
+    record = session.find(job, announce=False)  # the answer names the job
     # Copy new files first: the state of the ranks is read from them.
     session.catch_up(record)
     facts = report.status(record, session.backends)

@@ -49,7 +49,7 @@ class Session:
 
         return is_final(self.state_of(record))
 
-    def find(self, name: str | None) -> JobRecord:
+    def find(self, name: str | None, announce: bool = True) -> JobRecord:
         """Find a job by its id. Without one, take the latest job and print its id."""
         from gptctl.cli import ui
 
@@ -58,7 +58,7 @@ class Session:
         finally:  # damaged records may be the reason why a job is not found
             self.report_damage()
         # The user must see which job was chosen, before a verb stops or shows it.
-        if name is None:
+        if name is None and announce:
             ui.say(f"job {record.id}")
         return record
 

@@ -9,7 +9,7 @@ import os
 import pwd
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from gptctl.backends.slurm import client
@@ -121,7 +121,8 @@ def check_slurm(cluster: Cluster) -> SlurmStatus:
 
 def _command_rows() -> Iterator[Row]:
     versions: dict[str, list[str]] = {}
-    missing, broken = [], []
+    broken: dict[str, list[str]] = {}
+    missing = []
     for name in COMMANDS:
         if not shutil.which(name):
             missing += [name] if name in REQUIRED_COMMANDS else []
@@ -130,17 +131,22 @@ def _command_rows() -> Iterator[Row]:
             versions.setdefault(client.run(name, "--version").split()[-1], []).append(name)
         except (SlurmError, IndexError) as error:
             # Such as a library that is missing: sbatch would fail in the same way.
-            broken.append(f"{name}: {getattr(error, 'said', 'no version')}")
+            broken.setdefault(getattr(error, "detail", "no version"), []).append(name)
     if missing:
         fix = "load Slurm's module, or add its commands to PATH; run gptctl on a login node"
         yield wrong("commands", f"not found: {', '.join(missing)}", fix)
     if broken:
-        yield wrong("commands", "; ".join(broken), "run these commands in a shell")
-    found = "; ".join(f"{', '.join(names)}: {version}" for version, names in versions.items())
+        yield wrong("commands", _by_command(broken), "fix what these commands report")
+    found = _by_command(versions)
     if len(versions) > 1:
         yield warning("commands", found, "PATH has commands of two Slurm versions: use one")
     elif versions and not missing and not broken:
         yield ok("commands", found)
+
+
+def _by_command(texts: Mapping[str, Sequence[str]]) -> str:
+    """`sbatch, squeue: 22.05.8`: commands with the same text together."""
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in texts.items())
 
 
 def _controller_row() -> Row:

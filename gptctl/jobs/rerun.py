@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gptctl.backends import Backends
 from gptctl.engine.run_folder import read_json
@@ -24,15 +25,7 @@ def prepare_rerun(
     """Prepare the job of a record again, with its own code, config, profile and templates."""
     folder = record.run_folder
     # The user's own files may have changed: everything is read from the job's folder.
-    before = read_json(folder / "plan.json")
-    if before is None:
-        raise UserError(
-            f"{folder}/plan.json is missing or damaged", "submit its config again", OUT_OF_REACH
-        )
-    if not (folder / "code" / "rank_log.py").is_file():
-        raise UserError(
-            f"{folder}/code is missing or damaged", "submit its config again", OUT_OF_REACH
-        )
+    before = _frozen_plan(folder)
     traits = KINDS.get(record.kind)
     site = Site(before["work_dir"], before["python"], str(folder / "code" / "trainer"))
     # Interpreters of other machines, or found by PATH, cannot be checked from here.
@@ -78,6 +71,15 @@ def prepare_rerun(
     prepared = prepare(checked, store, backends, site, overrides, [folder / "templates"], base)
     # The code is that of the first run, so the state of git is too.
     return prepared._replace(git=read_json(folder / "git.json") or {})
+
+
+def _frozen_plan(folder: Path) -> dict[str, Any]:
+    """Read the job's plan; raise UserError if it or another part of the folder is missing."""
+    before = read_json(folder / "plan.json")
+    if before is not None and (folder / "code" / "rank_log.py").is_file():
+        return before
+    missing = folder / ("code" if before else "plan.json") if folder.is_dir() else folder
+    raise UserError(f"{missing} is missing or damaged", "submit its config again", OUT_OF_REACH)
 
 
 def _with_first_origins(checked: Checked, folder: Path) -> Checked:

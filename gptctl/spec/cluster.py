@@ -155,18 +155,18 @@ class Cluster:
         {},
         "slurm: more sbatch options, such as {qos: high}",
     )
+    master_interface: str | None = text(
+        None,
+        "slurm: interface of the first node whose address is the rendezvous endpoint",
+        r"[A-Za-z0-9._@-]{1,32}",
+        "an interface",
+    )
     # All kinds: where files are, and what runs before the ranks.
     run_root: str = file_path(
         "./runs", "folder of all runs, one subfolder per job; the same path on every machine"
     )
     setup: tuple[str, ...] = key(Words(), (), "shell lines to run before the ranks start, in order")
     container: Container = section(Container, "run the ranks in a container")
-    master_interface: str | None = text(
-        None,
-        "interface of the first node whose address is the rendezvous endpoint",
-        r"[A-Za-z0-9._@-]{1,32}",
-        "an interface",
-    )
     # ssh clusters.
     hosts: tuple[Host, ...] = key(Words(HostEntry()), (), "ssh: the hosts, in node order")
     identity_file: str | None = file_path(None, "ssh: private key; empty: the ssh config's")

@@ -25,7 +25,10 @@ KINDS: dict[str, ClusterKind] = {
     "slurm": ClusterKind(
         "gptctl.backends.slurm.backend:SlurmBackend",
         has_queue=True,
-        keys=("partition", "account", "gpu_request", "cpus_per_task", "sbatch"),
+        keys=(
+            *("partition", "account", "gpu_request", "cpus_per_task", "sbatch"),
+            "master_interface",
+        ),
         styles=("sbatch", "srun-script", "loop"),
     ),
     "ssh": ClusterKind(

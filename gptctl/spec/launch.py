@@ -122,7 +122,7 @@ class Duration:
             raise BadValue(
                 WRONG_TYPE,
                 f"invalid time: {shown(text)}",
-                "use HH:MM:SS or D-HH:MM:SS, such as 12:00:00 or 1-12:00:00",
+                "use minutes, HH:MM:SS or D-HH:MM:SS, such as 90, 12:00:00 or 1-12:00:00",
             )
         clock = [int(part) for part in match["clock"].split(":")]
         seconds = _seconds(match["days"], clock)

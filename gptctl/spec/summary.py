@@ -78,7 +78,7 @@ def summary(checked: Checked) -> list[tuple[str, str]]:
         ("model", _model(resolved)),
         (
             "parameters",
-            f"{estimated.parameters:,} ({_millions(estimated.parameters)}{_guess(resolved)})",
+            f"{estimated.parameters:,} ({_rounded(estimated.parameters)}{_guess(resolved)})",
         ),
         ("FLOPs", f"{estimated.flops_per_token:,} per token"),
         (f"memory per {unit}", _memory(estimated, checked)),
@@ -110,8 +110,11 @@ def _guess(resolved: Resolved) -> str:
     return "" if resolved.run.Model.vocab_size else f", if the data has {UNKNOWN_VOCAB} characters"
 
 
-def _millions(parameters: int) -> str:
-    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
+def _rounded(parameters: int) -> str:
+    size, unit = next(
+        (size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if parameters >= size
+    )
+    return f"{parameters / size:.1f} {unit}"
 
 
 def _memory(estimated: Estimate, checked: Checked) -> str:

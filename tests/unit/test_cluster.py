@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import fields
 
-from gptctl.spec.cluster import find_profile, known_profiles, load_profile, visible_gpus
+import pytest
+import yaml
+
+from gptctl.spec.cluster import Cluster, find_profile, known_profiles, load_profile, visible_gpus
+from gptctl.spec.cluster_kinds import KINDS
 from gptctl.spec.resources import named_files
 from trainer.errors import UserError
 from trainer.estimate import GIB
@@ -15,6 +19,14 @@ def test_bundled_profiles_are_clean(name: str) -> None:
     profile = load_profile(name)
     assert profile.findings == ()
     assert profile.cluster.name == name
+
+
+@pytest.mark.parametrize("kind", ["slurm", "ssh"])
+def test_an_example_shows_every_key_of_its_kind(kind: str) -> None:
+    """Oracle: the keys of the dataclass, without those of other kinds."""
+    shown = yaml.safe_load(named_files("clusters")[f"{kind}-example"].read_text())
+    of_others = {key for name, traits in KINDS.items() if name != kind for key in traits.keys}
+    assert set(shown) == {field.name for field in fields(Cluster)} - of_others
 
 
 def test_ssh_hosts_keep_their_order_and_details() -> None:

@@ -157,3 +157,19 @@ def test_modules_beside_it_are_not_taken_for_its_own(tmp_path) -> None:
     )
     assert "wrong module" not in result.stderr.splitlines()[:1]
     assert json.loads((tmp_path / "ranks.0.jsonl").read_text().splitlines()[0])["event"] == "start"
+
+
+def test_a_signal_at_the_moment_of_the_exit_costs_no_record(tmp_path) -> None:
+    """SIGTERM every 0.3 ms while the program exits: its exit code is recorded in every run."""
+    program = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up')\ntime.sleep(0.02)\nraise SystemExit(93)"
+    for number in range(12):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        process = start(folder, program)
+        wait_for(folder, "up")
+        while process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.0003)
+        assert "Traceback" not in log(folder)
+        assert events(folder)[-1]["exit"] == 93
+        assert (folder / "unrecoverable").exists()
