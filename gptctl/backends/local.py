@@ -168,7 +168,9 @@ def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]
         return JobState(result.state, result.reason)
     if folder.cancelled_file.exists():
         return JobState(CANCELLED, "cancelled")
-    why = "its processes were killed" if is_same_boot(claim) else "the machine was restarted"
+    why = "its processes exited without recording a result"
+    if not is_same_boot(claim):
+        why = "the machine was restarted"
     known = f"{len(codes)} of {record.nodes} nodes recorded an exit code"
     return JobState(LOST, f"{why}; {known}")
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 RUN_DIR_VARIABLE = "GPTCTL_RUN_DIR"
 # The file descriptor on which a supervisor tells gptctl that the job exists.
 READY_VARIABLE = "GPTCTL_READY"
+# The file descriptor from which the engine reads the environment of the batch script.
+BATCH_ENVIRONMENT_VARIABLE = "GPTCTL_BATCH_ENVIRONMENT"
 # Set while an agent must remove the files that gptctl sent to its host.
 ROLL_BACK_VARIABLE = "GPTCTL_ROLL_BACK"
 

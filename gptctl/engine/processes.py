@@ -6,6 +6,7 @@ Reads /proc, so it works on Linux only.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -100,6 +101,13 @@ def descendants(ancestor: int) -> list[int]:
         found += new
         pending += new
     return found
+
+
+def disregard(*signals: signal.Signals) -> None:
+    """Survive these signals."""
+    # A handler that does nothing: ranks would inherit a signal that is ignored.
+    for number in signals:
+        signal.signal(number, lambda number, frame: None)
 
 
 def adopt_orphans() -> None:

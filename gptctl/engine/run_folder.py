@@ -21,8 +21,9 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from gptctl.engine.atomic_files import replacing
 from gptctl.engine.contract import CANCELLED_FILE, CLAIM, PLAN, RESULT, UNRECOVERABLE_FILE
@@ -33,6 +34,7 @@ TIMEOUT, STOPPED = "TIMEOUT", "STOPPED"
 LOST, UNKNOWN, PENDING, RUNNING = "LOST", "UNKNOWN", "PENDING", "RUNNING"
 # Only a scheduler reports these.
 OUT_OF_MEMORY, PREEMPTED, NODE_FAIL = "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL"
+LATEST_TIME = 1e11  # seconds since the epoch; some platforms have no date after the year 5000
 # States in which gptctl does not wait for the job any longer.
 FINAL = (COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED, LOST, OUT_OF_MEMORY, PREEMPTED, NODE_FAIL)
 
@@ -87,9 +89,24 @@ class RunFolder:
         return self.path / f"attempt-{number}"
 
     def attempts(self) -> int:
-        """Return how many attempts have begun."""
+        """Return how many attempts have begun: the number of the next one."""
+        # Not the number of folders: a user may remove an old one to free space.
+        return 1 + max(self._attempts(), default=-1)
+
+    def _attempts(self) -> dict[int, Path]:
+        """Return the folders of attempts, by number."""
         # Ignore other names, such as a copy that a user made of an attempt.
-        return sum(1 for entry in self.path.glob("attempt-*") if entry.name[8:].isdecimal())
+        entries = [(entry.name[8:], entry) for entry in self.path.glob("attempt-*")]
+        return {int(number): entry for number, entry in entries if _is_number(number)}
+
+    def begin_attempt(self) -> int:
+        """Create the folder of the next attempt, and return its number."""
+        while True:
+            number = self.attempts()
+            # Somebody may create a folder of that name just now: never share one.
+            with suppress(FileExistsError):
+                self.attempt(number).mkdir(parents=True)
+                return number
 
     def try_claim(self, claim: Mapping[str, Any]) -> bool:
         """Record who runs the job, once and for all; return False if that was already recorded."""
@@ -126,14 +143,10 @@ class RunFolder:
         found = read_json(self.path / RESULT)
         if not found or found.get("state") not in FINAL:
             return None
-        kinds: dict[str, Any] = {"state": str, "reason": str, "ended": (int, float)}
-        return Result(
-            **{
-                name: found[name]
-                for name, kind in kinds.items()
-                if isinstance(found.get(name), kind)
-            }
-        )
+        reason, ended = found.get("reason"), found.get("ended")
+        # One line: a host must not be able to forge rows of `gptctl list`.
+        text = " ".join(reason.split()) if isinstance(reason, str) else ""
+        return Result(found["state"], text, ended if is_time(ended) else 0.0)
 
     def exit_codes(self, attempt: int, nodes: Iterable[int]) -> dict[int, int]:
         """Return the exit codes that these nodes have recorded."""
@@ -180,7 +193,7 @@ class RunFolder:
         (self.attempt(attempt) / "failed").touch()
 
     def num_failures(self) -> int:
-        return sum(1 for _ in self.path.glob("attempt-*/failed"))
+        return sum(1 for folder in self._attempts().values() if (folder / "failed").exists())
 
     def torchruns(self, attempt: int) -> dict[int, int]:
         """Return the pid of torchrun for each node where it has started."""
@@ -194,7 +207,7 @@ class RunFolder:
 
     def has_ranks(self, attempt: int) -> bool:
         """Whether any rank has started."""
-        return any(file.stat().st_size for file in self.attempt(attempt).glob("ranks.*.jsonl"))
+        return any(read_text(file) for file in self.attempt(attempt).glob("ranks.*.jsonl"))
 
     def mark_unrecoverable(self, attempt: int) -> None:
         """Record here what a rank reported on another machine."""
@@ -202,7 +215,7 @@ class RunFolder:
 
     def is_unrecoverable(self, attempt: int) -> bool:
         """Whether a rank reported that a restart would fail in the same way."""
-        return (self.attempt(attempt) / UNRECOVERABLE_FILE).exists()
+        return os.path.exists(self.attempt(attempt) / UNRECOVERABLE_FILE)
 
     def attempt_result(
         self,
@@ -255,13 +268,23 @@ def is_scheduler_id(value: object) -> bool:
     return isinstance(value, str) and value.isdecimal()
 
 
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and text.isascii() and len(text) < 10
+
+
+def is_time(value: object) -> TypeGuard[float]:
+    """Whether this is a number that can be a time, in seconds since the epoch."""
+    # Other values, such as NaN or 1e400, cannot be formatted as a date.
+    return isinstance(value, (int, float)) and 0 <= value < LATEST_TIME
+
+
 def has_stopped_on_purpose(output_dir: str, since: float) -> bool:
     """Whether the trainer recorded a clean stop, which torchrun reports as a failure."""
     status = read_json(Path(output_dir) / "status.json") if output_dir else None
     # A status of an earlier attempt, or of the job that was resumed, does not count.
-    return (
-        status is not None and status.get("state") == "stopped" and status.get("time", 0.0) >= since
-    )
+    if status is None or status.get("state") != "stopped":
+        return False
+    return is_time(status.get("time")) and status["time"] >= since
 
 
 def read_text(file: Path) -> str:
@@ -275,7 +298,8 @@ def read_text(file: Path) -> str:
 def read_json(file: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(read_text(file))
-    except ValueError:
+    # RecursionError: deeply nested JSON, which another host may have sent.
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

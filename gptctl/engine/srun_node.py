@@ -7,6 +7,7 @@ engine.pyz srun_node RUN_DIR [stop-requested]     the scheduler has already aske
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,12 +18,13 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from gptctl.engine.contract import LAUNCH_SCRIPT
+from gptctl.engine.contract import BATCH_ENVIRONMENT_VARIABLE, LAUNCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.log import say, write_log
 from gptctl.engine.node import NodeExit, last_line, node_log, texts
+from gptctl.engine.processes import disregard
 from gptctl.engine.run_folder import FAILED, RunFolder, read_plan, read_text
-from gptctl.engine.supervisor import Supervisor
+from gptctl.engine.supervisor import STOP_SIGNALS, Supervisor
 
 START_TIMEOUT = 60  # seconds for which srun may wait for the nodes of its own allocation
 KILL_TIMEOUT = 40.0  # seconds; Slurm itself usually waits 30 between SIGTERM and SIGKILL
@@ -213,16 +215,19 @@ class SlurmJob:
         # Ask Slurm itself: its signal may not have arrived here yet.
         query = ("--noheader", "--states=all", f"--jobs={self._job}", "--format=%T")
         done = patiently("squeue", *query)
-        state = done.stdout.strip()
         if done.returncode == NOT_INSTALLED:
             return ""
-        return "" if state == "RUNNING" else state or "Slurm does not answer"
+        # The cluster may print a notice before the answer.
+        states = [line for line in done.stdout.split("\n") if STATE.fullmatch(line)]
+        state = states[-1] if states else "Slurm does not answer"
+        return "" if state == "RUNNING" else state
 
     def requeue(self) -> bool:
         return patiently("scontrol", "requeue", self._job).returncode == 0
 
 
 NOT_INSTALLED = 127
+STATE = re.compile(r"[A-Z_]+")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -290,11 +295,23 @@ def _addresses_of(host: str) -> list[str]:
     return [str(place[0]) for *_, place in found if not str(place[0]).startswith("127.")]
 
 
+def batch_environment() -> dict[str, str]:
+    """Return the environment in which Slurm started the batch script."""
+    descriptor = os.environ.get(BATCH_ENVIRONMENT_VARIABLE)
+    if not descriptor:
+        return dict(os.environ)
+    # The script has run the setup to find this interpreter; the ranks must not run it twice.
+    with open(int(descriptor), errors="surrogateescape") as stream:
+        pairs = [line.partition("=") for line in stream.read().split("\0") if line]
+    return {name: value for name, _, value in pairs}
+
+
 def environment_of_step() -> dict[str, str]:
-    """Return the environment of the batch script, which srun passes on to the ranks."""
+    """Return the environment that srun passes on to the ranks."""
+    kept = batch_environment()
     # SLURM_EXPORT_ENV restricts what srun passes on: it may be set by sbatch --export.
-    kept = {name: value for name, value in os.environ.items() if name != "SLURM_EXPORT_ENV"}
-    if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
+    kept.pop("SLURM_EXPORT_ENV", None)
+    if cpus := kept.get("SLURM_CPUS_PER_TASK"):
         # Since Slurm 22.05 srun does not read SLURM_CPUS_PER_TASK.
         kept["SRUN_CPUS_PER_TASK"] = cpus
     return kept
@@ -303,11 +320,12 @@ def environment_of_step() -> dict[str, str]:
 def main() -> None:
     folder = RunFolder(sys.argv[1])
     os.umask(0o077)
-    plan = read_plan(folder.path)
+    disregard(signal.SIGHUP, signal.SIGINT)
     # The supervisor handles these later; what arrives before that must not be lost.
-    early = [signal.SIGUSR1] if sys.argv[2:] else []
-    for number in (signal.SIGUSR1, signal.SIGTERM):
+    early = [signal.SIGUSR1] if "stop-requested" in sys.argv[2:] else []
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: early.append(signal.Signals(number)))
+    plan = read_plan(folder.path)
     try:
         hosts = hosts_of_allocation()
         address = head_address(plan, hosts[0])
@@ -319,10 +337,9 @@ def main() -> None:
     nodes = [SrunNode(number, step) for number in range(len(hosts))]
     scheduler = SlurmJob(plan, os.environ["SLURM_JOB_ID"], hosts)
     log = f"{plan.log_dir}/attempt-*/batch.log"
-    supervisor = Supervisor(plan, nodes, address, hosts, scheduler, log)
-    if early:
-        supervisor.on_signal(early[0])
-    raise SystemExit(supervisor.run())
+    code = Supervisor(plan, nodes, address, hosts, scheduler, log).run(early=early)
+    # Not SystemExit: if the disk is full, flushing stdout would change the exit code.
+    os._exit(code)
 
 
 if __name__ == "__main__":

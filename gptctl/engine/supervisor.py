@@ -23,7 +23,7 @@ from gptctl.engine.log import os_error_text, say
 from gptctl.engine.node import TICK, Node, NodeExit
 from gptctl.engine.node_group import NodeGroup, NodeHandle
 from gptctl.engine.ports import free_port
-from gptctl.engine.processes import adopt_orphans, this_process
+from gptctl.engine.processes import adopt_orphans, disregard, this_process
 from gptctl.engine.run_folder import (
     CANCELLED,
     COMPLETED,
@@ -38,6 +38,7 @@ from gptctl.engine.run_folder import (
 
 # Seconds between asking a job to stop and killing it; torchrun gives its ranks the same time.
 GRACE = 30.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # ask the job to save and stop
 REQUEUE_TIMEOUT = 300.0  # seconds that a scheduler may take to stop a job that it has requeued
 PORT_TRIES = 3
 MAX_STALLED = 3  # consecutive attempts without a new checkpoint
@@ -94,10 +95,17 @@ class Supervisor:
         limit = seconds_of(plan.time_limit) if plan.time_limit and not scheduler else None
         self.deadline = time.monotonic() + limit if limit else None
 
-    def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
-        """Run the job; call `on_ready` once it exists; return the engine's exit code."""
-        for number in (signal.SIGTERM, *([signal.SIGUSR1] if self.scheduler else [])):
+    def run(
+        self, on_ready: Callable[[], None] = lambda: None, early: Sequence[signal.Signals] = ()
+    ) -> int:
+        """Run the job; call `on_ready` once it exists; return the engine's exit code.
+
+        `early`: signals that arrived before, while another handler collected them.
+        """
+        for number in STOP_SIGNALS:
             signal.signal(number, self.on_signal)
+        for number in early:
+            self.on_signal(number)
         result: Result | None = Result(FAILED, f"the supervisor failed: see {self.log}")
         try:
             # Before gptctl learns that the job exists: it prints the endpoint.
@@ -131,8 +139,13 @@ class Supervisor:
             result.state == FAILED and self._scheduler_is_ending_job(result.reason)
         ):
             return
-        self.folder.finish(result.state, result.reason)
         say(f"{result.state}: {result.reason}" if result.reason else result.state)
+        # A disk that is full must not turn a completed job into a failed one: a scheduler still
+        # gets the exit code.
+        try:
+            self.folder.finish(result.state, result.reason)
+        except OSError as error:
+            say(f"cannot record the result: {os_error_text(error)}")
 
     def _scheduler_is_ending_job(self, reason: str) -> bool:
         """Whether the scheduler is stopping the job: then it reports how the job ended."""
@@ -146,9 +159,8 @@ class Supervisor:
     def _begin_attempt(self) -> None:
         """Create the next attempt, numbered across requeues, and choose its endpoint."""
         self._stop_if_cancelled()
-        self.number, self.began = self.folder.attempts(), time.time()
+        self.number, self.began = self.folder.begin_attempt(), time.time()
         folder = self.folder.attempt(self.number)
-        folder.mkdir(parents=True, exist_ok=True)
         if self.scheduler:
             self.scheduler.begin_attempt(self.number)
         if self.hosts:
@@ -354,10 +366,7 @@ def main() -> None:
     run_dir = sys.argv[1]
     folder = RunFolder(run_dir)
     os.umask(0o077)
-    # Signals of a terminal. They get a handler that does nothing, because ranks would inherit it
-    # if they were ignored.
-    for number in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda number, frame: None)
+    disregard(signal.SIGHUP, signal.SIGINT)  # signals of a terminal
     adopt_orphans()
     plan = read_plan(folder.path)
     environment = {name: value for name, value in os.environ.items() if name != READY_VARIABLE}

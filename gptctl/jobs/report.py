@@ -130,7 +130,7 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
             ", ".join(f"node {node}: {code}" for node, code in facts["exit_codes"].items()),
         ),
         ("not stopped", " ".join(facts["not_ended"])),
-        ("trainer", (facts["trainer"] or {}).get("state", "")),
+        ("trainer", str((facts["trainer"] or {}).get("state", ""))),
         ("folder", facts["run_dir"]),
         ("logs", facts["log_dir"]),
     ]

@@ -53,8 +53,8 @@ def render(
         return template.render(known)
     except TemplateError as error:
         raise _explained(error) from None
-    # Errors of expressions in a template, such as {{ 1 / 0 }}.
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+    # Errors of expressions in a template, such as {{ 1 / 0 }}, or of one that includes itself.
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise _explained(error) from None
 
 
@@ -214,6 +214,10 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 def _explained(error: Exception) -> UserError:
     """Turn an error of jinja2 into a message with file and line."""
     from traceback import walk_tb
+
+    if isinstance(error, RecursionError):
+        hint = "copy the bundled template and change the copy"
+        return UserError("a template includes itself", hint, WRONG_USAGE)
 
     line = getattr(error, "lineno", None)
     file = getattr(error, "filename", None) or getattr(error, "name", None)

@@ -33,10 +33,18 @@ grep -qs "\"scheduler_id\": \"$SLURM_JOB_ID\"" claim.json || {
 rm -f result.json
 
 # gptctl's engine needs Python 3.10 or newer, and only its standard library.
-runs_engine() { "$1" -E -S -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null; }
+# One that does not start within a minute hangs.
+gptctl_limit=()
+command -v timeout > /dev/null && gptctl_limit=(timeout 60)
+runs_engine() {
+  "${gptctl_limit[@]}" "$1" -E -S -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null
+}
 gptctl_python=/venv/bin/python # the interpreter that ran gptctl submit
-runs_engine "$gptctl_python" || gptctl_python=$(
-  # In a subshell: the ranks run the setup themselves, and must not run it twice.
+if ! runs_engine "$gptctl_python"; then
+  # python3 may need the setup to start. The ranks run the setup themselves and must not run it
+  # twice: the engine gives them the environment from before.
+  exec {gptctl_environment}< <(env -0)
+  export GPTCTL_BATCH_ENVIRONMENT=$gptctl_environment
   {
 
   # Setup of cluster profile lab.
@@ -47,10 +55,10 @@ runs_engine "$gptctl_python" || gptctl_python=$(
     conda activate gpt
   } || fail 'setup failed: conda activate gpt'
   } >&2
-  command -v python3
-)
+  gptctl_python=$(command -v python3)
+fi
 runs_engine "$gptctl_python" || fail "no Python 3.10 or newer for gptctl's engine on $(uname -n):" \
-  'engine_python of profile lab is not set; the interpreter that ran gptctl submit (/venv/bin/python) and python3 after the setup are missing or too old'
+  'engine_python of profile lab is not set; the interpreter that ran gptctl submit (/venv/bin/python) and python3 after the setup are missing, too old, or do not start'
 # The engine starts launch.sh on every node with srun. It handles attempts, restarts, requeueing,
 # stopping and the result. -E: variables such as PYTHONPATH are for the ranks.
 trap '' USR1

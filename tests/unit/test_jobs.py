@@ -168,15 +168,33 @@ def test_a_stop_of_an_earlier_attempt_does_not_count(tmp_path) -> None:
     assert has_stopped_on_purpose(str(tmp_path), since=99.0)
     assert not has_stopped_on_purpose(str(tmp_path), since=101.0)
     assert not has_stopped_on_purpose(str(tmp_path / "missing"), since=0.0)
+    for moment in ('"soon"', "null", "NaN", "1e400"):
+        (tmp_path / "status.json").write_text(f'{{"state": "stopped", "time": {moment}}}')
+        assert not has_stopped_on_purpose(str(tmp_path), since=0.0)
+
+
+def test_attempts_are_numbered_on_whatever_becomes_of_their_folders(tmp_path) -> None:
+    folder = RunFolder(tmp_path)
+    assert [folder.begin_attempt() for _ in range(2)] == [0, 1]
+    (tmp_path / "attempt-0").rmdir()
+    (tmp_path / "attempt-1.bak").mkdir()
+    (tmp_path / "attempt-1.bak/failed").touch()
+    (tmp_path / "attempt-2").touch()
+    assert folder.begin_attempt() == 3
+    folder.record_failure(3)
+    assert folder.num_failures() == 1
 
 
 def test_a_result_that_makes_no_sense_is_none(tmp_path) -> None:
     folder = RunFolder(tmp_path)
-    for text in ("", "[]", '{"state": "DONE"}', '{"state": 5}'):
+    for text in ("", "[]", '{"state": "DONE"}', '{"state": 5}', "[" * 100_000):
         (tmp_path / "result.json").write_text(text)
         assert folder.result() is None
     (tmp_path / "result.json").write_text('{"state": "COMPLETED", "attempts": "x", "reason": 5, "ended": "never"}')
     assert folder.result().reason == ""
+    for ended in ("NaN", "1e400", "1e18", "-5", "null"):
+        (tmp_path / "result.json").write_text(f'{{"state": "FAILED", "reason": "a\\nb", "ended": {ended}}}')
+        assert folder.result() == ("FAILED", "a b", 0.0)
 
 
 def test_a_port_in_use_is_not_chosen(monkeypatch) -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.node import NodeExit
 from gptctl.engine.run_folder import RunFolder
 from gptctl.engine.srun_node import Step
-from gptctl.engine.supervisor import Supervisor
+from gptctl.engine.supervisor import STOP_SIGNALS, Supervisor
 from gptctl.jobs import freeze
 from gptctl.jobs.freeze import pack_engine
 from tests.conftest import ROOT
@@ -37,19 +37,19 @@ def plan_in(folder: Path, **facts: object) -> LaunchPlan:
     return LaunchPlan(**{**empty, **facts})  # type: ignore[arg-type]
 
 
-class FailingNode:
-    """Exits with code 1 as soon as it has started."""
+class QuickNode:
+    """Exits with this code as soon as it has started."""
 
     number = 0
 
-    def __init__(self) -> None:
-        self.started: list[int] = []
+    def __init__(self, code: int) -> None:
+        self._code, self.started = code, list[int]()
 
     def start(self, attempt: int, host: str, port: int) -> None:
         self.started.append(attempt)
 
     def exited(self) -> NodeExit:
-        return NodeExit(1)
+        return NodeExit(self._code)
 
     def has_ranks(self) -> bool:
         return True
@@ -63,6 +63,14 @@ class FailingNode:
 
     def output(self) -> str:
         return ""
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGALRM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Recorder:
@@ -93,7 +101,7 @@ def test_a_stop_request_between_two_attempts(
     tmp_path: Path, accepts: bool, can_requeue: bool, requests: int, state: str | None
 ) -> None:
     """The second attempt is created, but nothing is started in it."""
-    node, stopped_in = FailingNode(), 1
+    node, stopped_in = QuickNode(1), 1
 
     def request_stop(attempt: int) -> None:
         if attempt == stopped_in:
@@ -101,16 +109,49 @@ def test_a_stop_request_between_two_attempts(
 
     scheduler = Recorder(request_stop, accepts, can_requeue)
     supervisor = Supervisor(plan_in(tmp_path, max_restarts=3), [node], scheduler=scheduler)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)}
-    try:
-        signal.signal(signal.SIGALRM, supervisor.on_signal)
-        supervisor.run()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    signal.signal(signal.SIGALRM, supervisor.on_signal)
+    supervisor.run()
     assert (node.started, scheduler.requests) == ([0], requests)
     result = RunFolder(tmp_path).result()
     assert (result.state if result else None) == state
+
+
+def test_folders_of_attempts_that_a_user_adds_do_not_add_attempts(tmp_path: Path) -> None:
+    """A fourth failure is the last one, in whichever folders the attempts are."""
+    node = QuickNode(1)
+    scheduler = Recorder(lambda number: (tmp_path / f"attempt-{number + 2}").mkdir(exist_ok=True), can_requeue=False)
+    Supervisor(plan_in(tmp_path, max_restarts=3), [node], scheduler=scheduler).run()
+    assert node.started == [0, 3, 6, 9]
+
+
+def test_a_completed_job_stays_completed_if_its_result_cannot_be_written(tmp_path: Path) -> None:
+    """A folder in place of result.json cannot be replaced by a file. A scheduler gets the exit code."""
+    (tmp_path / "result.json").mkdir()
+    scheduler = Recorder(lambda number: None)
+    assert Supervisor(plan_in(tmp_path), [QuickNode(0)], scheduler=scheduler).run() == 0
+    assert Supervisor(plan_in(tmp_path), [QuickNode(1)], scheduler=scheduler).run() == 1
+
+
+@pytest.mark.parametrize(("number", "state"), [("USR1", "STOPPED"), ("TERM", "STOPPED"), ("INT", None), ("HUP", None)])
+def test_signals_to_a_supervisor_of_this_machine(tmp_path: Path, number: str, state: str | None) -> None:
+    """USR1 means the same on every backend. Signals of a terminal do not concern a detached job."""
+    (tmp_path / "launch.sh").write_text(f"touch {tmp_path}/up; exec sleep 100\n")
+    (tmp_path / "plan.json").write_text(json.dumps(plan_in(tmp_path).as_json()))
+    pack_engine(tmp_path / "engine.pyz")
+    command = [sys.executable, "-E", "-S", str(tmp_path / "engine.pyz"), "supervisor", str(tmp_path)]
+    with subprocess.Popen(command) as engine:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "up").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        engine.send_signal(signal.Signals[f"SIG{number}"])
+        if state is None:
+            time.sleep(0.5)
+            assert engine.poll() is None
+            engine.terminate()
+        engine.wait(60)
+    result = RunFolder(tmp_path).result()
+    assert result == ("STOPPED", f"the supervisor received SIG{number if state else 'TERM'}", result.ended)
 
 
 def test_a_full_disk_under_the_log_costs_no_result(tmp_path: Path) -> None:

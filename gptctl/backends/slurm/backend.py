@@ -247,6 +247,10 @@ class SlurmBackend(Backend):
             folder.try_claim({"abandoned": True})
             folder.cancel(now)
         jobs = {job.id: job for job in self._found(record, time.monotonic() + STOP_TIMEOUT)}
+        claimed = (folder.claimed_by() or {}).get("scheduler_id")
+        # A cluster may hide jobs from squeue. The name: ids are used again after some years.
+        if claimed and claimed not in jobs and not folder.result():
+            _try("scancel", f"--name={record.name}", claimed)
         is_running = any(job.state == "RUNNING" for job in jobs.values())
         if is_running and has_folder and not now:
             self._ask_to_save(jobs, record)

@@ -81,6 +81,36 @@ def test_python3_of_the_setup_runs_the_engine(lab: Lab, private_python: str) -> 
     assert f"node1 -E -S engine.pyz srun_node {job['run_dir']}" in used
 
 
+def test_python3_may_need_the_setup_to_start(lab: Lab, private_python: str) -> None:
+    """The ranks get the environment from before: they run the setup themselves, once."""
+    login = Login(lab)
+    wrapper = login.folder / "bin" / "python3"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\n[ -n "$MODULE_LIBS" ] || exit 127\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    setup = [f'export PATH="{wrapper.parent}:$PATH"', 'export MODULE_LIBS="a$MODULE_LIBS"']
+    keys = {**profile_of(login), "python": str(stand_in_that_notes(login, "MODULE_LIBS"))}
+    lab.profile(login.folder / "quick", **keys, setup=setup)
+    job = submit_with(login, private_python)
+    login.wait(job["job"], "COMPLETED")
+    assert (login.folder / "noted").read_text() == "a\n"
+
+
+def test_a_setup_that_fails_is_the_reason(lab: Lab, private_python: str) -> None:
+    login = Login(lab)
+    lab.profile(login.folder / "quick", **profile_of(login), setup=["echo no such module >&2; false"])
+    job = submit_with(login, private_python)
+    assert login.wait(job["job"], "FAILED")["reason"] == "setup failed: echo no such module >&2; false"
+
+
+def stand_in_that_notes(login: Login, name: str) -> Path:
+    """Another interpreter of the ranks, which also writes a variable to a file."""
+    noting = login.folder / "noting-python"
+    noting.write_text(f'#!/bin/bash\necho "${name}" >> {login.folder}/noted\nexec {login.stand_in} "$@"\n')
+    noting.chmod(0o755)
+    return noting
+
+
 def test_a_stop_request_while_the_interpreter_is_chosen(lab: Lab, private_python: str) -> None:
     """The setup may take minutes. The job stops and starts no rank."""
     login = Login(lab)
