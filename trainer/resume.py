@@ -33,6 +33,13 @@ def output_dir(run: RunConfig) -> Path:
     return Path(run.Engine.save_load.output_dir or "./output")
 
 
+def how_to_resume() -> str:
+    """The shortest way to resume this run later."""
+    # gptctl gives every job an output folder of its own: `auto` would find it empty.
+    job = os.environ.get("GPTCTL_JOB")
+    return f"gptctl submit --resume {job}" if job else "set Engine.save_load.ckpt_dir: auto"
+
+
 @contextmanager
 def output_folder(run: RunConfig, mesh: Mesh, log: Log) -> Iterator[Checkpoints]:
     """Open the output folder of the run, and lock it: no other run may write to it meanwhile."""
@@ -84,6 +91,8 @@ def restore(t: Training, checkpoints: Checkpoints, folder: Path | None) -> None:
         _restore_progress(t, facts)
         if checkpoints.store.holds(folder):
             checkpoints.resumed_from(facts["step"])
+    elif t.run.Engine.save_load.ckpt_dir:
+        t.log.info(f"No checkpoint in {output_dir(t.run)}: training starts at step 0.")
 
 
 def whole_model(t: Training, checkpoints: Checkpoints) -> GPT:

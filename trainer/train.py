@@ -26,7 +26,15 @@ from trainer.mesh import Mesh
 from trainer.metrics import Log, Metrics
 from trainer.optim import Optimizer, Precision, learning_rate
 from trainer.parallel import parallelize
-from trainer.resume import choose_checkpoint, output_dir, output_folder, restore, save, whole_model
+from trainer.resume import (
+    choose_checkpoint,
+    how_to_resume,
+    output_dir,
+    output_folder,
+    restore,
+    save,
+    whole_model,
+)
 from trainer.state import Progress, Training
 from trainer.status import status_file
 from trainer.stop import StopRequest
@@ -52,7 +60,7 @@ def train(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> None:
                 report("stopped", step=t.progress.step, signal=signal)
                 log.info(
                     f"Stopped on request at global step {t.progress.step}. "
-                    "To resume, set Engine.save_load.ckpt_dir: auto."
+                    f"To resume: {how_to_resume()}."
                 )
 
 
@@ -237,10 +245,7 @@ def save_unless_checking(t: Training, checkpoints: Checkpoints) -> None:
     t.mesh.heartbeat.tick(f"saving at global step {t.progress.step}")
     save(t, checkpoints, is_regular=False)
     if failure := checkpoints.wait():
-        hint = (
-            "fix the cause and start again with Engine.save_load.ckpt_dir: auto, "
-            "which resumes from the newest checkpoint"
-        )
+        hint = f"fix the cause, then resume from the newest checkpoint: {how_to_resume()}"
         raise UserError(f"cannot save the last checkpoint: {failure}", hint)
 
 

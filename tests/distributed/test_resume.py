@@ -84,7 +84,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_signal_saves_and_stops(tmp_path: Path, number: int, world: int) -> None:
     """One rank hears it, several times; all of them stop at the same step, and the next run goes on from there."""
-    ranks = start(tmp_path, *tiny(max_steps=100_000), world=world)
+    ranks = start(tmp_path, *tiny(max_steps=100_000, ckpt_dir="auto"), world=world)
     ranks.wait_for("global step 3,")
     for _ in range(3):
         ranks.kill(number, rank=world - 1)
@@ -94,7 +94,9 @@ def test_a_signal_saves_and_stops(tmp_path: Path, number: int, world: int) -> No
     assert status["state"] == "stopped"
     assert status["step"] >= 3
     assert Store(tmp_path / "output").checkpoints()[0].name == f"step_{status['step']}"
-    assert f"Stopped on request at global step {status['step']}" in ended.out[0]
+    assert "No checkpoint in" in ended.out[0]
+    stopped = f"Stopped on request at global step {status['step']}. To resume: set Engine.save_load.ckpt_dir: auto."
+    assert stopped in ended.out[0]
     rest = run(tmp_path, *tiny(max_steps=status["step"] + 2, ckpt_dir="auto"), world=world)
     assert rest.ok, rest.text
     steps = [json.loads(line)["step"] for line in (tmp_path / "output/metrics.jsonl").read_text().splitlines()]
