@@ -194,14 +194,14 @@ def schema() -> None:
 
 
 @click.command(
-    epilog=examples("gptctl keys", "gptctl keys Distributed", "gptctl keys Engine.save_load --json")
+    epilog=examples("gptctl keys", "gptctl keys mp_degree", "gptctl keys Engine.save_load --json")
 )
 @click.argument("prefix", default="")
 @as_json_option
 def keys(prefix: str, as_json: bool) -> None:
     """List the keys of run configs, their defaults and meanings.
 
-    PREFIX shows only the keys that start with it.
+    PREFIX shows only keys of which a part starts with it: Distributed, mp_degree, save_load.
     """
     from gptctl.cli import ui
     from gptctl.spec.summary import key_rows
@@ -209,7 +209,11 @@ def keys(prefix: str, as_json: bool) -> None:
     # An unknown prefix is wrong usage: an empty table would look like an answer.
     rows = key_rows(prefix)
     if not rows:
-        raise UserError(f"no key starts with {prefix}", "`gptctl keys` lists them all", WRONG_USAGE)
+        raise UserError(
+            f"no key has a part that starts with {prefix}",
+            "`gptctl keys` lists them all",
+            WRONG_USAGE,
+        )
     if as_json:
         ui.print_json(rows)
     else:

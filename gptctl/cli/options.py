@@ -205,7 +205,7 @@ class LaunchCommand(click.Command):
         return rest
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in sections; -h is the last option of the last section."""
+        """Write the options in sections."""
         options = {param.name: param for param in self.get_params(context)}
         sections = [
             (section, [options[name] for name in names if name in options])
@@ -214,7 +214,7 @@ class LaunchCommand(click.Command):
         shown = [(section, known) for section, known in sections if known]
         # Not in SECTIONS: click chooses the parameter's name, and changes it between versions.
         if help_option := self.get_help_option(context):
-            shown[-1][1].append(help_option)
+            next(known for section, known in shown if section == "Run").append(help_option)
         for section, known in shown:
             records = [record for option in known if (record := option.get_help_record(context))]
             with formatter.section(f"{section} options"):

@@ -268,11 +268,12 @@ def group_text(group: range) -> str:
 
 
 def key_rows(prefix: str) -> list[dict[str, str]]:
-    """The rows of `gptctl keys`: every key that starts with a prefix, its default and meaning."""
+    """The rows of `gptctl keys`: the keys below a section, or of a name, with defaults."""
     # The trainer's sections and ours: to users they are one file.
     everything = {**sections(), "Launch": Launch}
     rows = [row for name, cls in everything.items() for row in _section_rows(cls, name)]
-    return [row for row in rows if row["key"].lower().startswith(prefix.lower())]
+    # Any part of a path may start with it: people look for mp_degree, not for Distributed.
+    return [row for row in rows if f".{prefix}".lower() in f".{row['key']}".lower()]
 
 
 def _section_rows(cls: type, path: str) -> Iterator[dict[str, str]]:

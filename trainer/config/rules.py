@@ -52,7 +52,7 @@ DECODE = Rule(
 )
 STEPS = Rule(
     "T010",
-    "max_steps must be greater than 0 in run_mode step",
+    "max_steps must be greater than 0 if run_mode is set to step",
     uses=("Engine.run_mode", "Engine.max_steps"),
 )
 # A warning, because FleetX itself published configs with the two values swapped.

@@ -77,7 +77,9 @@ class SaveLoad:
 @record(frozen=True)
 class Engine:
     run_mode: str = choice("step", ["step", "epoch"], "unit of the run length: step | epoch")
-    max_steps: int = integer(500000, "stop after this many updates; <= 0: after num_train_epochs")
+    max_steps: int = integer(
+        500000, "stop after this many updates; <= 0, without run_mode: after num_train_epochs"
+    )
     num_train_epochs: int = integer(1, "number of epochs (run_mode epoch)", low=1)
     accumulate_steps: int = integer(
         None, "micro-batches per update; derived: local_batch_size / micro_batch_size", low=1
