@@ -209,11 +209,7 @@ def keys(prefix: str, as_json: bool) -> None:
     # An unknown prefix is wrong usage: an empty table would look like an answer.
     rows = key_rows(prefix)
     if not rows:
-        raise UserError(
-            f"no key has a part that starts with {prefix}",
-            "`gptctl keys` lists them all",
-            WRONG_USAGE,
-        )
+        raise UserError(f"no such key: {prefix}", "`gptctl keys` lists them all", WRONG_USAGE)
     if as_json:
         ui.print_json(rows)
     else:
