@@ -14,7 +14,7 @@ from trainer.metrics import Log
 from trainer.optim import Weight
 from trainer.resume import output_dir
 
-BILLION, MILLION, MIB = 10**9, 10**6, 1 << 20
+BILLION, MILLION, THOUSAND, MIB = 10**9, 10**6, 10**3, 1 << 20
 
 
 def announce(
@@ -35,8 +35,10 @@ def announce(
 
 
 def model_size(parameters: int) -> str:
-    """`1.31 B (1,313,722,368 parameters)`; below a billion in millions."""
+    """`1.31 B (1,313,722,368 parameters)`; smaller ones in millions or thousands."""
     size = f"{parameters / MILLION:.2f} M"
+    if parameters < MILLION // 10:
+        size = f"{parameters / THOUSAND:.2f} K"
     if parameters >= BILLION:
         size = f"{parameters / BILLION:.2f} B"  # as in FleetX
     return f"{size} ({parameters:,} parameters)"
@@ -69,14 +71,11 @@ def _announce_layout(run: RunConfig, mesh: Mesh, log: Log, weights: list[Weight]
         chunks = segments(run.Model.num_layers, layout.pp * run.Model.virtual_pp_degree)
         bounds = ", ".join(str(chunk.start) for chunk in chunks)
         log.info(
-            f"pipeline segments: {bounds}, {run.Model.num_layers} "
-            "(the first layer of each, and the number of layers)"
+            f"pipeline segments: {bounds}, {run.Model.num_layers} (first layers, and the total)"
         )
     if layout.pp > 1 and layout.sharding > 1 and run.Distributed.sharding.sharding_stage > 1:
-        log.info(
-            "with pp_degree > 1, ranks keep full gradients until the last micro-batch of an "
-            "update, as in sharding stage 1"
-        )
+        # Until the last micro-batch of an update, since each micro-batch adds to them.
+        log.info("with pp, ranks hold full gradients, as in sharding stage 1")
     # Not info(): every rank logs where it is and what it holds, in its own log.
     groups = ", ".join(f"{axis} {list(layout.group(axis, mesh.rank))}" for axis in reversed(AXES))
     log.write(f"{rank}{layout} on {mesh.device}, groups: {groups}", "INFO")

@@ -38,7 +38,8 @@ def json_line(text: str, level: str, rank: int, time: datetime, fields: dict[str
 def parse_json_line(text: str) -> str | None:
     """Return the text of a line in the JSON style."""
     if text.startswith('{"time": "'):
-        with suppress(ValueError):
+        # Python raises RecursionError if any program writes a thousand brackets here.
+        with suppress(ValueError, RecursionError):
             message = json.loads(text).get("message")
             return message if isinstance(message, str) else None
     return None
@@ -71,9 +72,11 @@ class TrainLine(NamedTuple):
         )
 
 
+# Bounded repetitions: any script can log such a line, and int() rejects digits without end.
+_COUNT = r"(\d{1,12})"
 _NUMBER = r"([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))"
 _TRAIN = re.compile(
-    rf"{TRAIN_START}(\d+), epoch: (\d+), batch: (\d+), loss: {_NUMBER}, "
+    rf"{TRAIN_START}{_COUNT}, epoch: {_COUNT}, batch: {_COUNT}, loss: {_NUMBER}, "
     rf"avg_reader_cost: {_NUMBER} sec, avg_batch_cost: {_NUMBER} sec, speed: {_NUMBER} step/s, "
     rf"ips_total: {_NUMBER} tokens/s, ips: {_NUMBER} tokens/s, learning rate: {_NUMBER}"
 )
@@ -102,9 +105,8 @@ def evaluation_line(name: str, step: int, epoch: int, batch: int, loss: float, s
     )
 
 
-# Bounded repetitions: any script can log such a line, with digits without end.
 _EVALUATION = re.compile(
-    r"\b(valid|test) step (\d{1,12}), epoch: \d+, batch: \d+, "
+    rf"\b(valid|test) step {_COUNT}, epoch: \d+, batch: \d+, "
     r"loss: ([-+]?(?:\d{1,300}(?:\.\d{1,300})?|inf|nan)), speed: "
 )
 
@@ -125,13 +127,11 @@ def is_mingpt_train_line(text: str) -> bool:
 
 def length_line(steps: int, batch_size: int, samples: int) -> str:
     """Announce the length of a training; `samples` is the size of its data."""
-    return (
-        f"Training: {steps:,} steps of {batch_size:,} samples; "
-        f"the training data has {samples:,} samples"
-    )
+    # Short: with the rank and the time before it, it must fit in a terminal of 80 columns.
+    return f"Training: {steps:,} steps of {batch_size:,} samples; the data has {samples:,}"
 
 
-_LENGTH = re.compile(r"(?:^|[ :-] )([\d,]{1,20}) steps of [\d,]+ samples\b")
+_LENGTH = re.compile(r"(?:^|[ :-] )(\d[\d,]{0,19}) steps of [\d,]+ samples\b")
 
 
 def announced_steps(text: str) -> int | None:

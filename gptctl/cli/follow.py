@@ -33,7 +33,8 @@ class StateReporter:
         self, session: Session, record: JobRecord, say: Callable[[str], None], update: Update
     ) -> None:
         self._session = session
-        self._record, self._say, self._said, self._update = record, say, "", update
+        self._record, self._say, self._update = record, say, update
+        self._last_reported = ""
 
     def is_over(self) -> bool:
         from gptctl.engine.run_folder import RUNNING
@@ -45,8 +46,8 @@ class StateReporter:
         # Slurm estimates the start again in every answer: a new estimate alone is not news.
         words = str(state).partition(", expected")[0]
         # Do not report RUNNING if it is the first state: the log lines show it.
-        if words != self._said and (self._said or state.state != RUNNING):
-            self._said = words
+        if words != self._last_reported and (self._last_reported or state.state != RUNNING):
+            self._last_reported = words
             self._say(f"{self._record.id}: {state}")
         self._update(state.state)
         return False
@@ -129,7 +130,7 @@ def rank_lines(record: JobRecord, say: Callable[[str], None]) -> Update:
 
 
 def followed(record: JobRecord) -> Any:
-    from gptctl.engine.run_folder import read_json
+    from gptctl.engine.run_folder import RunFolder, read_json
     from gptctl.jobs import report
     from gptctl.logs.terminal_view import FollowedJob
 
@@ -137,7 +138,10 @@ def followed(record: JobRecord) -> Any:
     by_epochs = config.get("Engine", {}).get("run_mode") == "epoch"
     # An epoch's number of steps depends on the data: only the trainer knows it, and logs it.
     total = 0 if by_epochs else report.max_steps(record)
-    return FollowedJob(record.id, record.world, total, bool(record.output_dir), record.created)
+    job = FollowedJob(record.id, record.world, total, bool(record.output_dir), record.created)
+    # A job that has ended long ago must not look as if it had run until now.
+    result = RunFolder(record.local_dir).result()
+    return job._replace(ended=result.ended) if result and result.ended else job
 
 
 def report_still_running(record: JobRecord) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,106 +62,128 @@ REPORT_OPTIONS = ("failed", "list_them", "metrics")
     "--json", "as_json", is_flag=True, help="Print JSON: one object per line, or one report."
 )
 @click.pass_obj
-def logs(session: Session, /, job: str | None, **asked: Any) -> int:
+def logs(session: Session, /, job: str | None, **options: Any) -> int:
     """Show the logs of all ranks in one stream.
 
     Without JOB: the latest job. JOB can also be the path of a log file. The logs of nodes and of
     the scheduler are included. --follow works before the job starts, and adds ranks and attempts
-    as they start; Ctrl-C stops following, not the job. On a terminal, --follow shortens long
-    records and shows the progress; --raw shows every line.
+    as they start; Ctrl-C stops following, not the job. A terminal does not show the config dump,
+    and --follow also shortens other long records there and shows the progress; --raw shows every
+    line.
     """
     # Check options first: a clash is reported even if the job cannot be found.
-    check_options(asked)
+    check_options(options)
     if job is not None and os.path.isfile(job):
-        return show_file(job, asked)
+        return show_file(job, options)
     # Imported late: `--help` and wrong usage must not pay for it.
     from gptctl.cli.follow import follow_job
 
     record = session.find(job)
     files = files_of(record)
     # Following starts before the folder check: a pending job has no folder yet.
-    if asked["follow"]:
+    if options["follow"]:
         return follow_job(
-            session, record, wanted_of(asked, record.per_node), lines_of(asked), style_of(asked)
+            session,
+            record,
+            wanted_of(options, record.per_node),
+            lines_of(options),
+            style_of(options),
         )
     require_folder(record)
     # Copy new lines of remote hosts first; everything below reads local files.
     session.catch_up(record)
-    if asked["failed"]:
-        return show_failure(session, record, files, asked)
-    return answer(
-        files, wanted_of(asked, record.per_node), asked, is_over=lambda: session.is_over(record)
+    if options["failed"]:
+        return show_failure(session, record, files, options)
+    return print_logs_or_report(
+        record.id,
+        files,
+        wanted_of(options, record.per_node),
+        options,
+        is_over=lambda: session.is_over(record),
     )
 
 
-def check_options(asked: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any]) -> None:
     """Reject options that contradict each other, instead of ignoring one of them."""
     # `list` is a Python builtin, so the parameter is called `list_them`.
-    reports = [f"--{name.removesuffix('_them')}" for name in REPORT_OPTIONS if asked[name]]
+    reports = [f"--{name.removesuffix('_them')}" for name in REPORT_OPTIONS if options[name]]
     clashes = [
         (len(reports) > 1, " and ".join(reports)),
-        (bool(reports and asked["follow"]), f"{''.join(reports[:1])} and --follow"),
-        (bool(asked["raw"] and asked["as_json"]), "--raw and --json"),
-        (asked["all_attempts"] and asked["attempt"] is not None, "--attempt and --all-attempts"),
-        (bool(asked["rank"] and asked["node"] is not None), "--rank and --node"),
+        (bool(reports and options["follow"]), f"{''.join(reports[:1])} and --follow"),
+        (bool(options["raw"] and options["as_json"]), "--raw and --json"),
+        (
+            options["all_attempts"] and options["attempt"] is not None,
+            "--attempt and --all-attempts",
+        ),
+        (bool(options["rank"] and options["node"] is not None), "--rank and --node"),
     ]
     for clash, names in clashes:
         if clash:
             raise UserError(f"{names} cannot be combined", "omit one of them", WRONG_USAGE)
 
 
-def wanted_of(asked: dict[str, Any], per_node: int | None) -> FileFilter:
+def wanted_of(options: dict[str, Any], per_node: int | None) -> FileFilter:
     from gptctl.logs.files import FileFilter, parse_ranks
 
     # `is not None`: an empty --rank (an unset shell variable) must be an error, not all ranks.
-    ranks = parse_ranks(asked["rank"]) if asked["rank"] is not None else None
-    return FileFilter(ranks, asked["node"], per_node, asked["attempt"], asked["all_attempts"])
+    ranks = parse_ranks(options["rank"]) if options["rank"] is not None else None
+    return FileFilter(ranks, options["node"], per_node, options["attempt"], options["all_attempts"])
 
 
-def lines_of(asked: dict[str, Any]) -> LineFilter:
+def lines_of(options: dict[str, Any]) -> LineFilter:
     from gptctl.logs.lines import parse_since
     from gptctl.logs.match import Grep
     from gptctl.logs.stream import LineFilter
 
     # An empty --since or --grep is parsed too, for the same reason as --rank.
     return LineFilter(
-        tail=asked["tail"],
-        since=parse_since(asked["since"]) if asked["since"] is not None else None,
-        grep=Grep(asked["pattern"]) if asked["pattern"] is not None else None,
-        errors=asked["errors"],
-        raw=asked["raw"],
+        tail=options["tail"],
+        since=parse_since(options["since"]) if options["since"] is not None else None,
+        grep=Grep(options["pattern"]) if options["pattern"] is not None else None,
+        errors=options["errors"],
+        raw=options["raw"],
     )
 
 
-def style_of(asked: dict[str, Any]) -> Any:
-    return "raw" if asked["raw"] else "json" if asked["as_json"] else "text"
+def style_of(options: dict[str, Any]) -> Any:
+    return "raw" if options["raw"] else "json" if options["as_json"] else "text"
 
 
-def show_file(path: str, asked: dict[str, Any]) -> int:
+def show_file(path: str, options: dict[str, Any]) -> int:
     from gptctl.logs.local_files import LocalFile
 
     # Both need records of the job: which ranks failed, and whether it has ended.
-    if asked["failed"] or asked["follow"]:
+    if options["failed"] or options["follow"]:
         raise UserError(
             f"{path} is a file, not a job", "--follow and --failed need a job", WRONG_USAGE
         )
     # A file has no job that could still write to it.
-    return answer(LocalFile(Path(path)), wanted_of(asked, None), asked, is_over=lambda: True)
+    return print_logs_or_report(
+        path, LocalFile(Path(path)), wanted_of(options, None), options, is_over=lambda: True
+    )
 
 
-def answer(
-    files: LogFiles, wanted: FileFilter, asked: dict[str, Any], is_over: Callable[[], bool]
+def print_logs_or_report(
+    job: str,
+    files: LogFiles,
+    wanted: FileFilter,
+    options: dict[str, Any],
+    is_over: Callable[[], bool],
 ) -> int:
+    """Print lines, the list of files or the metrics; `job` can also be the path of a file."""
     from gptctl.cli import ui
     from gptctl.logs.printer import show_logs
 
-    if asked["list_them"]:
+    if options["list_them"]:
         # Only this report needs the job's state, and on Slurm that is a query: ask for it last.
-        print_list(files, wanted, asked["as_json"], is_over())
-    elif asked["metrics"]:
-        print_metrics(files, wanted, asked["as_json"])
+        print_list(files, wanted, options["as_json"], is_over())
+    elif options["metrics"]:
+        print_metrics(files, wanted, options["as_json"])
     else:
-        show_logs(files, wanted, lines_of(asked), style_of(asked), say=ui.say)
+        lines, style = lines_of(options), style_of(options)
+        # Who asks for certain lines, or for raw ones, gets them all.
+        hides = sys.stdout.isatty() and style == "text" and not (lines.grep or lines.errors)
+        show_logs(files, wanted, lines, style, say=ui.say, hide_config_of=job if hides else "")
     return 0
 
 
@@ -192,7 +215,11 @@ def print_metrics(files: LogFiles, wanted: FileFilter, as_json: bool = False) ->
 
 
 def print_failure(
-    files: LogFiles, attempt: int | None = None, as_json: bool = False, **of_job: str
+    files: LogFiles,
+    attempt: int | None = None,
+    as_json: bool = False,
+    job: str = "JOB",
+    **of_job: str,
 ) -> bool:
     """Print the failure report, and return whether anything has failed."""
     from gptctl.cli import ui
@@ -203,20 +230,20 @@ def print_failure(
     if as_json:
         ui.print_json({**of_job, **report.as_json()})
     else:
-        ui.print_text("\n".join(report.lines()))
+        ui.print_text("\n".join(report.lines(job)))
     return report.failure.is_failure
 
 
 def show_failure(
-    session: Session, record: JobRecord, files: LogFiles, asked: dict[str, Any]
+    session: Session, record: JobRecord, files: LogFiles, options: dict[str, Any]
 ) -> int:
     """Print the state of the job, then which rank failed first."""
     from gptctl.cli import ui
 
     # The state comes first: the first rank to exit did not cause a time limit or a cancellation.
     state = session.state_of(record)
-    if not asked["as_json"]:
+    if not options["as_json"]:
         ui.print_text(f"{record.id}: {state}")
-    print_failure(files, asked["attempt"], asked["as_json"], **state._asdict())
+    print_failure(files, options["attempt"], options["as_json"], record.id, **state._asdict())
     # The report was printed, so the command succeeded, whatever the job did.
     return 0

@@ -11,10 +11,11 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from gptctl.reporting import Progress
 from gptctl.text import CONTROL, clean
 from trainer.errors import Finding, UserError
 
@@ -34,9 +35,6 @@ def print_json(value: Any) -> None:
 
 def print_text(text: str) -> None:
     print(clean(text))
-
-
-Progress = Callable[[int], None]  # called with the number of bytes just transferred
 
 
 @contextmanager

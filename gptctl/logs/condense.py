@@ -28,10 +28,12 @@ from trainer.logline import (
 # Lines. A longer record is not one of the known ones: show it instead of waiting for its end.
 LONGEST_RECORD = 1000
 _TRACEBACK = "Traceback (most recent call last):"
-_CHILD_FAILED = re.compile(r"torch\.distributed\.elastic\.\S*\.ChildFailedError:")
+# A rank has failed, or torchrun was asked to stop.
+_TORCHRUN_ERROR = re.compile(
+    r"torch\.distributed\.elastic\.\S*\.(ChildFailedError|SignalException):"
+)
 _RULER = re.compile(r"={20,}\s*")
-# Ten digits or more: no step count or rate of a training is that long.
-_LONG_NUMBER = re.compile(r"(?<![.\d])\d{10}")
+CONFIG_LINES = "config lines"  # what a terminal calls the hidden config dump
 
 
 class Hidden(NamedTuple):
@@ -40,7 +42,7 @@ class Hidden(NamedTuple):
 
 
 class RankDetail(NamedTuple):
-    """A line that every rank logs about itself; a terminal shows that of rank 0 only."""
+    """A line that every rank logs about itself, which a terminal hides."""
 
 
 class Sample(NamedTuple):
@@ -71,7 +73,7 @@ class OpenConfig:
         return is_part
 
     def pieces(self) -> Iterator[Piece]:
-        yield Hidden(self._num_lines, "config lines")
+        yield Hidden(self._num_lines, CONFIG_LINES)
 
 
 class OpenSample:
@@ -102,23 +104,26 @@ class OpenSample:
 
 
 class OpenReport:
-    """torchrun's traceback and table after a failure, which repeat what the ranks have logged."""
+    """torchrun's traceback after a failure or a stop, which repeats what is known already."""
 
     def __init__(self) -> None:
-        self._lines, self._is_report, self._num_rulers = [_TRACEBACK], False, 0
+        self._lines, self._error, self._num_rulers = [_TRACEBACK], "", 0
+        self._is_complete = False
 
     def takes(self, text: str) -> bool:
-        self._is_report = self._is_report or bool(_CHILD_FAILED.match(text))
-        is_part = self._is_report or text.startswith(" ")
-        if not is_part or self._num_rulers == 2 or len(self._lines) > LONGEST_RECORD:
+        if not self._error and (found := _TORCHRUN_ERROR.match(text)):
+            self._error = found[1]
+        is_part = bool(self._error) or text.startswith(" ")
+        if not is_part or self._is_complete or len(self._lines) > LONGEST_RECORD:
             return False
-        # The table has a line of = at its start and at its end.
-        self._num_rulers += bool(_RULER.fullmatch(text))
         self._lines.append(text)
+        # After a failure a table follows, with a line of = at its start and at its end.
+        self._num_rulers += bool(_RULER.fullmatch(text))
+        self._is_complete = self._error == "SignalException" or self._num_rulers == 2
         return True
 
     def pieces(self) -> Iterator[Piece]:
-        if self._is_report:
+        if self._error:
             yield Hidden(len(self._lines), "lines of torchrun's report")
         else:  # another traceback in a node's log is news: show it
             yield from self._lines
@@ -129,8 +134,8 @@ class Condenser:
 
     def __init__(self, kind: Kind, number: int) -> None:
         self._kind = kind
-        # Lines of rank 0 are shown in full; the other ranks log the same about themselves.
-        self._detail = rank_prefix(number) if kind == "rank" and number else None
+        # Where a rank is and what it holds: with many ranks these lines would fill the window.
+        self._detail = rank_prefix(number) if kind == "rank" else None
         self._open: OpenRecord | None = None
 
     def feed(self, text: str) -> Iterator[Piece]:
@@ -138,7 +143,7 @@ class Condenser:
             return
         yield from self.close()
         # The JSON style writes a record of several lines in one: it is complete at once.
-        record = _json_record(text)
+        record = json_record(text)
         if record and (opened := _open_stamped(record[0])):
             for line in record[1:]:
                 opened.takes(line)
@@ -162,7 +167,7 @@ class Condenser:
             return
         if stamp and stamp[2] == "INFO" and self._detail and message.startswith(self._detail):
             yield RankDetail()
-        elif step := _train_line(text) if TRAIN_START in text else None:
+        elif step := parse_train_line(text) if TRAIN_START in text else None:
             yield step
         elif evaluation := parse_evaluation_line(text):
             yield evaluation
@@ -180,14 +185,11 @@ def _open_stamped(message: str) -> OpenRecord | None:
     return OpenSample(title) if title else None
 
 
-def _train_line(text: str) -> TrainLine | None:
-    """Parse a train line, if this is one."""
-    # Any script may write such a line, and parsing huge numbers could take hours.
-    return None if _LONG_NUMBER.search(text) else parse_train_line(text)
-
-
-def _json_record(text: str) -> list[str]:
+def json_record(text: str) -> list[str]:
     """Return the lines of a record in the trainer's JSON style; empty for any other line."""
     # Parse only candidates: most lines are not JSON, and a terminal must keep up with the job.
     message = parse_json_line(text) if "\\n" in text else None
-    return message.split("\n") if message else []
+    if not message:
+        return []
+    # JSON can hold half of a surrogate pair, which cannot be printed.
+    return message.encode("utf-8", "replace").decode().split("\n")

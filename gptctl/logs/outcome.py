@@ -47,19 +47,30 @@ def outcome_rows(outcome: Outcome, history: StepHistory) -> list[Row]:
 
 
 def _training_rows(outcome: Outcome, history: StepHistory) -> Iterator[Row]:
-    latest = history.latest
-    if latest is None:
+    if history.step is None:
         return
-    losses = [f"{latest.loss:.4f}"]
-    losses += [f"{each.name} {each.loss:.4f}" for each in history.evaluations.values()]
-    yield "loss", ", ".join(losses)
-    rate = sum(line.ips_total for line in history.recent) / len(history.recent)
-    lines = (
-        f" (mean of the last {len(history.recent)} log lines)" if len(history.recent) > 1 else ""
-    )
-    yield "speed", f"{rate:,.0f} tokens/s{lines}"
+    final = outcome.final_step or history.step
+    yield "loss", ", ".join(_losses(history, final))
+    yield "speed", _speed(history)
     total = f" of {outcome.total_steps:,}" if outcome.total_steps else ""
-    yield "steps", f"{outcome.final_step or latest.step:,}{total}"
+    yield "steps", f"{final:,}{total}"
+
+
+def _losses(history: StepHistory, final: int) -> Iterator[str]:
+    if latest := history.latest:
+        # The final step has no train line unless it is a multiple of Engine.logging_freq.
+        step = f" (step {latest.step:,})" if latest.step < final else ""
+        yield f"{latest.loss:.4f}{step}"
+    yield from (f"{each.name} {each.loss:.4f}" for each in history.evaluations.values())
+
+
+def _speed(history: StepHistory) -> str:
+    num_lines = len(history.recent)
+    if not num_lines:
+        return ""
+    rate = sum(line.ips_total for line in history.recent) / num_lines
+    lines = f" (mean of the last {num_lines} log lines)" if num_lines > 1 else ""
+    return f"{rate:,.0f} tokens/s{lines}"
 
 
 def checkpoint_text(steps: Iterable[int]) -> str:
@@ -74,10 +85,14 @@ def checkpoint_text(steps: Iterable[int]) -> str:
 
 def next_commands(outcome: Outcome) -> list[str]:
     job = outcome.job
+    again = [f"gptctl show {job}", f"gptctl rerun {job} --follow"]
+    # `rerun` starts from scratch: with checkpoints, most users want to resume instead.
+    is_resumable = outcome.checkpoints and outcome.state != COMPLETED
+    resume = [f"gptctl submit --resume {job} --follow"] if is_resumable else []
     if outcome.state == FAILED:
-        return [f"gptctl logs {job} --failed", f"gptctl show {job}", f"gptctl rerun {job} --follow"]
+        return [f"gptctl logs {job} --failed", *resume, *again]
     if outcome.state != COMPLETED or not outcome.total_steps:
-        return [f"gptctl logs {job}", f"gptctl show {job}", f"gptctl rerun {job} --follow"]
+        return [*resume, f"gptctl logs {job}", *again]
     steps = outcome.total_steps * MORE_STEPS
     return [
         f"gptctl logs {job} --metrics",

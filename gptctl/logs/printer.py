@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import BinaryIO, Literal
 
+from gptctl.logs.config_hider import ConfigHider
 from gptctl.logs.files import FileFilter, LogFile, LogFiles
 from gptctl.logs.lines import readable
-from gptctl.logs.stream import Line, LineFilter, read_all
+from gptctl.logs.stream import Line, LineFilter, LineWriter, read_all
 from gptctl.reporting import Say
 from gptctl.text import clean
 from trainer.errors import UserError
@@ -27,6 +29,11 @@ _BOLD = 1  # nodes and the batch log
 Origin = tuple[int, str, int]  # attempt, kind, number: where a line comes from
 
 
+def hidden_text(what: str, job: str) -> str:
+    """Say what a terminal does not show, and which command shows it."""
+    return f"… {what} hidden: gptctl logs {shlex.quote(job)} --raw"
+
+
 def show_logs(
     files: LogFiles,
     wanted: FileFilter,
@@ -35,13 +42,22 @@ def show_logs(
     out: BinaryIO | None = None,
     *,
     say: Say,
+    hide_config_of: str = "",
 ) -> None:
-    """Print the lines that exist now."""
+    """Print the lines that exist now.
+
+    `hide_config_of` is the job or file whose config dump is hidden; if empty, nothing is hidden.
+    """
     lines = replace(lines, raw=style == "raw")
     # Lines go to the buffer below stdout: text printed before must come first.
     sys.stdout.flush()
     printer = Printer(out or sys.stdout.buffer, style, say=say)
-    if not read_all(files, wanted, lines, printer):
+    show: LineWriter = printer
+    if hide_config_of:
+        show = ConfigHider(
+            printer, report=lambda what: printer.text(hidden_text(what, hide_config_of))
+        )
+    if not read_all(files, wanted, lines, show):
         raise UserError(
             "no log file matches",
             "`gptctl logs --list` lists the log files; a pending job has none yet",

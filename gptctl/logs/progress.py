@@ -21,6 +21,7 @@ class StepHistory:
     """The steps and evaluations that a job has logged so far."""
 
     def __init__(self) -> None:
+        self.step: int | None = None  # the newest one, also if only an evaluation logged it
         self.recent: deque[TrainLine] = deque(maxlen=RECENT)
         self.evaluations: dict[str, Evaluation] = {}  # the latest, by name
 
@@ -29,6 +30,8 @@ class StepHistory:
         return self.recent[-1] if self.recent else None
 
     def note(self, piece: object) -> None:
+        if isinstance(piece, TrainLine | Evaluation):
+            self.step = piece.step
         if isinstance(piece, TrainLine):
             self.recent.append(piece)
         elif isinstance(piece, Evaluation):

@@ -50,9 +50,13 @@ class FailureReport(NamedTuple):
     attempt: int
     failure: Failure
     last: dict[str, list[str]]  # the last lines of the failed rank or node, by file name
+    recovered: int | None = None  # the latest attempt that failed, if the job recovered from it
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, job: str = "JOB") -> Iterator[str]:
         yield from _failure_text(self.attempt, self.failure, bool(self.last))
+        if self.recovered is not None:
+            again = f"gptctl logs {job} --failed --attempt {self.recovered}"
+            yield f"attempt {self.recovered} failed: {again}"
         for name, lines in self.last.items():
             yield from ("", f"the last lines of {name}:", *(f"  {line}" for line in lines))
         if self.failure.cascade:
@@ -67,6 +71,7 @@ class FailureReport(NamedTuple):
 
 def failure_report(files: LogFiles, attempt: int | None = None, state: str = "") -> FailureReport:
     """Report the failure of an attempt, by default the latest; `state` is that of the job."""
+    is_latest = attempt is None
     attempt, failure = failure_of(files, attempt)
     kind, number = ("rank", failure.first.rank) if failure.first else ("node", failure.first_node)
     # Empty files have nothing to show: do not print their headings.
@@ -76,9 +81,17 @@ def failure_report(files: LogFiles, attempt: int | None = None, state: str = "")
     # script.
     if not failure.is_failure and state == FAILED:
         failed_files = [file for file in listed if file.kind in ("node", "batch")][:MOST_SHOWN]
+    last = {file.name: last_lines(files, file) for file in failed_files}
+    is_well = is_latest and not failure.is_failure
     return FailureReport(
-        attempt, failure, {file.name: last_lines(files, file) for file in failed_files}
+        attempt, failure, last, _failed_before(files, attempt) if is_well else None
     )
+
+
+def _failed_before(files: LogFiles, attempt: int) -> int | None:
+    """Return the latest attempt before this one that failed."""
+    earlier = sorted((number for number in files.attempts() if number < attempt), reverse=True)
+    return next((number for number in earlier if failure_of(files, number)[1].is_failure), None)
 
 
 def failure_line(attempt: int, failure: Failure) -> str:

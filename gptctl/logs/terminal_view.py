@@ -5,15 +5,17 @@ Decides what to show; `gptctl.cli.ui` draws it.
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from gptctl.engine.run_folder import RUNNING
-from gptctl.logs.condense import Condenser, Hidden, Piece, RankDetail, Sample
+from gptctl.logs.condense import CONFIG_LINES, Condenser, Hidden, Piece, RankDetail, Sample
 from gptctl.logs.files import LogFile, LogFiles
 from gptctl.logs.lines import readable
-from gptctl.logs.printer import Printer
+from gptctl.logs.printer import Printer, hidden_text
 from gptctl.logs.progress import (
     Position,
     StepHistory,
@@ -26,7 +28,6 @@ from gptctl.logs.progress import (
 from gptctl.logs.rank_count import RankWatch, count_text, first_start
 from gptctl.logs.stream import Line
 from gptctl.logs.tables import failure_line, failure_of
-from gptctl.text import count
 from trainer.logline import Evaluation, TrainLine, announced_steps, is_mingpt_train_line
 
 
@@ -49,6 +50,7 @@ class FollowedJob(NamedTuple):
     total_steps: int  # 0 if unknown
     logs_steps: bool  # True for the bundled trainer; a user's script may log steps, too
     created: float
+    ended: float = math.inf  # seconds since the epoch, if it has ended
 
 
 class TerminalView:
@@ -62,7 +64,7 @@ class TerminalView:
         self._condensers: dict[tuple[int, str], Condenser] = {}  # by attempt and file name
         self._last: dict[tuple[int, str], Line] = {}  # the last line of each file
         self._step_loggers: set[int] = set()  # ranks
-        self._hidden: dict[int, int] = {}  # number of lines, by rank
+        self._hidden: Counter[str] = Counter()  # lines of the banner, by what they are
         self._attempt: int | None = None  # the newest one that has logged a line
         self._ranks = RankWatch(files, job.world)
         self._status, self._logs_steps = "starting …", job.logs_steps
@@ -128,11 +130,11 @@ class TerminalView:
             for piece in condenser.close():
                 if self._condenses:
                     self._show(piece, self._last[key])
-        self._report_hidden_details()
+        self._report_hidden_banner()
 
     def _note(self, piece: Piece, attempt: int) -> None:
         self.history.note(piece)
-        if isinstance(piece, TrainLine) and attempt == self._attempt:
+        if isinstance(piece, TrainLine | Evaluation) and attempt == self._attempt:
             self._step_seen = time.monotonic()
         elif isinstance(piece, str):
             # Only the trainer knows how many steps an epoch has.
@@ -143,17 +145,20 @@ class TerminalView:
 
     def _show(self, piece: Piece, line: Line) -> None:
         if isinstance(piece, TrainLine):
-            self._report_hidden_details()
+            self._report_hidden_banner()
             self._show_step(step_text(piece, self.total_steps), line)
         elif isinstance(piece, Evaluation):
+            self._report_hidden_banner()
             self._show_step(evaluation_text(piece, self.total_steps), line)
+        elif isinstance(piece, Hidden) and piece.what == CONFIG_LINES:
+            self._hidden[piece.what] += piece.num_lines
         elif isinstance(piece, Hidden):
             self._report_hidden(f"{piece.num_lines:,} {piece.what}")
         elif isinstance(piece, Sample):
             self._printer.flush()
             self._screen.box("Sample text", piece.text)
         elif isinstance(piece, RankDetail):
-            self._hidden[line.file.number] = self._hidden.get(line.file.number, 0) + 1
+            self._hidden["rank lines"] += 1
         else:
             self._printer.line(line._replace(text=piece.encode()))
 
@@ -165,25 +170,26 @@ class TerminalView:
         else:
             self._printer.text(text)
 
-    def _report_hidden_details(self) -> None:
+    def _report_hidden_banner(self) -> None:
+        """Report in one line what was hidden before the first step."""
         if self._hidden:
-            lines = count(sum(self._hidden.values()), "line")
-            self._report_hidden(f"{lines} of {count(len(self._hidden), 'other rank')}")
+            parts = [f"{number:,} {what}" for what, number in sorted(self._hidden.items())]
+            self._report_hidden(" and ".join(parts))
             self._hidden.clear()
 
     def _report_hidden(self, what: str) -> None:
-        self._printer.text(f"… {what} hidden: gptctl logs {self._job.id} --raw")
+        self._printer.text(hidden_text(what, self._job.id))
 
     def _bottom_line(self) -> str:
-        elapsed = time.time() - (self._started or self._job.created)
-        latest, width = self.history.latest, self._screen.width
+        elapsed = min(time.time(), self._job.ended) - (self._started or self._job.created)
+        step, width = self.history.step, self._screen.width
         # A new attempt has no step yet: show its status, not the old progress.
-        if latest is None or self._step_seen is None:
+        if step is None or self._step_seen is None:
             return f"{self._status}  {duration(elapsed)}"[:width]
         seconds = seconds_per_step(self.history.recent)
         left = None
         # Count down between two train lines, which may be minutes apart.
         if seconds is not None:
-            left = (self.total_steps - latest.step) * seconds
+            left = (self.total_steps - step) * seconds
             left = max(0.0, left - (time.monotonic() - self._step_seen))
-        return progress_text(Position(latest.step, self.total_steps, elapsed, left), width)
+        return progress_text(Position(step, self.total_steps, elapsed, left), width)

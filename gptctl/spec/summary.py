@@ -111,9 +111,9 @@ def _guess(resolved: Resolved) -> str:
 
 
 def _rounded(parameters: int) -> str:
-    size, unit = next(
-        (size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if parameters >= size
-    )
+    size, unit = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
+    if parameters < 1e5:
+        size, unit = 1e3, "K"
     return f"{parameters / size:.1f} {unit}"
 
 

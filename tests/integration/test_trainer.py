@@ -80,7 +80,7 @@ def test_everything_comes_when_it_is_due(tmp_path: Path) -> None:
     assert text.rstrip().endswith("The training process is complete.")
     assert ended.status()["state"] == "finished"
     assert "Model.hidden_size                            32" in text
-    assert "Model Size: 0.03 M (" in text
+    assert re.search(r"Model Size: \d\d\.\d\d K \(\d\d,\d{3} parameters\)", text)
 
 
 def test_the_banner_is_one_record_with_the_config_and_eight_lines(tmp_path: Path) -> None:
@@ -100,6 +100,7 @@ def test_the_banner_is_one_record_with_the_config_and_eight_lines(tmp_path: Path
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [
+        (37_760, "37.76 K (37,760 parameters)"),
         (803_584, "0.80 M (803,584 parameters)"),
         (354_871_296, "354.87 M (354,871,296 parameters)"),
         (1_313_722_368, "1.31 B (1,313,722,368 parameters)"),

@@ -98,7 +98,7 @@ def test_the_other_lines() -> None:
         == "valid step 500, epoch: 0, batch: 9, loss: 10.500000, speed: 2.00 step/s"
     )
     assert epoch_line(3, 1, 0, "Train", 4.188441) == "[GPU3] Epoch 1 | Iter 0 | Train Loss 4.18844"
-    assert length_line(1500, 48, 9) == "Training: 1,500 steps of 48 samples; the training data has 9 samples"
+    assert length_line(1500, 48, 9) == "Training: 1,500 steps of 48 samples; the data has 9"
     assert sample_title("it's\n") == 'Sample text after "it\'s\\n":'
     assert epoch_line(0, 10, 0, "Eval", 1.12) == "[GPU0] Epoch 10 | Iter 0 | Eval Loss 1.12000"
 
@@ -167,6 +167,8 @@ def test_the_config_title_and_the_lines_of_mingpt_are_recognised() -> None:
     "line",
     [
         *("", "text", "rank 3: text", "{", '{"time": "now"}', '{"time": "now", "message": 5}', '{"time": "now'),
+        *(", steps of 1 samples", ",, steps of 1 samples", '{"time": "' + '", "a": [' * 20_000),
+        PUBLISHED[0].replace("step 1,", f"step {'9' * 5000},"),
         *("many steps of 48 samples", "valid step x, epoch: 0", "Sample text", "Resolved config: no", COMPLETE),
     ],
 )

@@ -260,6 +260,36 @@ def test_attempts_and_json(job: Job) -> None:
     assert second == {"attempt": 1, "rank": 0, "time": time_1, "text": "[2026-11-16 04:00:01,000] new"}
 
 
+TITLE = "[2026-11-16 04:00:01,000] [    INFO] - Resolved config:"
+
+
+def test_the_config_dump_is_hidden_if_asked_for(job: Job) -> None:
+    """Oracle: all other lines, exactly as without hiding; the number of indented lines; the name, for a shell."""
+    dump = [TITLE, "  Global.device    cpu", "  Engine.x    ", "    deeper"]
+    other = [
+        "before",
+        "  indented",
+        f"{TITLE} no",
+        "  indented",
+        "[2026-11-16 04:00:01,000] [    INFO] - rank 0: x",
+        "  y",
+    ]
+    record = json.dumps({"time": "2026-11-16T04:00:01.000", "message": "Resolved config:\n  a 1\n  b 2"})
+    job.add("workerlog.0", "\n".join([*other[:4], *dump, *other[4:], record, "  z", *dump[:2]]))
+
+    def shown(hide_config_of: str) -> list[str]:
+        out = io.BytesIO()
+        show_logs(job.files, FileFilter(), LineFilter(), out=out, say=say_on_stderr, hide_config_of=hide_config_of)
+        return out.getvalue().decode().splitlines()
+
+    def note(number: int) -> str:
+        return f"… {number} config lines hidden: gptctl logs 'a b' --raw"
+
+    lines = [f"[rank 0] {line}" for line in other]
+    assert shown("a b") == [*lines[:4], note(3), *lines[4:], note(2), "[rank 0]   z", note(1)]
+    assert [line for line in shown("") if line not in lines][:4] == [f"[rank 0] {line}" for line in dump]
+
+
 class Terminal(io.BytesIO):
     def isatty(self) -> bool:
         return True

@@ -154,6 +154,29 @@ def test_no_rank_ever_started(job: Job, capsys: pytest.CaptureFixture[str]) -> N
     assert "attempt 0: nothing has failed" in capsys.readouterr().out
 
 
+def test_an_earlier_attempt_that_failed_is_named(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: attempt 0 lost a rank, attempts 1 and 2 did not; who asks for one attempt gets that one only."""
+    write_records(job, records(*STARTS, end(3, 4.3, None, 9)), 0)
+    for attempt in (1, 2):
+        write_records(job, records(*STARTS, *(end(rank, 5, 0) for rank in range(4))), attempt)
+    assert not print_failure(job.files, job="j-1")
+    assert capsys.readouterr().out.splitlines() == [
+        "attempt 2: no rank has failed (4 started)",
+        "attempt 0 failed: gptctl logs j-1 --failed --attempt 0",
+    ]
+    assert not print_failure(job.files, attempt=1, job="j-1")
+    assert capsys.readouterr().out == "attempt 1: no rank has failed (4 started)\n"
+    write_records(job, records(*STARTS, end(3, 4.3, None, 9)), 2)
+    assert print_failure(job.files)
+    assert "attempt 0" not in capsys.readouterr().out
+
+
+def test_metrics_skip_what_cannot_be_a_step(job: Job) -> None:
+    """Oracle: no exception; the line of a script has more digits than Python converts."""
+    job.add("workerlog.0", train(1, 9.0).replace("step 1,", f"step {'9' * 5000},") + train(2, 8.0))
+    assert [row["step"] for row in metric_rows(job.files, FileFilter())] == [2]
+
+
 def test_the_list_of_files(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: what the records say of each file."""
     write_records(job, records(*STARTS, end(0, 5, 0), end(1, 5, None, 9), exits={0: "1"}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from gptctl.logs.condense import LONGEST_RECORD, Condenser, Hidden, Piece, RankDetail, Sample
 from gptctl.logs.files import FileFilter, Kind
-from gptctl.logs.outcome import Outcome, checkpoint_text, outcome_rows
+from gptctl.logs.outcome import Outcome, checkpoint_text, next_commands, outcome_rows
 from gptctl.logs.printer import Printer
 from gptctl.logs.progress import (
     Position,
@@ -105,9 +106,11 @@ def test_a_step_in_short() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("04:25:43 Training: 1,500 steps of 48 samples; the data has 9", 1500),
         ("04:25:43 Training: 1,500 steps of 48 samples; the training data has 9 samples", 1500),
         ("500 steps of 48 samples, 1799942 samples to train on", 500),
         ("it takes many steps of 48 samples", None),
+        (", steps of 1 samples", None),
     ],
 )
 def test_the_number_of_steps_that_the_trainer_announces(text: str, expected: int | None) -> None:
@@ -167,18 +170,20 @@ def test_the_json_style() -> None:
 
     lines = [record("Resolved config:\n  a  1\n  b  2"), record("x"), record(str(train(5))), record("one\ntwo")]
     lines += [record("Sample text after 'a':\nfirst\nsecond"), record("The training process is complete.")]
+    half = record("Sample text after 'a':\n\ud800")
+    assert pieces([half]) == [Sample("after 'a':\n\n?")]  # half a character cannot be printed
     assert pieces(lines) == [
         *(Hidden(2, "config lines"), lines[1], train(5), lines[3]),
         *(Sample("after 'a':\n\nfirst\nsecond"), lines[5]),
     ]
 
 
-def test_steps_evaluations_and_what_other_ranks_tell_of_themselves() -> None:
-    """Oracle: the numbers in the lines; of rank 0 its own lines are shown."""
+def test_steps_evaluations_and_what_ranks_tell_of_themselves() -> None:
+    """Oracle: the numbers in the lines; a line is a detail only in the log of the rank that it names."""
     valid = f"{STAMP}valid step 250, epoch: 0, batch: 4, loss: 1.944205, speed: 8.24 step/s"
     assert pieces([f"{STAMP}{train(5)}", valid]) == [train(5), Evaluation("valid", 250, 1.944205)]
     assert pieces([f"{STAMP}rank 3: mp 1", f"{STAMP}rank 1: mp 1"], rank=3) == [RankDetail(), "04:25:43 rank 1: mp 1"]
-    assert pieces([f"{STAMP}rank 0: mp 1"]) == ["04:25:43 rank 0: mp 1"]
+    assert pieces([f"{STAMP}rank 0: mp 1", "rank 0: mp 1"]) == [RankDetail(), "rank 0: mp 1"]
     assert pieces(["rank 3: killed"], rank=3) == ["rank 3: killed"]
 
 
@@ -204,6 +209,18 @@ def test_the_report_of_torchrun_is_counted() -> None:
     other = [*REPORT[:3], "RendezvousTimeoutError", "=" * 60]
     assert pieces(other, kind="node") == other
     assert pieces(REPORT) == REPORT
+
+
+STOPPED = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 12151 got signal: 15"
+
+
+def test_the_traceback_of_a_stopped_torchrun_is_counted() -> None:
+    """Oracle: its lines, the last of which names the signal; the next line is shown, also if it is indented."""
+    traceback = [*REPORT[:3], STOPPED]
+    hidden = Hidden(4, "lines of torchrun's report")
+    assert pieces(["before", *traceback, "  after"], kind="node") == ["before", hidden, "  after"]
+    assert pieces([*traceback, *REPORT], kind="node") == [hidden, Hidden(len(REPORT), hidden.what)]
+    assert pieces(traceback) == traceback
 
 
 LINES = st.sampled_from(
@@ -308,9 +325,9 @@ class Recorder:
 
 
 class Watch:
-    def __init__(self, root: Path, total_steps: int = 100) -> None:
+    def __init__(self, root: Path, total_steps: int = 100, ended: float = math.inf) -> None:
         self.job, self.out, self.screen = Job(root), io.BytesIO(), Recorder()
-        followed = FollowedJob("job-1", 2, total_steps, True, 0.0)
+        followed = FollowedJob("job-1", 2, total_steps, True, 0.0, ended)
         printer = Printer(self.out, say=say_on_stderr)
         self.view = TerminalView(printer, self.screen, self.job.files, followed, condenses=True)
         self.follower = Follower(self.job.files, FileFilter(all_attempts=True), LineFilter(), self.view)
@@ -357,6 +374,24 @@ def test_the_trainer_knows_its_length_better_than_its_config(tmp_path: Path) -> 
     assert watch.look().startswith(" 50% ")
 
 
+def test_an_evaluation_moves_the_bar(tmp_path: Path) -> None:
+    """Oracle: the test at the last step, which is not a multiple of Engine.logging_freq and so has no train line."""
+    watch = Watch(tmp_path, total_steps=120)
+    watch.job.add("workerlog.0", f"{STAMP}{train(100)}\n")
+    assert watch.look().startswith(" 83% ")
+    watch.job.add("workerlog.0", f"{STAMP}test step 120, epoch: 0, batch: 4, loss: 1.9, speed: 8.24 step/s\n")
+    assert watch.look().startswith("100% ")
+    assert watch.look().endswith("finishing")
+
+
+def test_the_clock_of_a_finished_job_has_stopped(tmp_path: Path) -> None:
+    """Oracle: the recorded start (1 s after the epoch) and end; today is fifty years later."""
+    watch = Watch(tmp_path, ended=19.0)
+    write_event(watch.job, "start", 0)
+    watch.job.add("workerlog.0", f"{STAMP}{train(100)}\n")
+    assert " 0:18 elapsed " in watch.look()
+
+
 def test_mingpt_logs_no_steps_to_wait_for(tmp_path: Path) -> None:
     """Oracle: the line is shown as it is, and nothing is waited for."""
     watch = Watch(tmp_path)
@@ -379,7 +414,7 @@ def test_no_line_stops_the_following(tmp_path_factory: pytest.TempPathFactory, p
     line = (
         f"global step {parts[0]}, epoch: {parts[1]}, batch: {parts[2]}, loss: {parts[3]}, avg_reader_cost: {parts[4]} sec, "
         f"avg_batch_cost: {cost} sec, speed: {parts[5]} step/s, ips_total: {parts[6]} tokens/s, ips: {parts[7]} tokens/s, "
-        f"learning rate: {parts[8]}\nvalid step {parts[0]}, epoch: 0, batch: 0, loss: {parts[9]}, speed: 1 step/s\n"
+        f"learning rate: {parts[8]}\n{parts[0]} steps of {parts[1]} samples\nvalid step {parts[0]}, epoch: 0, batch: 0, loss: {parts[9]}, speed: 1 step/s\n"
     )
     watch = Watch(tmp_path_factory.mktemp("any"))
     watch.job.add("workerlog.0", line.encode("utf-8", "replace"))
@@ -402,7 +437,7 @@ def test_the_summary_of_a_training() -> None:
     rows = dict(outcome_rows(outcome("COMPLETED", checkpoints=(500, 250)), history))
     assert rows == {
         "state": "COMPLETED",
-        "loss": "6.0000, valid 6.5000, test 6.2500",
+        "loss": "6.0000 (step 12), valid 6.5000, test 6.2500",
         "speed": "7,500 tokens/s (mean of the last 10 log lines)",
         "steps": "500 of 500",
         "duration": "1:02",
@@ -420,6 +455,32 @@ def test_the_summary_of_a_failure_names_who_failed_first() -> None:
     assert rows["state"] == "FAILED: node 1 exited"
     assert rows["duration"] == "1:02 in 2 attempts"
     assert rows["try next"].splitlines()[0] == "gptctl logs j-1 --failed"
+
+
+def test_a_training_whose_steps_only_evaluations_logged_has_a_summary() -> None:
+    """Oracle: the evaluation; there is no train line, so no speed is known."""
+    history = StepHistory()
+    history.note(Evaluation("test", 20, 6.25))
+    rows = dict(outcome_rows(outcome("COMPLETED", total_steps=20, final_step=None), history))
+    assert (rows["loss"], rows["steps"], "speed" in rows) == ("test 6.2500", "20 of 20", False)
+
+
+RESUME, RERUN = "gptctl submit --resume j-1 --follow", "gptctl rerun j-1 --follow"
+
+
+@pytest.mark.parametrize(
+    ("state", "checkpoints", "expected"),
+    [
+        ("STOPPED", (250,), [RESUME, "gptctl logs j-1", "gptctl show j-1", RERUN]),
+        ("CANCELLED", (250,), [RESUME, "gptctl logs j-1", "gptctl show j-1", RERUN]),
+        ("TIMEOUT", (), ["gptctl logs j-1", "gptctl show j-1", RERUN]),
+        ("FAILED", (250,), ["gptctl logs j-1 --failed", RESUME, "gptctl show j-1", RERUN]),
+        ("FAILED", (), ["gptctl logs j-1 --failed", "gptctl show j-1", RERUN]),
+    ],
+)
+def test_a_job_with_checkpoints_can_be_resumed(state: str, checkpoints: tuple[int, ...], expected: list[str]) -> None:
+    """Oracle: the commands, by hand."""
+    assert next_commands(outcome(state, checkpoints=checkpoints)) == expected
 
 
 def test_many_checkpoints_are_counted() -> None:

@@ -18,7 +18,7 @@ from datetime import datetime
 import pytest
 
 from tests.terminal import GPTCTL, Run
-from tests.unit.test_logs_terminal import REPORT
+from tests.unit.test_logs_terminal import REPORT, STOPPED
 from trainer.logline import TrainLine, evaluation_line, prefixed
 
 WIDTHS = (40, 80, 120)
@@ -62,11 +62,11 @@ lines = json.loads((folder / "lines.json").read_text())
 TRAINING = """
 if node == 1:
     wait_for("second node")
+    for rank in ranks:
+        log(rank, lines["detail"].replace("RANK", str(rank)))
 start(*ranks)
 wait_for("first step")
 if node == 1:
-    for rank in ranks:
-        log(rank, lines["detail"].replace("RANK", str(rank)))
     wait_for("end")
 else:
     for line in lines["begin"]:
@@ -91,7 +91,7 @@ def lines_of_training() -> dict[str, object]:
     begin = [
         *(stamped("Resolved config:"), *config),
         stamped("rank 0: mp 1 on cpu"),
-        stamped("Training: 100 steps of 48 samples; the training data has 1,000 samples"),
+        stamped("Training: 100 steps of 48 samples; the data has 1,000"),
         stamped("the valid split is small", "WARNING"),
         *(train(25), train(50)),
     ]
@@ -102,7 +102,8 @@ def lines_of_training() -> dict[str, object]:
         *(stamped(line) for line in SAMPLE),
         stamped("The training process is complete."),
     ]
-    return {"begin": begin, "rest": rest, "detail": stamped("rank RANK: mp 1 on cpu"), "report": REPORT}
+    detail, stop = stamped("rank RANK: mp 1 on cpu"), [*REPORT[:3], STOPPED]
+    return {"begin": begin, "rest": rest, "detail": detail, "report": REPORT, "stop": stop}
 
 
 class Play:
@@ -123,6 +124,11 @@ class Play:
 
     def cue(self, name: str) -> None:
         (self.folder / name).touch()
+
+    def run(self, *arguments: str, columns: int = 80) -> Run:
+        self.runs.append(Run(GPTCTL, *arguments, cwd=self.folder, columns=columns))
+        assert self.runs[-1].finish() == 0
+        return self.runs[-1]
 
     def follow(self, *arguments: str, columns: int = 80, **env: str) -> Run:
         command = (GPTCTL, "logs", self.id, "--follow", *arguments)
@@ -199,8 +205,9 @@ def check_screen(run: Run, job: Play) -> None:
     """What is left on the screen. Lines wider than the window are joined again."""
     shown = "\n".join(run.screen())
     flat = shown.replace("\n", "")
-    assert f"… {CONFIG_LINES} config lines hidden: gptctl logs {job.id} --raw" in flat
-    assert f"… 2 lines of 2 other ranks hidden: gptctl logs {job.id} --raw" in flat
+    hidden = f"… {CONFIG_LINES} config lines and 3 rank lines hidden: gptctl logs {job.id} --raw"
+    assert flat.index(hidden) < flat.index("step   25/100")
+    assert "mp 1 on cpu" not in flat
     assert "Section.key" not in shown
     assert "[rank 0] 04:25:43 WARNING: the valid split is small" in flat
     for step in (25, 50, 75, 100):
@@ -339,3 +346,63 @@ def test_who_asks_for_lines_gets_them_as_they_are(play, arguments: list[str]) ->
     assert run.finish() == 0
     assert all(train(step) in run.text for step in (25, 50, 75, 100))
     assert ("Section.key_103" in run.text) == (arguments == ["--raw"])
+
+
+def test_a_terminal_gets_the_logs_of_a_finished_job_without_the_config_dump(play) -> None:
+    """Oracle: the lines that were written, as they are; a pipe, `--raw` and `--grep` get all of them."""
+    job = play(TRAINING)
+    for cue in ("second node", "first step", "end"):
+        job.cue(cue)
+    assert job.jobs.wait(job.id) == "COMPLETED"
+    path = f"runs/{job.id}/logs/attempt-0/workerlog.0"
+    written = (job.folder / path).read_text().splitlines()
+    for name in (job.id, path):
+        shown = job.run("logs", name, columns=400).screen()
+        hidden = f"… {CONFIG_LINES} config lines hidden: gptctl logs {name} --raw"
+        prefix = "[rank 0] " if name == job.id else ""  # a single file needs none
+        own = [line for line in shown if line and (line.startswith(prefix) or line == hidden)]
+        assert own == [hidden, *(f"{prefix}{line}".rstrip() for line in written[CONFIG_LINES + 1 :])]
+        for arguments in (["--raw"], ["--grep", "Section"]):
+            assert "Section.key_103" in job.run("logs", name, *arguments, columns=400).text
+        assert job.jobs.gptctl("logs", name).stdout.count("Section.key") == CONFIG_LINES
+
+
+def test_following_a_finished_job_shows_how_long_it_took(play) -> None:
+    """Oracle: its duration in the summary; the job seems to have ended an hour before it is followed."""
+    job = play(TRAINING)
+    for cue in ("second node", "first step", "end"):
+        job.cue(cue)
+    assert job.jobs.wait(job.id) == "COMPLETED"
+    folder = job.jobs.run_dir(job.id)
+    for file in folder.glob("attempt-0/ranks.*.jsonl"):
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps({**event, "time": event["time"] - 3600}) + "\n" for event in events))
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "ended": result["ended"] - 3600}))
+    run = job.follow()
+    assert run.finish() == 0
+    bars = [line for line in bottom_lines(run) if "elapsed" in line]
+    assert bars
+    assert not [bar for bar in bars if not re.search(r" 0:\d\d elapsed", bar)]
+
+
+STOPPING = """
+start(*ranks)
+log(ranks[0], "words")
+import signal
+signal.signal(signal.SIGTERM, lambda *_: (print(*lines["stop"], sep="\\n", flush=True), sys.exit(143)))
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_a_cancelled_job_shows_no_traceback_of_torchrun(play) -> None:
+    """Oracle: the four lines that torchrun prints when it is stopped, counted on each node."""
+    job = play(STOPPING, "--", "x.py")
+    run = job.follow()
+    run.read_until("4 of 4 ranks are up")
+    job.jobs.gptctl("cancel", job.id)
+    assert run.finish() != 0
+    assert run.screen().count(f"… 4 lines of torchrun's report hidden: gptctl logs {job.id} --raw") == 2
+    assert "Traceback" not in run.text
+    assert "SignalException" not in run.text
