@@ -15,8 +15,10 @@ ShowProgress = Callable[[str, int], AbstractContextManager[Progress]]  # title, 
 
 
 class Fetched(NamedTuple):
-    """The result of `gptctl fetch`: what it copied to this machine."""
+    """The result of `gptctl fetch`: what of the job is on this machine now."""
 
     files: int
     bytes: int
     folder: str
+    new_files: int  # of these, what this fetch copied
+    new_bytes: int

@@ -262,5 +262,7 @@ def fetch(
     if as_json:
         ui.print_json(fetched._asdict())
     else:
-        ui.print_text(f"{count(fetched.files, 'file')}, {fetched.bytes:,} bytes: {fetched.folder}")
+        new = f"{fetched.new_files:,} new" if fetched.new_files else "nothing new"
+        what = f"{count(fetched.files, 'file')}, {fetched.bytes:,} bytes"
+        ui.print_text(f"{what}: {fetched.folder}; {new}")
     return 0

@@ -34,10 +34,16 @@ from gptctl.engine.messages import (
 )
 from gptctl.engine.node import TICK, Node, NodeExit
 from gptctl.engine.ports import free_port, port_error
-from gptctl.engine.processes import adopt_orphans, clean_environment, kill_all, this_process
+from gptctl.engine.processes import (
+    adopt_orphans,
+    clean_environment,
+    disregard,
+    kill_all,
+    this_process,
+)
 from gptctl.engine.remote_node import HEARTBEAT, HEARTBEAT_TIMEOUT, RemoteNode
 from gptctl.engine.run_folder import RunFolder, read_plan
-from gptctl.engine.supervisor import Supervisor
+from gptctl.engine.supervisor import STOP_SIGNALS, Supervisor
 
 MAX_UNAUTHENTICATED = 64  # connections whose peer has not proved yet that it has the key
 
@@ -254,7 +260,8 @@ class PeerAgent(HostAgent):
 
         That is a lease before the first host has confirmed the commit, and longer afterwards.
         """
-        signal.signal(signal.SIGTERM, self._on_signal)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
         try:
             while not self.is_stopped and self._head_is_alive():
                 self._handle(self.head.receive(TICK) or {})
@@ -314,9 +321,7 @@ class PeerAgent(HostAgent):
 
 def detach(log_file: str) -> None:
     """Survive the end of the ssh connection, and keep its pipes from the ranks."""
-    # A handler that does nothing: ranks would inherit a signal that is ignored.
-    for name in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
-        signal.signal(name, lambda number, frame: None)
+    disregard(signal.SIGHUP, signal.SIGINT, signal.SIGPIPE)
     adopt_orphans()
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -52,12 +52,8 @@ class MessageStream:
             self._read()
         line, _, self._buffer = self._buffer.partition(b"\n")
         self.last_received = time.monotonic()
-        try:
-            message = json.loads(line)
-        # RecursionError: deeply nested JSON must not crash an agent.
-        except (ValueError, RecursionError):
-            raise ConnectionLost(INVALID_MESSAGE) from None
-        if not isinstance(message, dict):
+        message = parse_message(line)
+        if message is None:
             raise ConnectionLost(INVALID_MESSAGE)
         return message
 
@@ -71,6 +67,16 @@ class MessageStream:
         if len(self._buffer) > MAX_BUFFER:
             raise ConnectionLost(INVALID_MESSAGE)
         self._buffer += data
+
+
+def parse_message(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a line, or None if the line is anything else."""
+    try:
+        message = json.loads(line)
+    # RecursionError: deeply nested JSON must crash nobody.
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
 
 
 def socket_stream(connection: socket.socket, timeout: float) -> MessageStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from gptctl.engine.messages import ConnectionLost, MessageStream
+from gptctl.engine.messages import INVALID_MESSAGE, ConnectionLost, MessageStream
 from gptctl.engine.node import TICK, NodeExit
 
 HEARTBEAT = 2.0  # seconds after which an agent that has nothing else to send sends a heartbeat
@@ -90,8 +90,16 @@ class RemoteNode:
         if message.get("start") == self._start_number:
             self._has_ranks |= "ranks" in message
             if "exit" in message:
-                self._exit = NodeExit(*message["exit"])
+                self._exit = _exit_of(message["exit"])
 
     def _mark_lost(self, why: str) -> None:
         self._lost = why
         self._exit = self._exit or NodeExit(255, f"its host is lost: {why}")
+
+
+def _exit_of(fields: Any) -> NodeExit:
+    match fields:
+        case [int(), str(), bool(), int() | float(), bool(), bool()]:
+            return NodeExit(*fields)
+    # The agent there is broken, or is not ours: this must not end the job's supervisor.
+    raise ConnectionLost(INVALID_MESSAGE)

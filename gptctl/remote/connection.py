@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 Channel = Any  # of paramiko: input and output of a command on a host
 Files = Any  # paramiko's SFTP client
 ANSWER_TIMEOUT = 60.0  # seconds that a command may take by default
+MAX_OUTPUT = 16 << 20  # bytes that a command may print
+MAX_ERRORS = 1 << 20  # bytes of its stderr that are read
 KEEPALIVE = 15  # seconds between two keep-alive packets
 # Printed before the output of a command: a login shell may print something of its own first.
 START_MARKER = "gptctl begins"
@@ -144,9 +146,19 @@ class Connection:
                 channel.sendall(stdin)
             # The command may read its stdin to the end.
             channel.shutdown_write()
-            out = channel.makefile("rb").read().partition(f"{START_MARKER}\n".encode())[2]
+            out = self._output(channel).partition(f"{START_MARKER}\n".encode())[2]
             err = remaining_stderr(channel)
             return CommandResult(channel.recv_exit_status(), out, err.strip())
+
+    def _output(self, channel: Channel) -> bytes:
+        output = bytearray()
+        while data := channel.recv(1 << 16):
+            output += data
+            # A host that never stops printing must not use up the memory here.
+            if len(output) > MAX_OUTPUT:
+                channel.close()
+                raise HostError(self.route.name, f"it printed more than {MAX_OUTPUT:,} bytes")
+        return bytes(output)
 
     @property
     def files(self) -> paramiko.SFTPClient:
@@ -197,7 +209,7 @@ def remaining_stderr(channel: Channel, timeout: float = 5.0) -> str:
     while not channel.closed and time.monotonic() < deadline:
         time.sleep(0.01)
     data = b""
-    while channel.recv_stderr_ready():
+    while channel.recv_stderr_ready() and len(data) < MAX_ERRORS:
         data += channel.recv_stderr(1 << 16)
     return data.decode(errors="replace")
 

@@ -19,8 +19,9 @@ from typing import Any, BinaryIO
 from gptctl.engine.atomic_files import private_files
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.connection import Connection
+from gptctl.remote.copy_files import CHUNK, Part, copy_rest, is_up_to_date, resume
 from gptctl.remote.host_error import HostError
-from gptctl.remote.log_sync import CHUNK, MAX_PREFETCH, HostSync, LogSync, Part, is_synced
+from gptctl.remote.log_sync import HostSync, LogSync, is_synced
 from gptctl.reporting import Fetched, Progress, Say, ShowProgress
 from trainer.errors import OUT_OF_REACH, UserError
 
@@ -55,18 +56,26 @@ def fetch(
         with private_files():
             here.mkdir(parents=True, exist_ok=True)
             parts = _all_parts(sync.with_files, here, checkpoints, say)
+            new: Parts = {local: item for local, item in parts.items() if not _is_here(*item)}
             # Known before the first byte, for the progress bar.
-            total = sum(part.size for _, part in parts.values())
+            total = sum(_num_missing(part) for _, part in new.values())
             with show(f"fetching {record.id}", total) as done:
-                _copy_all(parts, say, done)
+                _copy_all(parts, new, say, done)
     except OSError as error:
         message = f"{error.filename or here} cannot be written: {error.strerror}"
         raise UserError(message, "choose another folder with --to", OUT_OF_REACH) from None
     _check(here)
-    return Fetched(len(parts), sum(part.size for _, part in parts.values()), str(here))
+    return _summary(parts, new, here)
 
 
 Parts = dict[Path, tuple[HostSync, Part]]
+
+
+def _summary(parts: Parts, new: Parts, here: Path) -> Fetched:
+    sizes = {local: part.size for local, (_, part) in parts.items()}
+    # Without what was removed on its host before it could be copied.
+    new_sizes = [sizes[local] for local in new if local in sizes]
+    return Fetched(len(sizes), sum(sizes.values()), str(here), len(new_sizes), sum(new_sizes))
 
 
 def _all_parts(hosts: list[HostSync], here: Path, checkpoints: bool, say: Say) -> Parts:
@@ -94,7 +103,7 @@ def _files_of(host: HostSync, here: Path, checkpoints: bool, say: Say) -> Iterat
         for part in _below(connection, plan.work_dir, here / "work", checkpoints, say):
             # Files that were sent with the job are already here.
             sent = own / "code" / part.local.relative_to(here / "work")
-            if not _is_here(part._replace(local=sent)):
+            if not is_up_to_date(part._replace(local=sent)):
                 yield part
 
 
@@ -125,11 +134,11 @@ def _is_of_checkpoint(file: Path) -> bool:
     return bool(CHECKPOINT.fullmatch(file.parent.name))
 
 
-def _copy_all(parts: Parts, say: Say, done: Progress) -> None:
-    """Copy all files; leave out a checkpoint that is removed meanwhile."""
+def _copy_all(parts: Parts, new: Parts, say: Say, done: Progress) -> None:
+    """Copy the new files; leave out a checkpoint that is removed meanwhile."""
     # A running job removes old checkpoints. A part of one must not look like a whole one.
     removed: set[Path] = set()
-    for host, part in list(parts.values()):
+    for host, part in new.values():
         try:
             if part.local.parent not in removed:
                 _copy(host, part, say, done)
@@ -148,11 +157,10 @@ def _copy_all(parts: Parts, say: Say, done: Progress) -> None:
 
 def _copy(host: HostSync, part: Part, say: Say, done: Progress) -> None:
     """Copy one file; after a lost connection, continue where it stopped."""
-    if _is_here(part) or _is_synced(host, part):
-        done(part.size)
+    # A follower may have copied it meanwhile.
+    if _is_here(host, part):
         return
-    # With the time of the file: a newer version must not continue the copy of an older one.
-    unfinished = part.local.with_name(f"{part.local.name}.{part.changed}.part")
+    unfinished = _unfinished(part)
     part.local.parent.mkdir(parents=True, exist_ok=True)
     for tries_left in reversed(range(TRIES)):
         try:
@@ -169,40 +177,36 @@ def _copy(host: HostSync, part: Part, say: Say, done: Progress) -> None:
     unfinished.replace(part.local)
 
 
-def _is_here(part: Part) -> bool:
-    try:
-        found = part.local.stat()
-    except FileNotFoundError:
-        return False
-    return (found.st_size, int(found.st_mtime)) == (part.size, part.changed)
+def _unfinished(part: Part) -> Path:
+    # With the time of the file: a newer version must not continue the copy of an older one.
+    return part.local.with_name(f"{part.local.name}.{part.changed}.part")
 
 
-def _is_synced(host: HostSync, part: Part) -> bool:
-    """Whether log_sync keeps this file up to date."""
+def _num_missing(part: Part) -> int:
+    """Return how many bytes of a file must still be copied."""
+    unfinished = _unfinished(part)
+    copied = unfinished.stat().st_size if unfinished.exists() else 0
+    return part.size - copied if copied <= part.size else part.size
+
+
+def _is_here(host: HostSync, part: Part) -> bool:
+    """Whether the copy is complete, or log_sync keeps it up to date."""
     # A follower would show a file that is replaced again from its start.
     is_in_own_folder = part.local.is_relative_to(host.record.run_folder)
-    return is_in_own_folder and is_synced(part.local.name) and part.local.exists()
+    is_followed = is_in_own_folder and is_synced(part.local.name) and part.local.exists()
+    return is_followed or is_up_to_date(part)
 
 
 def _resume_copy(host: HostSync, part: Part, unfinished: Path, done: Progress) -> None:
     with host.connected() as connection, open(unfinished, "ab") as copy:
         _lock(copy)
-        if copy.tell() > part.size:
-            copy.truncate(0)
-        at = os.fstat(copy.fileno()).st_size
-        done(at)
         # What an earlier try copied is kept; only the rest is read.
+        start = resume(copy, part.size)
         with _opened(connection, part) as source:
-            source.seek(at)
-            source.prefetch(min(part.size, MAX_PREFETCH))
-            while at < part.size:
-                data = source.read(min(CHUNK, part.size - at))
-                if not data:
-                    message = f"{part.remote} was truncated while it was copied"
-                    raise HostError(host.route.name, message, "fetch again")
-                copy.write(data)
-                at += len(data)
-                done(len(data))
+            is_complete = copy_rest(source, copy, start, part.size, done)
+    if not is_complete:
+        message = f"{part.remote} was truncated while it was copied"
+        raise HostError(host.route.name, message, "fetch again")
 
 
 def _opened(connection: Connection, part: Part) -> Any:

@@ -17,13 +17,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.contract import NO_SUCH_JOB, RESULT, UNRECOVERABLE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.messages import parse_message
 from gptctl.engine.run_folder import RunFolder, read_json
 from gptctl.jobs.store import JobRecord
+from gptctl.remote.answers import is_answer
 from gptctl.remote.connection import (
     CommandResult,
     Connection,
@@ -32,6 +34,7 @@ from gptctl.remote.connection import (
     host_errors,
     routes,
 )
+from gptctl.remote.copy_files import Part, copy_rest, is_up_to_date, resume
 from gptctl.remote.host_error import HostError
 from gptctl.remote.parallel import in_parallel
 from gptctl.remote.route import Route
@@ -40,13 +43,12 @@ from gptctl.spec.cluster import cluster_of_job
 from gptctl.text import clock_time
 from trainer.errors import OUT_OF_REACH, UserError
 
-CHUNK = 1 << 20  # bytes
 MAX_AGE = 3.0  # seconds for which the last answer of the hosts is used
 COPY_EVERY = 0.5  # seconds between two copies of new log lines while a job is followed
 STATUS_EVERY = 5.0  # seconds between two queries of its processes
 RETRY_DELAYS = (1.0, 15.0)  # seconds until an unreachable host is tried again: first, maximum
 MAX_WHOLE = 1 << 20  # bytes of a file that is copied whole
-MAX_PREFETCH = 1 << 30  # bytes that are requested before the first of them has arrived
+MAX_PROBLEM = 200  # characters of a host's error message
 _ATTEMPT = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
 # Names come from other machines: only these are accepted, and none can leave the folder.
 GROWS = re.compile(
@@ -55,15 +57,6 @@ GROWS = re.compile(
 _WHOLE = re.compile(
     rf"endpoint\.json|hosts|{UNRECOVERABLE_FILE}|node\.\d{{1,7}}\.(exit|pid)|status\.json", re.ASCII
 )
-
-
-class Part(NamedTuple):
-    """A file on a host, and its copy."""
-
-    remote: str
-    local: Path
-    size: int
-    changed: int
 
 
 class HostSync:
@@ -130,15 +123,16 @@ class HostSync:
             done = connection.run(remote_command("ask_host.sh", *words), timeout=timeout)
             if done.code == NO_SUCH_JOB:
                 return None
-            return self._answer(done)
+            return self._answer(command[0], done)
 
-    def _answer(self, done: CommandResult) -> dict[str, Any]:
-        with suppress(ValueError):
-            answer = json.loads(done.out)
-            if isinstance(answer, dict):
-                return answer
+    def _answer(self, command: str, done: CommandResult) -> dict[str, Any]:
+        answer = parse_message(done.out)
+        if answer is not None and is_answer(command, answer):
+            return answer
+        if not done.code:
+            raise HostError(self.route.name, f"invalid answer to `{command}`")
         problem = done.err.splitlines()[-1] if done.err else f"exit code {done.code}"
-        raise HostError(self.route.name, f"its agent script failed: {problem}")
+        raise HostError(self.route.name, f"its agent script failed: {problem[:MAX_PROBLEM]}")
 
     def update_status(self) -> None:
         self.status = self.ask("status")
@@ -200,26 +194,16 @@ def _append(files: Files, part: Part) -> None:
     """Continue the copy from its end."""
     part.local.parent.mkdir(parents=True, exist_ok=True)
     with open(part.local, "ab") as copy:
-        # Logs never shrink: a shorter one is another file, so start over.
-        if copy.tell() > part.size:
-            copy.truncate(0)
-        at = os.fstat(copy.fileno()).st_size
-        if at == part.size and at:
-            return
-        with files.open(part.remote, "rb") as source:
-            source.seek(at)
-            source.prefetch(min(part.size, MAX_PREFETCH))
-            while at < part.size and (data := source.read(min(CHUNK, part.size - at))):
-                copy.write(data)
-                at += len(data)
+        start = resume(copy, part.size)
+        if start < part.size:
+            with files.open(part.remote, "rb") as source:
+                copy_rest(source, copy, start, part.size)
 
 
 def _replace(files: Files, part: Part) -> None:
-    """Copy the whole file, unless size and time show that the copy is up to date."""
-    with suppress(FileNotFoundError):
-        found = part.local.stat()
-        if (found.st_size, int(found.st_mtime)) == (part.size, part.changed):
-            return
+    """Copy the whole file, unless the copy is up to date."""
+    if is_up_to_date(part):
+        return
     part.local.parent.mkdir(parents=True, exist_ok=True)
     with files.open(part.remote, "rb") as source:
         data = source.read(MAX_WHOLE)

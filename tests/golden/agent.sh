@@ -58,7 +58,9 @@ gptctl_python=/srv/venv/bin/python
 [ "$1" != old ] ||
   fail "$gptctl_python is older than Python 3.10: set engine_python in the profile"
 command -v "$gptctl_python" > /dev/null || fail "cannot find $gptctl_python"
-"$gptctl_python" -E -S -c '' || fail "$gptctl_python does not start"
+# With a time limit: if gptctl was killed, nothing may stay here, even if this hangs.
+timeout --kill-after=5 "${GPTCTL_ROLL_BACK:-60}" "$gptctl_python" -E -S -c '' ||
+  fail "$gptctl_python does not start"
 cd "$gptctl_dir" || fail "the job's folder is missing here"
 end_guard
 # -S: the engine needs only the standard library, and starts faster without site-packages.

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from gptctl.engine.messages import ConnectionLost, MessageStream, admit, challenge, is_proof, join, prove, socket_stream
+from gptctl.engine.node import NodeExit
+from gptctl.engine.remote_node import RemoteNode
 
 KEY = b"k" * 32
 
@@ -108,6 +110,28 @@ def test_deep_nonsense_is_nonsense() -> None:
     threading.Thread(target=os.write, args=(writing, b"[" * 60_000 + b"\n"), daemon=True).start()
     with pytest.raises(ConnectionLost):
         MessageStream(reading, writing).receive(5)
+
+
+@pytest.mark.parametrize("fields", [5, "no", {}, [], ["1"], [1], [1, "", False, "late", False, False]])
+def test_an_exit_that_is_malformed_means_a_lost_host(pair: tuple[MessageStream, MessageStream], fields: object) -> None:
+    """The supervisor goes on: for it the node has exited. The oracle is what was sent."""
+    here, there = pair
+    node = RemoteNode(1, here)
+    node.start(0, "host", 1)
+    there.send(start=1, exit=fields)
+    end = node.exited()
+    assert end
+    assert (end.code, end.last_output) == (255, "its host is lost: unexpected reply")
+    node.kill()  # does not wait for a host that is lost
+
+
+def test_an_exit_arrives_as_it_was_sent(pair: tuple[MessageStream, MessageStream]) -> None:
+    here, there = pair
+    node = RemoteNode(1, here)
+    node.start(0, "host", 1)
+    sent = NodeExit(7, "last words", True, 1.5)
+    there.send(start=1, exit=sent)
+    assert node.exited() == sent
 
 
 def test_a_proof_is_of_these_words_only() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gptctl.remote.answers import is_answer, is_commit
 from gptctl.remote.connection import routes
 from gptctl.spec.cluster import Cluster, Host
 from trainer.errors import OUT_OF_REACH, UserError
@@ -85,3 +86,40 @@ def test_without_a_config_there_are_defaults(cluster: Any, tmp_path: Path) -> No
     (route,) = routes(cluster(Host(host="10.0.0.9")))
     assert (route.host, route.port, route.jumps, route.keys) == ("10.0.0.9", 22, (), ())
     assert route.known_hosts == (f"{tmp_path}/.ssh/known_hosts",)
+
+
+STATUS = {"claim": None, "agents": [], "processes": 0, "boot": "b", "result": None}
+PROCESS = {"pid": 1, "started": 2, "boot": "b", "host": "h"}
+
+
+@pytest.mark.parametrize(
+    ("command", "valid", "changes"),
+    [
+        ("status", STATUS, [{"agents": 1}, {"processes": "1"}, {"boot": 1}]),
+        ("status", {**STATUS, "result": ["FAILED", "why", 1.0]}, [{"result": "COMPLETED"}, {"result": []}]),
+        ("status", STATUS, [{"result": ["WHATEVER", ""]}, {"result": ["FAILED", {}]}, {"result": [["FAILED"], ""]}]),
+        ("end", {"left": [5]}, [{"left": "x"}, {"left": None}]),
+        ("abandon", {"claim": {"abandoned": True}}, [{"claim": None}, {"claim": {}}, {"claim": []}]),
+        ("abandon", {"claim": PROCESS}, [{"claim": {**PROCESS, "host": 5}}]),
+    ],
+)
+def test_only_a_valid_answer_of_a_host_is_used(
+    command: str, valid: dict[str, Any], changes: list[dict[str, Any]]
+) -> None:
+    """Oracle: what `engine/host_commands.py` prints."""
+    assert is_answer(command, valid)
+    for wrong in ({}, *({**valid, **change} for change in changes)):
+        assert not is_answer(command, wrong), wrong
+
+
+def test_only_a_valid_commit_is_used() -> None:
+    valid = {"committed": PROCESS, "endpoint": ["h", 29500]}
+    assert is_commit(valid)
+    for change in (
+        {"committed": True},
+        {"committed": {}},
+        {"endpoint": None},
+        {"endpoint": ["h"]},
+        {"endpoint": [1, 2]},
+    ):
+        assert not is_commit({**valid, **change}), change

@@ -32,7 +32,7 @@ class SlurmError(UserError):
         if is_missing:
             hint = "run this command on a login node of the cluster"
         elif is_doubtful:
-            hint = "try again later; `scontrol ping` shows if the controller is up"
+            hint = "try again later; `scontrol ping` shows whether the controller is up"
         super().__init__(f"Slurm: {said}", hint, OUT_OF_REACH)
         self.detail, self.is_doubtful, self.is_missing = said, is_doubtful, is_missing
 

@@ -208,7 +208,9 @@ def _as_reported(
         return JobState(RUNNING, "; ".join([*([] if begun else ["starting"]), *unreachable]))
     # The result may not be here yet, if another gptctl process writes the copy.
     if status["result"]:
-        return JobState(*status["result"][:2])
+        final, reason = status["result"][:2]
+        # One line: a host must not be able to forge rows of `gptctl list`.
+        return JobState(final, " ".join(reason.split()))
     if status["processes"]:
         reason = f"its agent on {name} was killed: no restarts, and no time limit"
         return JobState(RUNNING, reason)

@@ -13,13 +13,16 @@ import json
 import os
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.messages import MAX_BUFFER, parse_message
 from gptctl.jobs.store import JobRecord
+from gptctl.remote.answers import is_commit
 from gptctl.remote.connection import (
     START_MARKER,
     Channel,
@@ -40,6 +43,8 @@ from trainer.errors import UserError
 
 # Hosts do not need these, and the profile may name other machines.
 NOT_SENT = ("cluster.json", "git.json", "templates")
+
+UNEXPECTED = "unexpected reply from its agent"
 
 MIN_SPEED = 50_000  # bytes per second at which a job's folder must arrive
 
@@ -77,35 +82,46 @@ class AgentClient:
 
     def receive(self, key: str, timeout: float) -> dict[str, Any]:
         """Return the next message, which must have this key; raise HostError otherwise."""
-        # Skip what the login shell printed before the agent started.
-        while not self._has_started:
-            self._has_started = self._line(timeout) == START_MARKER.encode()
-        line = self._line(timeout)
+        # One deadline for all lines: a host may print something every second, forever.
+        deadline = time.monotonic() + timeout
         try:
-            message: dict[str, Any] = json.loads(line)
-        except ValueError:
-            problem = f"unexpected reply from its agent: {line[:80]!r}"
-            raise HostError(self.route.name, problem) from None
-        if key not in message:
-            problem = str(message.get("refused", "unexpected reply from its agent"))
-            raise HostError(self.route.name, problem)
-        return message
-
-    def _line(self, timeout: float) -> bytes:
-        assert self._channel
-        self._channel.settimeout(timeout)
-        try:
-            while b"\n" not in self._buffer:
-                data = self._channel.recv(1 << 16)
-                if not data:
-                    raise self._exit_error()
-                self._buffer += data
+            # Skip what the login shell printed before the agent started.
+            while not self._has_started:
+                self._has_started = self._line(deadline) == START_MARKER.encode()
+            line = self._line(deadline)
         except TimeoutError:
             problem = f"no answer in {timeout:.0f} s"
             hint = "check that no line of `setup` hangs, or increase `start_timeout` in the profile"
             raise HostError(self.route.name, problem, hint, is_lost=True) from None
+        message = parse_message(line)
+        if message is None:
+            raise self._unexpected(line)
+        if key not in message:
+            problem = str(message.get("refused", UNEXPECTED))
+            raise HostError(self.route.name, problem)
+        return message
+
+    def _line(self, deadline: float) -> bytes:
+        while b"\n" not in self._buffer:
+            if len(self._buffer) > MAX_BUFFER:
+                raise self._unexpected(self._buffer)
+            self._buffer += self._receive(deadline)
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
+
+    def _receive(self, deadline: float) -> bytes:
+        assert self._channel
+        timeout = deadline - time.monotonic()
+        if timeout <= 0:
+            raise TimeoutError
+        self._channel.settimeout(timeout)
+        data: bytes = self._channel.recv(1 << 16)
+        if not data:
+            raise self._exit_error()
+        return data
+
+    def _unexpected(self, reply: bytes) -> HostError:
+        return HostError(self.route.name, f"{UNEXPECTED}: {reply[:80]!r}")
 
     def _exit_error(self) -> HostError:
         """Explain why the agent closed its output: by its last error message, if there is one."""
@@ -198,7 +214,11 @@ class Launcher:
         """Start the job with one message; return the process and the endpoint of the first host."""
         head = self.agents[0]
         head.send(commit=True)
-        return head.receive("committed", self.timeout)
+        message = head.receive("committed", self.timeout)
+        # The job may run all the same: it is in doubt until the host answers correctly.
+        if not is_commit(message):
+            raise HostError(head.route.name, UNEXPECTED)
+        return message
 
     def roll_back(self) -> None:
         self.leases.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -44,6 +45,8 @@ def test_a_script_is_fetched_while_it_is_followed(desk: Desk) -> None:
     assert not (home / "work" / "link").exists()
     assert "since they are not regular files: link" in done.stderr
     assert not (home / "work" / "talk.py").exists()  # it came from here
+    assert re.fullmatch(rf"(\d+) files, [\d,]+ bytes: {home}; \1 new\n", done.stdout), done.stdout
+    assert desk.run("fetch", "--to", str(home)).stdout.endswith(f" bytes: {home}; nothing new\n")
     done = desk.run("fetch", "--to", "/proc/nowhere")
     assert done.returncode == 3
     assert "/proc/nowhere cannot be written" in done.stderr

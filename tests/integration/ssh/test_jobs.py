@@ -58,11 +58,14 @@ def assert_every_byte_comes_home(desk: Desk, job: str) -> None:
         there |= {line.split(maxsplit=1)[1]: line.split()[0] for line in sums.splitlines()}
     here = {str(file.relative_to(home)): file for file in home.rglob("*") if file.is_file()}
     assert {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in here.items()} == there
-    assert fetched["files"] == len(there)
+    assert (fetched["files"], fetched["new_files"]) == (len(there), len(there))
+    again = desk.json("fetch", job, "--to", str(home))
+    assert again == {**fetched, "new_files": 0, "new_bytes": 0}
     shard = next(home.glob("output/step_*/__*"))
     content = shard.read_bytes()
     desk.on("head", f"head -c 100 {shard} > {shard}.part; rm {shard}")
-    desk.json("fetch", job, "--to", str(home))
+    again = desk.json("fetch", job, "--to", str(home))
+    assert (again["new_files"], again["new_bytes"]) == (1, len(content))
     assert shard.read_bytes() == content
     desk.on(
         "head", f"touch -r {shard} {home}/time; printf x | dd of={shard} conv=notrunc; touch -r {home}/time {shard}"

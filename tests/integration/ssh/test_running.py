@@ -102,7 +102,7 @@ def test_the_first_host_is_rebooted(desk: Desk) -> None:
     assert "ssh1 has been unreachable since" in said["reason"]
     desk.lab.restart("ssh1")
     await_true(lambda: not any(desk.left(host) for host in HOSTS), 30)  # the others notice that nobody leads them
-    assert desk.json("status", job["job"])["state"] == "LOST"
+    desk.wait(job["job"], "LOST")  # its sshd may need a moment
     assert desk.run("cancel", job["job"]).returncode == 0
 
 

@@ -18,6 +18,7 @@ from tests.integration.ssh.desk import ADDRESSES, HOSTS, Desk
 
 UNSHRUNK = (Phase.explicit, Phase.generate)  # an example takes seconds
 TRAINING = """
+import gc
 import os
 import torch
 import torch.distributed as dist
@@ -36,7 +37,10 @@ for _ in range(5):
     optimizer.step()
 print(rank, "of", world, "loss", f"{((model(x) - y) ** 2).mean().item():.5f}")
 if world > 1:
-    dist.destroy_process_group()  # without it, the end of the other rank may end this one
+    dist.barrier()  # without it, the end of the other rank may end this one
+    del model, optimizer
+    gc.collect()  # if DDP outlives the process group, torch may abort at exit
+    dist.destroy_process_group()
 """
 HOSTILE = st.text(st.characters(codec="utf-8").filter(str.isprintable), max_size=40)
 

@@ -1,0 +1,42 @@
+"""What a host must answer. A host may be broken or hostile, so nothing else is ever used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gptctl.engine.run_folder import FINAL
+
+
+def is_answer(command: str, answer: Mapping[str, Any]) -> bool:
+    """Whether this can be the answer to a command of `engine/host_commands.py`."""
+    match command, answer:
+        case "status", {"agents": list(), "processes": int(), "boot": str(), "result": result}:
+            return result is None or _is_result(result)
+        case "end", {"left": list()}:
+            return True
+        case "abandon", {"claim": claim}:
+            return claim == {"abandoned": True} or _is_process(claim)
+    return False
+
+
+def is_commit(message: Mapping[str, Any]) -> bool:
+    """Whether this is how the agent of the first host confirms that it runs the job."""
+    match message:
+        case {"committed": process, "endpoint": [str(), int()]}:
+            return _is_process(process)
+    return False
+
+
+def _is_process(value: object) -> bool:
+    match value:
+        case {"pid": int(), "host": str(), "boot": str()}:
+            return True
+    return False
+
+
+def _is_result(value: object) -> bool:
+    match value:
+        case [str(state), str(), *_]:
+            return state in FINAL
+    return False
