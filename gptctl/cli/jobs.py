@@ -5,6 +5,7 @@ Imports inside a verb keep `--help` and completion fast: a verb loads what it us
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,8 @@ def status(session: Session, job: str | None, as_json: bool) -> None:
     from gptctl.cli import ui
     from gptctl.jobs import report
 
-    record = session.find(job, announce=False)  # the answer names the job
+    # On a terminal, the title of the answer names the job.
+    record = session.find(job, announce=as_json or not sys.stdout.isatty())
     # Copy new files first: the state of the ranks is read from them.
     session.catch_up(record)
     facts = report.status(record, session.backends)

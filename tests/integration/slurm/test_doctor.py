@@ -87,7 +87,7 @@ def test_the_python_of_the_engine(doctor: Doctor) -> None:
     row = rows["engine python", "node1"]
     assert (row["state"], row["fix"]) == ("wrong", "set engine_python in the profile")
     assert "engine_python of profile lab (/nowhere/python3)" in row["found"]
-    assert f"the interpreter it was submitted with ({sys.executable})" in row["found"]
+    assert f"the interpreter that ran gptctl submit ({sys.executable})" in row["found"]
     assert "python3 after the setup" in row["found"]
     assert [key for key, state in not_ok(rows).items() if state == "wrong"] == [("engine python", "node1")]
 

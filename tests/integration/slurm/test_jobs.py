@@ -166,7 +166,7 @@ def test_what_slurm_refuses_is_said_and_leaves_nothing(login: Login) -> None:
         assert refused.returncode == 3, refused.stdout + refused.stderr
         assert words in refused.stderr.lower()
         assert "Traceback" not in refused.stderr
-        assert "hint: sinfo" in refused.stderr
+        assert "hint: `sinfo`" in refused.stderr
     assert login.json("list") == []
     assert not any((login.folder / "runs").glob("*"))
     assert not any((login.folder / "runs").glob(".*"))
