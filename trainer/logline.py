@@ -128,7 +128,7 @@ def is_mingpt_train_line(text: str) -> bool:
 def length_line(steps: int, batch_size: int, samples: int) -> str:
     """Announce the length of a training; `samples` is the size of its data."""
     # Short: with the rank and the time before it, it must fit in a terminal of 80 columns.
-    return f"Training: {steps:,} steps of {batch_size:,} samples; the data has {samples:,}"
+    return f"Training: {steps:,} steps of {batch_size:,} samples; data: {samples:,} samples"
 
 
 _LENGTH = re.compile(r"(?:^|[ :-] )(\d[\d,]{0,19}) steps of [\d,]+ samples\b")

@@ -98,7 +98,7 @@ def test_the_other_lines() -> None:
         == "valid step 500, epoch: 0, batch: 9, loss: 10.500000, speed: 2.00 step/s"
     )
     assert epoch_line(3, 1, 0, "Train", 4.188441) == "[GPU3] Epoch 1 | Iter 0 | Train Loss 4.18844"
-    assert length_line(1500, 48, 9) == "Training: 1,500 steps of 48 samples; the data has 9"
+    assert length_line(1500, 48, 9) == "Training: 1,500 steps of 48 samples; data: 9 samples"
     assert sample_title("it's\n") == 'Sample text after "it\'s\\n":'
     assert epoch_line(0, 10, 0, "Eval", 1.12) == "[GPU0] Epoch 10 | Iter 0 | Eval Loss 1.12000"
 

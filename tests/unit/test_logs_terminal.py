@@ -106,7 +106,7 @@ def test_a_step_in_short() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("04:25:43 Training: 1,500 steps of 48 samples; the data has 9", 1500),
+        ("04:25:43 Training: 1,500 steps of 48 samples; data: 9 samples", 1500),
         ("04:25:43 Training: 1,500 steps of 48 samples; the training data has 9 samples", 1500),
         ("500 steps of 48 samples, 1799942 samples to train on", 500),
         ("it takes many steps of 48 samples", None),

@@ -91,7 +91,7 @@ def lines_of_training() -> dict[str, object]:
     begin = [
         *(stamped("Resolved config:"), *config),
         stamped("rank 0: mp 1 on cpu"),
-        stamped("Training: 100 steps of 48 samples; the data has 1,000"),
+        stamped("Training: 100 steps of 48 samples; data: 1,000 samples"),
         stamped("the valid split is small", "WARNING"),
         *(train(25), train(50)),
     ]
