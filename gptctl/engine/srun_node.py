@@ -101,11 +101,13 @@ class Step:
         log = node_log(self.plan, self.attempt, number)
         if code is None:
             # A node that recorded nothing was killed or lost, and the others failed because of it:
-            # report it as the first failure. An elastic job continues without it.
+            # report it as the first failure. Not if it was asked to stop: then srun killed it
+            # because of another one. An elastic job continues without it.
+            was_asked = self.folder.stop_was_requested(self.attempt, number)
             return NodeExit(
                 step_code or 1,
                 f"srun exited with code {step_code}",
-                time=float("inf") if self.plan.is_elastic else -1.0,
+                time=float("inf") if was_asked or self.plan.is_elastic else -1.0,
                 has_no_code=True,
                 never_started=not log.exists(),
             )

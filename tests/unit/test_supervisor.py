@@ -21,7 +21,7 @@ import pytest
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.node import NodeExit
 from gptctl.engine.run_folder import RunFolder
-from gptctl.engine.srun_node import Step
+from gptctl.engine.srun_node import SrunNode, Step
 from gptctl.engine.supervisor import STOP_SIGNALS, Supervisor
 from gptctl.jobs import freeze
 from gptctl.jobs.freeze import pack_engine
@@ -163,6 +163,34 @@ def test_a_full_disk_under_the_log_costs_no_result(tmp_path: Path) -> None:
         command = [sys.executable, "-E", "-S", str(tmp_path / "engine.pyz"), "supervisor", str(tmp_path)]
         subprocess.run(command, stdout=full, stderr=full, timeout=60)
     assert RunFolder(tmp_path).result()[:2] == ("FAILED", "node 0 exited with code 3")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "state", "reason"),
+    [
+        ("", "FAILED", "node 1 exited without recording an exit code: srun exited with code 137"),
+        ("echo 7 > attempt-0/node.1.exit", "FAILED", "node 1 exited with code 7"),
+        ("touch attempt-0/node.1.stop-requested", "STOPPED", "the scheduler asked the job to stop"),
+    ],
+)
+def test_the_node_that_srun_killed_is_not_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: str, state: str, reason: str
+) -> None:
+    """After one node was killed, srun asks the other to stop, and may kill it before it has recorded its exit code."""
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(
+        f"#!/bin/sh\ntouch attempt-0/node.0.stop-requested logs/attempt-0/node.1.log\n{recorded}\nexit 137\n"
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
+    plan = plan_in(tmp_path, nodes=2, nnodes="2")
+    step = Step(plan, 2, os.environ)
+    nodes = [SrunNode(number, step) for number in range(2)]
+    Supervisor(plan, nodes, scheduler=Recorder(lambda number: None, can_requeue=False)).run()
+    result = RunFolder(tmp_path).result()
+    assert result
+    assert (result.state, result.reason.partition(";")[0]) == (state, reason)
 
 
 def test_a_thousand_nodes_are_judged_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
