@@ -113,14 +113,18 @@ class Clock:
 class Metrics:
     """Writes the train line and `metrics.jsonl` from what was measured."""
 
-    def __init__(self, run: RunConfig, mesh: Mesh, log: Log, folder: Path) -> None:
+    def __init__(self, run: RunConfig, mesh: Mesh, log: Log, folder: Path, max_steps: int) -> None:
         self.log, self.device, self.world = log, mesh.device, mesh.world
         # The first rank is enough: all ranks know the same global numbers.
         self.file: Path | None = folder / "metrics.jsonl" if mesh.is_first else None
         self.tokens_per_step = run.Global.global_batch_size * run.Data.Train.dataset.max_seq_len
         self.flops_per_token = flops_per_token(run)
         self.peak = peak_flops(mesh.device, run.Engine.mix_precision.enable)
+        self.max_steps = max_steps  # in epoch mode only the trainer knows it
         self.clock = Clock()
+        # Several attempts, and jobs that share an output folder, write to the same file.
+        job, attempt = (os.environ.get(name, "") for name in ("GPTCTL_JOB", "GPTCTL_ATTEMPT"))
+        self.origin = {"job": job, "attempt": int(attempt)} if job and attempt.isdecimal() else {}
 
     def logged(
         self, step: int, epoch: int, batch: int, loss: float, lr: float, norm: float, scale: float
@@ -134,6 +138,7 @@ class Metrics:
         mfu = rate / self.world * self.flops_per_token / self.peak if self.peak else None
         fields = {
             "step": step,
+            "max_steps": self.max_steps,
             "epoch": epoch,
             "loss": loss,
             "lr": lr,
@@ -157,6 +162,7 @@ class Metrics:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in fields.items()
         }
+        fields |= {"time": round(time.time(), 3), **self.origin}
         try:
             # Opened for every line, so that nothing stays in a buffer if the run is killed.
             with open(self.file, "a", encoding="utf-8") as stream:

@@ -70,7 +70,7 @@ def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training
     precision = Precision(run.Engine.mix_precision, mesh.device.type)
     parallel = parallelize(run, mesh, precision)
     optimizer = Optimizer(parallel.weights, run.Optimizer)
-    metrics = Metrics(run, mesh, log, output_dir(run))
+    metrics = Metrics(run, mesh, log, output_dir(run), length.max_steps)
     announce(run, mesh, log, splits, length, parallel.weights)
     return Training(
         run, mesh, log, stop, splits, length, parallel, precision, optimizer, metrics, Progress()
@@ -123,10 +123,20 @@ def compute_gradients(t: Training, batch: LocalBatch, num_predicted: float) -> t
     layout, scale = t.mesh.layout, t.precision.scale
     factor = layout.data_ranks / max(1.0, num_predicted) * scale  # a batch may predict nothing
     own = t.parallel.gradients(batch, factor, t.progress.step)
+    log_own_loss(t, own, factor, batch)
     own_square = t.optimizer.squared_norm().to(own.device)  # offloaded gradients are on the host
     loss, square = t.mesh.read(t.mesh.summed(torch.stack([own.double(), own_square])))
     # All ranks of an mp group have the same loss, and only the last stage of a pipeline has one.
     return loss / scale / layout.data_ranks / layout.mp, math.sqrt(square) / scale
+
+
+def log_own_loss(t: Training, own: torch.Tensor, factor: float, batch: LocalBatch) -> None:
+    """In minGPT's style, every rank logs the mean loss of its own samples."""
+    epoch, number = t.length.epoch_and_batch(t.progress.step)
+    if t.log.style == "mingpt" and number % MINGPT_FREQ == 0:
+        (total,) = t.mesh.read(t.mesh.summed(own.reshape(1) / factor, "pp"))
+        mean = total / max(1, batch.num_predicted)
+        t.log.plain(epoch_line(t.mesh.rank, epoch + 1, number, "Train", mean))
 
 
 def update_weights(t: Training, norm: float) -> None:
@@ -164,8 +174,6 @@ def warn_of_skip(t: Training, norm: float) -> None:
 
 def log_step(t: Training, loss: float, norm: float) -> None:
     step, (epoch, batch) = t.progress.step, t.length.epoch_and_batch(t.progress.step - 1)
-    if t.log.style == "mingpt" and batch % MINGPT_FREQ == 0:
-        t.log.plain(epoch_line(t.mesh.rank, epoch + 1, batch, "Train", loss))
     if step % t.run.Engine.logging_freq == 0:
         # FleetX logs the rate after the scheduler has advanced, so this is that of the next update.
         next_lr = learning_rate(t.run.Optimizer.lr, t.progress.updates + 1)

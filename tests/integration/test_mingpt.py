@@ -43,6 +43,22 @@ def test_mingpt_lines_on_four_ranks(mingpt: Path) -> None:
     assert len(ended.metrics()) == 10
 
 
+@pytest.mark.parametrize(
+    "layout", [{}, {"Distributed.mp_degree": 2}, {"Distributed.pp_degree": 2, "Global.micro_batch_size": 10}]
+)
+def test_the_train_loss_of_a_rank_is_its_own(mingpt: Path, layout: dict[str, int]) -> None:
+    """Oracle: the lines of the tutorial, where ranks differ; and the mean over the data, in metrics.jsonl."""
+    keys = [f"{key}={value}" for key, value in layout.items()]
+    ended = run(
+        mingpt, "-c", "gpt.yaml", "trainer_config.max_epochs=1", *keys, "Engine.save_load.snapshot_path=", world=4
+    )
+    assert ended.ok, ended.text
+    own = [float(re.findall(ITERATION, text)[0][4]) for text in ended.out]
+    # All ranks have the same number of tokens, and those of one mp or pp group read the same ones.
+    assert len(set(own)) == (2 if layout else 4)
+    assert sum(own) / 4 == pytest.approx(ended.metrics()[0], abs=2e-5)
+
+
 def test_snapshots_every_three_epochs(mingpt: Path) -> None:
     """At 3, 6 and 9 of 10, each before that epoch's evaluation; the last state is kept as well."""
     ended = run(mingpt, "-c", "gpt.yaml")

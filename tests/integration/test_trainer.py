@@ -114,7 +114,7 @@ def test_a_model_size_reads_well(parameters: int, text: str) -> None:
 def test_metrics_have_every_field(tmp_path: Path) -> None:
     ended = run(tmp_path, *tiny(max_steps=2))
     first = json.loads((tmp_path / "output/metrics.jsonl").read_text().splitlines()[0])
-    assert set(first) == {"step", "epoch", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "step_time", "reader_time", "memory", "mfu"}  # fmt: skip
+    assert set(first) == {"step", "max_steps", "epoch", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "step_time", "reader_time", "memory", "mfu", "time"}  # fmt: skip
     assert 0 < first["mfu"] < 1.5
     assert first["memory"] > 1 << 26
     assert f"loss: {first['loss']:.9f}" in ended.out[0]
