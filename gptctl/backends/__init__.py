@@ -111,6 +111,9 @@ class Backend(Protocol):
         folder = record.output_dir
         return folder, os.listdir(folder) if os.path.isdir(folder) else []
 
+    def remove(self, record: JobRecord) -> None:
+        """Remove the job's folder on other machines; the one on this machine is removed next."""
+
     def fetch(
         self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
     ) -> Fetched:

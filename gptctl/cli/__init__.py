@@ -39,6 +39,7 @@ VERBS = {
         "cancel": ("jobs", "Stop jobs; the trainer saves a checkpoint first."),
         "wait": ("jobs", "Wait until a job ends; exit with its status."),
         "rerun": ("submit", "Submit a job again from its saved files."),
+        "rm": ("remove", "Remove the run folders of jobs; their history stays."),
         "fetch": ("jobs", "Copy what a job wrote on its ssh hosts to this machine."),
     },
     "Clusters": {

@@ -24,7 +24,12 @@ RECENT = 20  # jobs that `list` shows: the state of each may need a query
 
 
 @click.command("list", epilog=examples("gptctl list", "gptctl list --all --json"))
-@click.option("--all", "show_all", is_flag=True, help=f"Show all jobs, not only the last {RECENT}.")
+@click.option(
+    "--all",
+    "show_all",
+    is_flag=True,
+    help=f"Show all jobs, not only the last {RECENT}; removed ones, too.",
+)
 @as_json_option
 @click.pass_obj
 def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
@@ -50,7 +55,7 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
     fields = ("job", "state", "ranks", "cluster", "when", "reason")
     cells = [[row[key] for key in fields] for row in rows]
     hidden = len(session.store.ids()) - len(rows)
-    older = f"; --all shows {count(hidden, 'older one')}" if hidden else ""
+    older = f"; --all shows {hidden:,} more, older or removed" if hidden else ""
     # The reason is last: it is the longest, and often empty.
     columns = ["job", "state", "ranks", "cluster", "created", "reason"]
     ui.print_table(f"{count(len(rows), 'job')}{older}", columns, cells)
@@ -63,7 +68,7 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
 def status(session: Session, job: str | None, as_json: bool) -> None:
     """Show the state of a job.
 
-    Without JOB: the latest job.
+    Without JOB: the latest job of this folder, or else your latest.
     """
     from gptctl.cli import ui
     from gptctl.jobs import report
@@ -86,27 +91,36 @@ def status(session: Session, job: str | None, as_json: bool) -> None:
         "gptctl show gpt-3f9a2c --script",
     )
 )
-@job_argument(required=True)
+@job_argument(required=False)
 @click.argument("prefix", required=False)
 @click.option("--script", "show_script", is_flag=True, help="Print the scripts that run it.")
 @as_json_option
 @click.pass_obj
-def show(session: Session, job: str, prefix: str | None, show_script: bool, as_json: bool) -> None:
+def show(
+    session: Session, job: str | None, prefix: str | None, show_script: bool, as_json: bool
+) -> None:
     """Show what a job was started with, and where each value came from.
 
-    PREFIX selects config keys and environment variables by their start: Launch, Optimizer.lr.
+    Without JOB: the latest job of this folder, or else your latest. PREFIX selects config keys and
+    environment variables by their start: Launch, Optimizer.lr.
     """
     from gptctl.cli import ui
     from gptctl.engine.run_folder import read_json
     from gptctl.jobs import report
+    from gptctl.jobs.state import is_removed
 
+    # `show Launch.env`: the first word of a key is a section, and no job id is one.
+    if job and not prefix and job.partition(".")[0] in section_names():
+        job, prefix = None, job
     record = session.find(job)
-    # All of this is read from the run folder: without it there is nothing to show.
-    require_folder(record)
     if show_script:
-        # Byte for byte: the output can be saved and run.
-        ui.print_exactly("\n".join(report.scripts(record, session.backend_of(record))))
+        require_folder(record)
+        print_scripts(session, record, as_json)
         return
+    facts = report.status(record, session.backends)
+    # The config is in the run folder; without it, show what is known of the job.
+    if not record.run_folder.is_dir() and (prefix or not is_removed(record)):
+        require_folder(record)
     values = report.origins(record, prefix or "")
     if prefix is not None and not values:
         message = f"no key of {record.id} starts with {prefix}"
@@ -114,16 +128,37 @@ def show(session: Session, job: str, prefix: str | None, show_script: bool, as_j
     if as_json:
         plan, git = (read_json(record.run_folder / name) for name in ("plan.json", "git.json"))
         config = [{"key": key, "value": value, "origin": origin} for key, value, origin in values]
-        facts = report.status(record, session.backends)
         ui.print_json({**facts, "plan": plan, "git": git, "values": config})
         return
     if prefix is None:
-        facts = report.status(record, session.backends)
         ui.print_pairs(f"job {record.id}", report.pairs(facts))
         # Most values are defaults. Show what was chosen; a PREFIX shows the defaults, too.
         values = [row for row in values if row[2] not in ("default", "")]
     cells = [[key, "" if value is None else value, origin] for key, value, origin in values]
-    ui.print_table("values", ["key", "value", "from"], cells)
+    if cells:
+        ui.print_table("values", ["key", "value", "from"], cells)
+
+
+def section_names() -> set[str]:
+    from gptctl.spec.launch import Launch
+    from trainer.config.read import paths_of
+    from trainer.config.sections import RunConfig
+
+    paths = [*paths_of(RunConfig), *paths_of(Launch, "Launch")]
+    return {path.partition(".")[0] for path in paths}
+
+
+def print_scripts(session: Session, record: JobRecord, as_json: bool) -> None:
+    from gptctl.cli import ui
+    from gptctl.jobs import report
+
+    backend = session.backend_of(record)
+    texts = report.scripts(record, backend)
+    if as_json:
+        ui.print_json({"job": record.id, "scripts": dict(zip(backend.scripts, texts))})
+    else:
+        # Byte for byte: the output can be saved and run.
+        ui.print_exactly("\n".join(texts))
 
 
 @click.command(epilog=examples("gptctl cancel gpt-3f9a2c", "gptctl cancel gpt-3f9a2c --now"))
@@ -176,7 +211,8 @@ def cancel(session: Session, jobs: tuple[str, ...], now: bool, as_json: bool) ->
 def wait(session: Session, job: str | None, timeout: float | None, as_json: bool) -> int:
     """Wait until a job ends; exit with its status.
 
-    Without JOB: the latest job. Exit code 0: the job completed; 1: it did not, or not in time.
+    Without JOB: the latest job of this folder, or else your latest. Exit code 0: the job
+    completed; 1: it did not, or not in time.
     """
     from gptctl.cli import ui
     from gptctl.jobs import report
@@ -253,12 +289,14 @@ def fetch(
     """Copy what a job wrote on its ssh hosts to this machine.
 
     That is logs, metrics and checkpoints, or what a script wrote to its folder. Files that are
-    already here are not copied again, and an interrupted copy resumes where it stopped.
+    already here are not copied again, and an interrupted copy resumes where it stopped. Without
+    JOB: the latest job of this folder, or else your latest.
     """
     from gptctl.cli import ui
     from gptctl.text import count
 
     record = session.find(job)
+    require_folder(record)
     # The backend reports through `ui.progress`: only `ui` may print.
     fetched = session.backend_of(record).fetch(record, target, checkpoints, ui.progress)
     if as_json:

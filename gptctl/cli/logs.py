@@ -65,23 +65,27 @@ REPORT_OPTIONS = ("failed", "list_them", "metrics")
 def logs(session: Session, /, job: str | None, **options: Any) -> int:
     """Show the logs of all ranks in one stream.
 
-    Without JOB: the latest job. JOB can also be the path of a log file. The logs of nodes and of
-    the scheduler are included. --follow works before the job starts, and adds ranks and attempts
-    as they start; Ctrl-C stops following, not the job. A terminal does not show the config dump,
-    and --follow also shortens other long records there and shows the progress; --raw shows every
-    line.
+    Without JOB: the latest job of this folder, or else your latest. JOB can also be the path of a
+    log file. The logs of nodes and of the scheduler are included. --follow works before the job
+    starts, and adds ranks and attempts as they start; Ctrl-C stops following, not the job. A
+    terminal does not show the config dump, and --follow also shortens other long records there and
+    shows the progress; --raw shows every line.
     """
     # Check options first: a clash is reported even if the job cannot be found.
     check_options(options)
     if job is not None and os.path.isfile(job):
         return show_file(job, options)
+    # No job id contains a slash, or is named like a log: this is the path of a file.
+    if job is not None and ("/" in job or job.endswith(".log") or job.startswith("workerlog.")):
+        raise no_such_file(job)
     # Imported late: `--help` and wrong usage must not pay for it.
     from gptctl.cli.follow import follow_job
+    from gptctl.jobs.state import is_removed
 
     record = session.find(job)
     files = files_of(record)
     # Following starts before the folder check: a pending job has no folder yet.
-    if options["follow"]:
+    if options["follow"] and not is_removed(record):
         return follow_job(
             session,
             record,
@@ -161,6 +165,12 @@ def show_file(path: str, options: dict[str, Any]) -> int:
     return print_logs_or_report(
         path, LocalFile(Path(path)), wanted_of(options, None), options, is_over=lambda: True
     )
+
+
+def no_such_file(path: str) -> UserError:
+    what = "is a folder" if os.path.isdir(path) else "does not exist"
+    hint = "give the path of a log file, or the id of a job: see `gptctl list`"
+    return UserError(f"{path} {what}", hint, WRONG_USAGE)
 
 
 def print_logs_or_report(

@@ -50,16 +50,20 @@ class Session:
         return is_final(self.state_of(record))
 
     def find(self, name: str | None, announce: bool = True) -> JobRecord:
-        """Find a job by its id. Without one, take the latest job and print its id."""
+        """Find a job by its id. Without one, take the latest of this folder, and print its id."""
         from gptctl.cli import ui
+        from gptctl.jobs.store import current_folder
 
+        folder = current_folder()
         try:
-            record = self.store.find(name)
+            record = self.store.latest(folder) if name is None else self.store.find(name)
         finally:  # damaged records may be the reason why a job is not found
             self.report_damage()
-        # The user must see which job was chosen, before a verb stops or shows it.
-        if name is None and announce:
-            ui.say(f"job {record.id}")
+        # The user must see which job was chosen. One of another folder is named in any case.
+        is_elsewhere = record.folder != folder
+        if name is None and (announce or is_elsewhere):
+            where = " (the latest job; none was submitted from this folder)" if is_elsewhere else ""
+            ui.say(f"job {record.id}{where}")
         return record
 
     def report_damage(self) -> None:
@@ -72,6 +76,9 @@ class Session:
         """Copy new log lines from other hosts to this machine, and report what is missing."""
         from gptctl.cli import ui
 
+        # Without the folder there is nowhere to copy to.
+        if not record.run_folder.is_dir():
+            return
         try:
             for words in self.backend_of(record).catch_up(record):
                 ui.say(words)
@@ -82,9 +89,16 @@ class Session:
 
 def require_folder(record: JobRecord) -> None:
     # Users delete run folders to free space; the record in the store remains.
-    if not record.run_folder.is_dir():
-        message = f"the folder of {record.id} is missing: {record.local_dir}"
-        raise UserError(message, "", OUT_OF_REACH)
+    if record.run_folder.is_dir():
+        return
+    from gptctl.jobs.history import History
+    from gptctl.text import clock_time
+
+    message = f"the folder of {record.id} is missing: {record.local_dir}"
+    if removed := History().removed(record):
+        message = f"the folder of {record.id} was removed {clock_time(removed)}"
+    hint = f"`gptctl status {record.id}` shows what is known"
+    raise UserError(message, hint, OUT_OF_REACH)
 
 
 def files_of(record: JobRecord) -> LogFiles:

@@ -19,7 +19,8 @@ NO_ENGINE_PYTHON = 72  # job.sbatch found no Python that can run the engine
 CANNOT_CREATE = 73  # a folder of the job cannot be created or entered
 CANNOT_UNPACK = 74  # the job's archive arrived incomplete
 CANNOT_START = 78  # a line of the setup failed, or a folder or a secret is missing
-NO_SUCH_JOB = 66  # ask_host.sh: the host has nothing of the job
+NO_SUCH_JOB = 66  # ask_host.sh, remove_job.sh: the host has nothing of the job
+STILL_RUNNING = 75  # remove_job.sh: processes of the job are running
 # Exit codes of a rank.
 PEER_FAILED = 3  # another rank failed, is missing or never connected
 UNRECOVERABLE = 93  # a restart would fail in the same way

@@ -12,7 +12,8 @@ from typing import Any
 
 from gptctl.backends import Backend, Backends
 from gptctl.engine.run_folder import FINAL, RunFolder, read_json, read_text
-from gptctl.jobs.state import state_of
+from gptctl.jobs.history import History, facts_of
+from gptctl.jobs.state import needs_backend, state_of
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.failed import rank_runs
 from gptctl.logs.local_files import LocalLogFiles
@@ -22,7 +23,7 @@ from gptctl.text import clock_time, count
 def rows(records: Sequence[JobRecord], backends: Backends) -> list[dict[str, Any]]:
     """The rows of `gptctl list`."""
     # Each backend gets all its unfinished jobs first, to answer with one request for all.
-    unfinished = [record for record in records if not RunFolder(record.local_dir).result()]
+    unfinished = [record for record in records if needs_backend(record)]
     for kind in {record.kind for record in unfinished}:
         if backends.knows(kind):
             backends.of(kind).prefetch_states(
@@ -43,6 +44,7 @@ def row(record: JobRecord, backends: Backends) -> dict[str, Any]:
         "world_size": record.world,
         "scheduler_id": record.handle.get("scheduler_id"),
         "created": record.created,
+        "removed": History().removed(record),
         "run_dir": record.local_dir,  # JSON keys are stable: scripts read them
     }
 
@@ -68,22 +70,15 @@ def status(record: JobRecord, backends: Backends) -> dict[str, Any]:
     folder = RunFolder(record.local_dir)
     attempt = folder.attempts() - 1  # the latest; -1 before the first has started
     facts = row(record, backends)
-    result = folder.result()
+    # Of a removed folder the history tells what is left.
+    known = facts_of(record) | ({} if folder.path.is_dir() else History().facts(record))
     # Until the logs of remote hosts are copied, a rank without a last record may still be running.
     is_complete = facts["state"] in FINAL and not folder.not_copied_file.exists()
     return {
         **facts,
         "gpus_per_node": record.per_node,
-        "attempts": folder.attempts(),
-        "hosts": read_text(folder.attempt(attempt) / "hosts").split(),
-        "endpoint": folder.endpoint(),
-        "ended": result.ended if result else None,
-        "exit_codes": folder.exit_codes(attempt, range(record.nodes)) if attempt >= 0 else {},
+        **known,
         "ranks": rank_rows(record, attempt, is_complete) if attempt >= 0 else [],
-        "not_ended": read_text(folder.not_ended_file).split(),
-        "trainer": read_json(Path(record.output_dir) / "status.json")
-        if record.output_dir
-        else None,
         "log_dir": record.log_dir,
         "config": record.config,
     }
@@ -132,6 +127,7 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("not stopped", " ".join(facts["not_ended"])),
         ("trainer", str((facts["trainer"] or {}).get("state", ""))),
         ("folder", facts["run_dir"]),
+        ("removed", clock_time(facts["removed"]) if facts["removed"] else ""),
         ("logs", facts["log_dir"]),
     ]
     return [(name, text) for name, text in lines if text]

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +26,11 @@ from gptctl.spec.resources import home
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError, closest
 
 SCHEMA = 1
+# Files beside the record of a job: see `history.py`.
+ENDED, REMOVED = ".ended", ".removed"
+NEWEST = 500  # records that are searched for the latest job of a folder: opening all may be slow
 MAX_RECORD = 1 << 20  # bytes that are read of a record: a damaged one may be of any size
+_HASH = re.compile(r"-([0-9a-f]{6}(?:-\d+)?)$")  # of `gpt-3f9a2c` and `gpt-3f9a2c-2`
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -47,6 +51,7 @@ class JobRecord(NamedTuple):
     output_dir: str = ""  # of the bundled trainer; empty for a script
     submitter: Mapping[str, Any] = NOTHING  # the gptctl process that submits it
     token: str = ""  # marks the folder that belongs to this record
+    folder: str = ""  # where gptctl was started; empty in records of older versions
     # How the backend identifies the job; empty until the backend has accepted it.
     handle: Mapping[str, Any] = NOTHING
     schema: int = SCHEMA
@@ -143,10 +148,15 @@ class Store:
             ) from None
         return sorted(times, key=lambda name: (times[name], name))
 
+    def present_ids(self) -> list[str]:
+        """The ids of jobs that `gptctl rm` has not removed, oldest first."""
+        removed = {file.name.removesuffix(REMOVED) for file in self.folder.glob(f"*{REMOVED}")}
+        return [job_id for job_id in self.ids() if job_id not in removed]
+
     def records(self, last: int | None = None) -> list[JobRecord]:
-        """The last jobs, or all of them, oldest first; damaged records are moved away."""
+        """All jobs, or the last that were not removed, oldest first; damaged ones are moved."""
         found: list[JobRecord] = []
-        for job_id in reversed(self.ids()):
+        for job_id in reversed(self.ids() if last is None else self.present_ids()):
             if last is not None and len(found) >= last:
                 break
             if record := self._valid_record(job_id):
@@ -157,39 +167,52 @@ class Store:
         """Remove temporary files that a killed gptctl left behind."""
         # Writing takes milliseconds: after an hour nobody is still using the file.
         names = os.listdir(self.folder) if self.folder.is_dir() else []
-        for name in filter(re.compile(r"\..+\.\d+|.+\.json\.part\d+").fullmatch, names):
+        for name in filter(
+            re.compile(r"\..+\.\d+|.+\.(json|ended|removed)\.part\d+").fullmatch, names
+        ):
             with suppress(OSError):
                 if time.time() - (self.folder / name).stat().st_mtime > 3600:
                     (self.folder / name).unlink()
 
-    def find(self, name: str | None) -> JobRecord:
-        """Find a job by id, unique prefix or the scheduler's id; without a name, the latest."""
-        if name is not None and not name.strip():
+    def find(self, name: str) -> JobRecord:
+        """Find a job by its id, the start or the hash of it, or by the scheduler's id."""
+        if not name.strip():
             raise UserError("the job id is empty", "see `gptctl list`", WRONG_USAGE)
-        ids = self.ids()
-        if not ids:
-            raise UserError("there are no jobs yet", "submit one with `gptctl submit`", WRONG_USAGE)
-        if name is None:
-            return self.records(last=1)[0]
-        # An exact id wins over longer ids that start with it: `gpt-3f9a2c` and `gpt-3f9a2c-2`.
-        matching = [name] if name in ids else [job_id for job_id in ids if job_id.startswith(name)]
+        ids = self._some_ids()
+        matching = matching_ids(name, ids)
         found = [record for record in map(self._valid_record, matching) if record]
-        if not found and name.isdecimal():
-            found = [
+        # A number may be both a hash and an id of the scheduler: then it is ambiguous.
+        if name.isdecimal() and name not in ids:
+            known = {record.id for record in found}
+            found += [
                 record
                 for record in self.records()
-                if str(record.handle.get("scheduler_id")) == name
+                if str(record.handle.get("scheduler_id")) == name and record.id not in known
             ]
         if len(found) == 1:
             return found[0]
         if found:
-            raise UserError(
-                f"{name} matches several jobs", f"use one of {_some(matching)}", WRONG_USAGE
-            )
+            candidates = _some([record.id for record in found])
+            raise UserError(f"{name} matches several jobs", f"use one of {candidates}", WRONG_USAGE)
         ids = self.ids()  # again: damaged records have been moved away
         near = closest(name, ids)
         hint = f"did you mean {near[0]}?" if near else f"known: {_some(ids)}; see `gptctl list`"
         raise UserError(f"unknown job: {name}", hint, WRONG_USAGE)
+
+    def latest(self, folder: str) -> JobRecord:
+        """Find the latest job that was submitted from a folder, or else the latest of all."""
+        self._some_ids()
+        found = self.records(last=NEWEST)[::-1]
+        if not found:
+            hint = "`gptctl list --all` shows removed jobs"
+            raise UserError("there are no jobs", hint, WRONG_USAGE)
+        return next((record for record in found if folder and record.folder == folder), found[0])
+
+    def _some_ids(self) -> list[str]:
+        ids = self.ids()
+        if not ids:
+            raise UserError("there are no jobs yet", "submit one with `gptctl submit`", WRONG_USAGE)
+        return ids
 
     def _valid_record(self, job_id: str) -> JobRecord | None:
         """The record, or None if it is missing or damaged."""
@@ -225,8 +248,31 @@ class Store:
         self.damaged.append(f"{self.folder / name} is damaged ({_reason(error)}){where}")
 
 
+def matching_ids(name: str, ids: Sequence[str]) -> list[str]:
+    """The ids that a user may mean: the id itself, or those whose start or hash is given."""
+    # An exact id wins over longer ids that start with it: `gpt-3f9a2c` and `gpt-3f9a2c-2`.
+    if name in ids:
+        return [name]
+    hashes = {job_id: found[1] for job_id in ids if (found := _HASH.search(job_id))}
+    # So does an exact hash. A part of one needs some length: `ca` may be the start of a name.
+    by_hash = [job_id for job_id, code in hashes.items() if code == name]
+    if not by_hash and len(name) >= 4:
+        by_hash = [job_id for job_id, code in hashes.items() if code.startswith(name)]
+    return list(dict.fromkeys([*(each for each in ids if each.startswith(name)), *by_hash]))
+
+
 def new_record(**facts: Any) -> JobRecord:
-    return JobRecord(created=time.time(), submitter=this_process(), **facts)
+    # `rerun` plans a job as in its first folder, so the folder is that of this process.
+    return JobRecord(
+        created=time.time(), submitter=this_process(), folder=current_folder(), **facts
+    )
+
+
+def current_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it has been deleted
+        return ""
 
 
 def _text(record: JobRecord) -> str:
@@ -256,7 +302,7 @@ def _read(file: Path) -> JobRecord:
     record = JobRecord(**known)
     wrong = [
         name
-        for name in ("id", "name", "local_dir", "log_dir", "kind")
+        for name in ("id", "name", "local_dir", "log_dir", "kind", "folder")
         if not isinstance(getattr(record, name), str)
     ]
     wrong += [

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.engine.atomic_files import private_files, replacing
-from gptctl.engine.contract import NO_SUCH_JOB, RESULT, UNRECOVERABLE_FILE
+from gptctl.engine.contract import NO_SUCH_JOB, RESULT, STILL_RUNNING, UNRECOVERABLE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.messages import parse_message
 from gptctl.engine.run_folder import RunFolder, read_json
@@ -47,6 +47,7 @@ MAX_AGE = 3.0  # seconds for which the last answer of the hosts is used
 COPY_EVERY = 0.5  # seconds between two copies of new log lines while a job is followed
 STATUS_EVERY = 5.0  # seconds between two queries of its processes
 RETRY_DELAYS = (1.0, 15.0)  # seconds until an unreachable host is tried again: first, maximum
+REMOVE_TIMEOUT = 600.0  # seconds: a folder may hold many checkpoints
 MAX_WHOLE = 1 << 20  # bytes of a file that is copied whole
 MAX_PROBLEM = 200  # characters of a host's error message
 _ATTEMPT = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
@@ -133,6 +134,17 @@ class HostSync:
             raise HostError(self.route.name, f"invalid answer to `{command}`")
         problem = done.err.splitlines()[-1] if done.err else f"exit code {done.code}"
         raise HostError(self.route.name, f"its agent script failed: {problem[:MAX_PROBLEM]}")
+
+    def remove_folder(self) -> None:
+        """Remove the job's folder on this host, unless it is gone already."""
+        with self.connected() as connection:
+            words = (self.plan.remote_dir, self.record.token)
+            done = connection.run(remote_command("remove_job.sh", *words), timeout=REMOVE_TIMEOUT)
+        if done.code == STILL_RUNNING:
+            raise HostError(self.route.name, "processes of the job are running there")
+        if done.code not in (0, NO_SUCH_JOB):
+            problem = done.err.splitlines()[-1] if done.err else f"exit code {done.code}"
+            raise HostError(self.route.name, problem[:MAX_PROBLEM])
 
     def update_status(self) -> None:
         self.status = self.ask("status")

@@ -26,11 +26,13 @@ from gptctl.engine.processes import (
 )
 from gptctl.engine.run_folder import COMPLETED, FAILED, STOPPED, RunFolder, has_stopped_on_purpose
 from gptctl.jobs.freeze import frozen_config, git_state, imported_beside
-from gptctl.jobs.store import JobRecord, Store, new_record
+from gptctl.jobs.history import History
+from gptctl.jobs.store import JobRecord, Store, matching_ids, new_record
 from gptctl.jobs.submit import finish_interrupted_submits, prepare
 from gptctl.planning.build import Site
 from gptctl.spec.check import check_config
 from trainer.config import Override
+from trainer.errors import UserError
 
 
 def record(name: str = "gpt-1", **facts) -> JobRecord:
@@ -299,3 +301,54 @@ def test_what_a_job_inherits(monkeypatch) -> None:
     )
     kept = clean_environment()
     assert kept == {"PATH": "p", "GPTCTL_HOME": "h", "PYTHONPATH": f"{Path('a').absolute()}:/b"}
+
+
+def test_which_jobs_a_word_may_mean() -> None:
+    """The id, its start or its hash; what is exact wins, and the rest is ambiguous."""
+    ids = ["gpt-3f9a2c", "gpt-3f9a2c-2", "char-3f9a2d", "char-000001", "abcd-3f9a2e"]
+    assert matching_ids("gpt-3f9a2c", ids) == ["gpt-3f9a2c"]
+    assert matching_ids("3f9a2c", ids) == ["gpt-3f9a2c"]
+    assert matching_ids("3f9a2c-2", ids) == ["gpt-3f9a2c-2"]
+    assert matching_ids("3f9a", ids) == ["gpt-3f9a2c", "gpt-3f9a2c-2", "char-3f9a2d", "abcd-3f9a2e"]
+    assert matching_ids("3f9", ids) == []
+    assert matching_ids("char", ids) == ["char-3f9a2d", "char-000001"]
+    assert matching_ids("3f9a2c", [*ids, "big-3f9a2c"]) == ["gpt-3f9a2c", "big-3f9a2c"]
+
+
+def test_an_ambiguous_hash_names_the_candidates(tmp_path) -> None:
+    """A number can be a hash and an id of the scheduler, too."""
+    store = Store(tmp_path)
+    for each in (record("gpt-000001"), record("gpt-00abcd", handle={"scheduler_id": "000001"})):
+        store.add(each)
+    with pytest.raises(UserError) as error:
+        store.find("000001")
+    assert {"gpt-000001", "gpt-00abcd"} <= set(error.value.hint.replace(",", "").split())
+    assert store.find("gpt-000001").id == "gpt-000001"
+
+
+def test_the_latest_job_of_a_folder(tmp_path) -> None:
+    """Records of older versions have no folder; removed jobs are never the latest."""
+    store, history = Store(tmp_path), History(tmp_path)
+    for number, folder in enumerate(["/a", "/b", ""]):
+        store.add(record(f"gpt-{number}")._replace(folder=folder, created=number))
+        os.utime(store.folder / f"gpt-{number}.json", (number, number))
+    assert [store.latest(folder).id for folder in ("/a", "/b", "/c", "")] == ["gpt-0", "gpt-1", "gpt-2", "gpt-2"]
+    history.mark_removed(store.find("gpt-2"), 5.0)
+    history.mark_removed(store.find("gpt-1"), 5.0)
+    assert [store.latest(folder).id for folder in ("/b", "/c")] == ["gpt-0", "gpt-0"]
+    assert [each.id for each in store.records()] == ["gpt-0", "gpt-1", "gpt-2"]
+    history.mark_removed(store.find("gpt-0"), 5.0)
+    with pytest.raises(UserError, match="there are no jobs"):
+        store.latest("/a")
+
+
+def test_the_history_keeps_every_field_and_belongs_to_one_token(tmp_path) -> None:
+    history, mine = History(tmp_path), record()
+    history.folder.mkdir()
+    history.keep(mine, {"state": FAILED, "reason": "rank 3", "new_field": [1]})
+    assert history.state(mine) == {"state": FAILED, "reason": "rank 3", "new_field": [1]}
+    assert history.state(mine._replace(token="u")) is None
+    history.forget(mine)
+    assert (history.state(mine), history.facts(mine), history.removed(mine)) == (None, {}, None)
+    (history.folder / f"{mine.id}.ended").write_text('{"token": "t", "state": [1], "facts": 3}')
+    assert (history.state(mine), history.facts(mine)) == (None, {})

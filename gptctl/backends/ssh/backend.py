@@ -20,7 +20,7 @@ from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.remote.connection import JumpHosts
 from gptctl.remote.host_error import HostError
-from gptctl.remote.log_sync import LogSync
+from gptctl.remote.log_sync import HostSync, LogSync
 from gptctl.remote.parallel import in_parallel
 from gptctl.reporting import Fetched, Say, ShowProgress
 from gptctl.spec.check import Checked
@@ -169,6 +169,18 @@ class SshBackend(Backend):
     def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
         sync = self.sync_of(record)
         return sync.plan.output_dir, sync.hosts[0].list_names(sync.plan.output_dir)
+
+    def remove(self, record: JobRecord) -> None:
+        sync = self.sync_of(record)
+        # With a shared folder one host is enough, and two would disturb each other.
+        answers = in_parallel(HostSync.remove_folder, sync.with_files)
+        problems = [answer for answer in answers if isinstance(answer, Exception)]
+        if problems:
+            where = "; ".join(getattr(problem, "message", str(problem)) for problem in problems)
+            hint = "run it again when the hosts are reachable; --here removes only the copy here"
+            raise UserError(
+                f"{record.id} could not be removed on all hosts: {where}", hint, OUT_OF_REACH
+            )
 
     def fetch(
         self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress

@@ -1,0 +1,79 @@
+"""The verb `rm`: remove the run folders of jobs, after asking."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gptctl.cli.options import as_json_option, complete_job, examples
+from gptctl.cli.session import Session
+from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
+
+if TYPE_CHECKING:
+    from gptctl.jobs.store import JobRecord
+
+
+@click.command(epilog=examples("gptctl rm gpt-3f9a2c", "gptctl rm gpt-3f9a2c gpt-77b010 --yes"))
+@click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--here", "here_only", is_flag=True, help="Leave the folders on ssh hosts alone.")
+@as_json_option
+@click.pass_obj
+def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_json: bool) -> int:
+    """Remove the run folders of jobs; their history stays.
+
+    Logs and checkpoints in the folder are deleted, on ssh hosts, too. `gptctl list --all` and
+    `gptctl status JOB` still show how the job ended. Folders outside of the run folder stay, such
+    as a --log-dir or output_dir of your own. A running job is refused.
+    """
+    from gptctl.cli import ui
+    from gptctl.jobs.remove import check_removable, left_alone, remove
+
+    # Check all jobs before removing one: after a typing error nothing is removed.
+    records = list({record.id: record for record in map(session.find, jobs)}.values())
+    for record in records:
+        check_removable(record, session.backends)
+    if not yes and not agrees(records):
+        ui.say("nothing was removed")
+        return ANSWER_IS_NO
+    answers: list[dict[str, Any]] = []
+    problems: list[UserError] = []
+    for record in records:
+        answer = {"job": record.id, "run_dir": record.local_dir, "kept": left_alone(record)}
+        try:
+            answers.append({**answer, "removed": remove(record, session.backends, here_only)})
+        except UserError as error:  # remove the others anyway
+            problems.append(error)
+            answers.append({**answer, "removed": None, "error": error.message})
+    if as_json:
+        ui.print_json(answers)
+    else:
+        ui.print_text("\n".join(map(described, answers)))
+    for problem in problems:
+        ui.print_error(problem)
+    # The most serious problem decides, as if the jobs had been removed one by one.
+    return max((problem.exit_code for problem in problems), default=0)
+
+
+def described(answer: dict[str, Any]) -> str:
+    kept = f"; not removed: {', '.join(answer['kept'])}" if answer["kept"] else ""
+    return f"{answer['job']}: {'removed' if answer['removed'] else 'not removed'}{kept}"
+
+
+def agrees(records: list[JobRecord]) -> bool:
+    """Show what would be deleted, and ask."""
+    from gptctl.cli import ui
+    from gptctl.jobs.remove import size_of
+    from gptctl.text import count
+
+    if not sys.stdin.isatty():
+        message = f"rm deletes {count(len(records), 'run folder')}, and cannot ask here"
+        raise UserError(message, "--yes removes without asking", WRONG_USAGE)
+    for record in records:
+        ui.say(f"{record.id}: {record.local_dir}, {size_of(record.run_folder):,} bytes")
+    try:
+        return click.confirm(f"remove {count(len(records), 'run folder')}?", err=True)
+    except click.Abort:  # Ctrl-C, or the end of stdin
+        return False

@@ -1,0 +1,87 @@
+"""How jobs ended, kept beside their records: run folders are deleted to free space.
+
+`<id>.ended` holds the final state and what the run folder told about it, `<id>.removed` when
+`gptctl rm` removed the folder. Neither is part of the record, whose file is written once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gptctl.engine.atomic_files import private_files, replacing
+from gptctl.engine.run_folder import RunFolder, is_time, read_json, read_text
+from gptctl.jobs.store import ENDED, REMOVED, JobRecord
+from gptctl.spec.resources import home
+
+
+class History:
+    """Reads and writes the two files of each job."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = (folder or home()) / "jobs"
+
+    def keep(self, record: JobRecord, state: Mapping[str, Any]) -> None:
+        """Keep the final state of a job, unless it is kept already."""
+        kept = self._read(record)
+        if kept is not None and kept.get("state") == dict(state):
+            return
+        facts = {"token": record.token, "state": dict(state), "facts": facts_of(record)}
+        # A home that is read-only or full must not keep gptctl from showing the state.
+        with suppress(OSError), private_files(), replacing(self._file(record, ENDED)) as stream:
+            stream.write(json.dumps(facts).encode() + b"\n")
+
+    def forget(self, record: JobRecord) -> None:
+        """Drop a state that was not final after all: Slurm may have requeued the job."""
+        with suppress(OSError):
+            self._file(record, ENDED).unlink()
+
+    def state(self, record: JobRecord) -> dict[str, Any] | None:
+        """Return the fields of the kept state, or None if none is kept."""
+        found = (self._read(record) or {}).get("state")
+        has_state = isinstance(found, dict) and isinstance(found.get("state"), str)
+        return found if has_state else None
+
+    def facts(self, record: JobRecord) -> dict[str, Any]:
+        """Return what the run folder told when the job was seen to have ended."""
+        found = (self._read(record) or {}).get("facts")
+        return found if isinstance(found, dict) else {}
+
+    def mark_removed(self, record: JobRecord, moment: float) -> None:
+        facts = {"token": record.token, "removed": moment}
+        with private_files(), replacing(self._file(record, REMOVED)) as stream:
+            stream.write(json.dumps(facts).encode() + b"\n")
+
+    def removed(self, record: JobRecord) -> float | None:
+        """Return when `gptctl rm` removed the job's folder, or None if it did not."""
+        found = read_json(self._file(record, REMOVED)) or {}
+        moment = found.get("removed")
+        return moment if found.get("token") == record.token and is_time(moment) else None
+
+    def _read(self, record: JobRecord) -> dict[str, Any] | None:
+        found = read_json(self._file(record, ENDED))
+        # The id may have belonged to a job that was never started.
+        return found if found and found.get("token") == record.token else None
+
+    def _file(self, record: JobRecord, suffix: str) -> Path:
+        return self.folder / f"{record.id}{suffix}"
+
+
+def facts_of(record: JobRecord) -> dict[str, Any]:
+    """Read from the run folder what `gptctl status` shows besides the state."""
+    folder = RunFolder(record.local_dir)
+    attempt = folder.attempts() - 1  # the latest; -1 before the first has started
+    result = folder.result()
+    output = Path(record.output_dir) / "status.json" if record.output_dir else None
+    return {
+        "attempts": folder.attempts(),
+        "hosts": read_text(folder.attempt(attempt) / "hosts").split(),
+        "endpoint": folder.endpoint(),
+        "ended": result.ended if result else None,
+        "exit_codes": folder.exit_codes(attempt, range(record.nodes)) if attempt >= 0 else {},
+        "not_ended": read_text(folder.not_ended_file).split(),
+        "trainer": read_json(output) if output else None,
+    }

@@ -1,0 +1,108 @@
+"""Remove the run folders of jobs that have ended. Records and history stay, so ids stay known.
+
+Only a folder with the job's token is removed, and links in it are never followed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from gptctl.backends import Backends
+from gptctl.engine.contract import TOKEN
+from gptctl.engine.run_folder import PENDING, RUNNING, RunFolder, read_plan, read_text
+from gptctl.jobs.history import History
+from gptctl.jobs.state import is_final, is_removed, state_of
+from gptctl.jobs.store import JobRecord
+from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, UserError
+
+
+def check_removable(record: JobRecord, backends: Backends) -> None:
+    """Raise UserError if the job may still run, or its folder is not its own."""
+    state = state_of(record, backends)
+    if state.state in (PENDING, RUNNING):
+        hint = f"stop it first: gptctl cancel {record.id}"
+        raise UserError(f"{record.id} is {state.state}", hint, ANSWER_IS_NO)
+    if not is_final(state):
+        hint = f"try again when its state is known: gptctl status {record.id}"
+        raise UserError(f"{record.id} may still be running: {state}", hint, OUT_OF_REACH)
+    if RunFolder(record.local_dir).not_ended_file.exists():
+        hint = f"stop it there first: gptctl cancel {record.id}"
+        raise UserError(f"{record.id} may still be running on some hosts", hint, OUT_OF_REACH)
+    if os.path.lexists(record.local_dir) and not _is_own(record):
+        message = f"{record.local_dir} does not carry the token of {record.id}"
+        raise UserError(message, "check what it is, and delete it by hand", ANSWER_IS_NO)
+
+
+def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> float:
+    """Remove the folder of a job on all machines; return when that was."""
+    # Other machines first: where they are is written in the folder on this one.
+    if record.run_folder.is_dir() and not here_only:
+        backends.of(record.kind).remove(record)
+    hidden = record.run_folder.with_name(f".{record.run_folder.name}.{record.token}")
+    try:
+        # Under its hidden name a half-removed folder cannot be taken for a job.
+        if os.path.lexists(record.local_dir):
+            _unlink_latest(record)
+            os.rename(record.local_dir, hidden)
+        # rmtree removes links, and refuses to follow them even if they appear meanwhile.
+        if record.token and hidden.is_dir():
+            shutil.rmtree(hidden)
+        # Of a folder that was deleted by hand before, nothing may be kept yet.
+        if not is_removed(record):
+            History().keep(record, state_of(record, backends)._asdict())
+        moment = History().removed(record) or time.time()
+        History().mark_removed(record, moment)
+    except OSError as error:
+        where = error.filename or record.local_dir
+        message = f"cannot remove {where}: {error.strerror}"
+        hint = f"then run it again: gptctl rm {record.id}"
+        raise UserError(message, f"check its permissions, {hint}", OUT_OF_REACH) from None
+    return moment
+
+
+def left_alone(record: JobRecord) -> list[str]:
+    """Return the folders of the job that are outside of its run folder."""
+    try:
+        plan = read_plan(record.run_folder)
+    except KeyError:  # the folder is gone already, or damaged
+        return []
+    root = plan.remote_dir
+    where = "" if root == record.local_dir else " (on its hosts)"
+    outside = [
+        each for each in (plan.log_dir, plan.output_dir) if each and not _is_below(each, root)
+    ]
+    return [f"{folder}{where}" for folder in outside]
+
+
+def size_of(folder: Path) -> int:
+    """Add up the bytes of all files; links count as links."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            # A file may disappear meanwhile.
+            with suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
+
+
+def _is_own(record: JobRecord) -> bool:
+    # A link may lead to a folder that others use, too.
+    if os.path.islink(record.local_dir) or not record.token:
+        return False
+    return read_text(record.run_folder / TOKEN) == record.token
+
+
+def _is_below(folder: str, root: str) -> bool:
+    return Path(folder).is_relative_to(root)
+
+
+def _unlink_latest(record: JobRecord) -> None:
+    """Remove `runs/latest` if it points to this job: it would lead nowhere."""
+    link = record.run_folder.with_name("latest")
+    with suppress(OSError):
+        if os.readlink(link) == record.run_folder.name:
+            link.unlink()
