@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
+from typing import Any
 
 # Untrusted text (file names, values, logs) may hold escape sequences, control characters or
 # Unicode direction marks, which could change what a terminal shows.
@@ -20,6 +22,20 @@ def clean(text: str) -> str:
 
 def clock_time(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def plain_value(value: Any) -> str:
+    """Format a value of a config or profile for people, as YAML would show it."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        parts = {name: plain_value(part).replace("\n", ", ") for name, part in value.items()}
+        return "\n".join(f"{name}: {text}" for name, text in parts.items() if text)
+    if isinstance(value, list | tuple):
+        return "\n".join(plain_value(part).replace("\n", ", ") for part in value)
+    return str(value)
 
 
 def count(number: int, one: str, many: str = "") -> str:

@@ -56,7 +56,9 @@ def list_clusters(as_json: bool) -> None:
 def show_cluster(name: str, as_json: bool) -> None:
     """Show every value of a cluster profile, and the line that sets it."""
     from gptctl.cli import ui
+    from gptctl.cli.table_layout import Column
     from gptctl.spec.cluster import load_profile
+    from gptctl.text import plain_value
 
     profile = load_profile(name)
     values, written = asdict(profile.cluster), profile.reading.values
@@ -66,11 +68,12 @@ def show_cluster(name: str, as_json: bool) -> None:
     if as_json:
         ui.print_json({"values": values, "origins": places})
         return
-    cells = [
-        [key, "" if value is None else value, places.get(key, "default")]
-        for key, value in values.items()
-    ]
-    ui.print_table(f"cluster {profile.cluster.name}", ["key", "value", "from"], cells)
+    # A profile is one file: naming it once leaves room for the values.
+    file = next((place.rpartition(":")[0] for place in places.values()), "")
+    lines = {key: f"line {place.removeprefix(f'{file}:')}" for key, place in places.items()}
+    cells = [[key, plain_value(value), lines.get(key, "default")] for key, value in values.items()]
+    columns = [Column("key"), Column("value", "wrap"), Column("from")]
+    ui.print_table(f"cluster {profile.cluster.name}: {file}", columns, cells)
 
 
 @clusters.command(

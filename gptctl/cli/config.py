@@ -88,7 +88,7 @@ def _print_summary(checked: Checked, valid: bool, starts: str) -> None:
     rows = summary.summary(checked)
     ui.print_pairs(title, [*rows, ("Slurm", starts)] if starts else rows)
     # Estimates are only as good as their assumptions. On stderr, since they are not an answer.
-    ui.say(summary.estimate_note(checked.resolved))
+    ui.say_wrapped(summary.estimate_note(checked.resolved))
 
 
 @click.command(
@@ -102,6 +102,7 @@ def _print_summary(checked: Checked, valid: bool, starts: str) -> None:
 def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
     """Show where every rank runs, and the members of its groups."""
     from gptctl.cli import ui
+    from gptctl.cli.table_layout import Column
     from gptctl.spec import summary
     from trainer.layout import AXES
 
@@ -123,7 +124,15 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
         ui.print_json({"ranks": rows, "groups": summary.topo_groups(layout, ranks)})
         return
     # Groups from the innermost axis out: mp, whose ranks should share a node, comes first.
-    columns = ["node", "rank", "local", *AXES, *(f"{axis} group" for axis in reversed(AXES))]
+    # A narrow window shows the groups first. An axis of degree 1 has nothing to show.
+    split = [axis for axis in AXES if getattr(layout, axis) > 1]
+    columns = [
+        Column("node"),
+        Column("rank"),
+        Column("local", importance=2),
+        *(Column(axis, importance=1 if axis in split else 4) for axis in AXES),
+        *(Column(f"{axis} group", importance=0 if axis in split else 3) for axis in reversed(AXES)),
+    ]
     cells = [
         [row["node"], row["rank"], row["local_rank"], *(row[axis] for axis in AXES)]
         + [summary.group_text(layout.group(axis, row["rank"])) for axis in reversed(AXES)]
@@ -204,6 +213,7 @@ def keys(prefix: str, as_json: bool) -> None:
     PREFIX shows only keys of which a part starts with it: Distributed, mp_degree, save_load.
     """
     from gptctl.cli import ui
+    from gptctl.cli.table_layout import Column
     from gptctl.spec.summary import key_rows
 
     # An unknown prefix is wrong usage: an empty table would look like an answer.
@@ -214,7 +224,7 @@ def keys(prefix: str, as_json: bool) -> None:
         ui.print_json(rows)
     else:
         cells = [list(row.values()) for row in rows]
-        ui.print_table("keys of a run config", ["key", "default", "meaning"], cells)
+        ui.print_table("keys of a run config", ["key", Column("default", "wrap"), "meaning"], cells)
 
 
 @click.command(epilog=examples("gptctl rules", "gptctl rules L001", "gptctl rules --json"))

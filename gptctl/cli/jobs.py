@@ -105,9 +105,11 @@ def show(
     environment variables by their start: Launch, Optimizer.lr.
     """
     from gptctl.cli import ui
+    from gptctl.cli.table_layout import Column
     from gptctl.engine.run_folder import read_json
     from gptctl.jobs import report
     from gptctl.jobs.state import is_removed
+    from gptctl.text import plain_value
 
     # `show Launch.env`: the first word of a key is a section, and no job id is one.
     if job and not prefix and job.partition(".")[0] in section_names():
@@ -134,9 +136,9 @@ def show(
         ui.print_pairs(f"job {record.id}", report.pairs(facts))
         # Most values are defaults. Show what was chosen; a PREFIX shows the defaults, too.
         values = [row for row in values if row[2] not in ("default", "")]
-    cells = [[key, "" if value is None else value, origin] for key, value, origin in values]
+    cells = [[key, plain_value(value), origin] for key, value, origin in values]
     if cells:
-        ui.print_table("values", ["key", "value", "from"], cells)
+        ui.print_table("values", ["key", Column("value", "wrap"), "from"], cells)
 
 
 def section_names() -> set[str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gptctl.logs.stream import LineFilter
 
 # Options that print a report instead of log lines. At most one makes sense at a time.
+LIST_IMPORTANCE = {"last write": 1, "size": 2, "host": 3, "node": 4, "rank": 5}
 REPORT_OPTIONS = ("failed", "list_them", "metrics")
 
 
@@ -201,6 +202,7 @@ def print_list(
     files: LogFiles, wanted: FileFilter, as_json: bool = False, job_is_over: bool = False
 ) -> None:
     from gptctl.cli import ui
+    from gptctl.cli.table_layout import Column
     from gptctl.logs.tables import LIST_COLUMNS, list_cells, list_rows
     from gptctl.text import count
 
@@ -208,7 +210,9 @@ def print_list(
     if as_json:
         ui.print_json(rows)
     else:
-        ui.print_table(count(len(rows), "log file"), LIST_COLUMNS, list_cells(rows), by_first=True)
+        # In a narrow window, the name of a file tells its rank or node.
+        columns = [Column(name, importance=LIST_IMPORTANCE.get(name, 0)) for name in LIST_COLUMNS]
+        ui.print_table(count(len(rows), "log file"), columns, list_cells(rows), by_first=True)
 
 
 def print_metrics(files: LogFiles, wanted: FileFilter, as_json: bool = False) -> None:

@@ -15,12 +15,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from gptctl.cli.table_layout import Column, as_columns, broken_name, fitted, wrapped
 from gptctl.reporting import Progress
 from gptctl.text import CONTROL, clean
 from trainer.errors import Finding, UserError
 
 SAY_EVERY = 5.0  # seconds between two progress messages in a log
 _COLOURS = {"error": "bold red", "warning": "yellow", "notice": "cyan", "hint": "green"}
+
+# Of a job, and of a row of `doctor`.
+_STATE_COLOURS = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "ok": "green"}
+_STATE_COLOURS |= dict.fromkeys(("CANCELLED", "STOPPED"), "magenta")
+_STATE_COLOURS |= dict.fromkeys(("LOST", "UNKNOWN", "PREEMPTED", "warning"), "yellow")
+_STATE_COLOURS |= dict.fromkeys(("FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL"), "red")
+_STATE_COLOURS |= {"wrong": "red", "notice": "cyan"}
 
 
 def print_json(value: Any) -> None:
@@ -103,18 +111,17 @@ class TerminalScreen:
         sys.stdout.buffer.flush()
 
 
-def terminal_width() -> int:
+def terminal_width(stream: Any = None) -> int:
     """Return the current width of the window."""
     # COLUMNS may be outdated after the window was resized: ask the terminal first.
     with suppress(OSError, ValueError):
-        if columns := os.get_terminal_size(sys.stdout.fileno()).columns:
+        if columns := os.get_terminal_size((stream or sys.stdout).fileno()).columns:
             return columns
     return shutil.get_terminal_size().columns
 
 
 def print_box(title: str, body: str | Sequence[tuple[str, str]], colour: str = "cyan") -> None:
     """Print a text, or a table of names and texts, in a frame. For terminals only."""
-    from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -128,9 +135,7 @@ def print_box(title: str, body: str | Sequence[tuple[str, str]], colour: str = "
     frame = Panel(
         content, title=Text(clean(title)), title_align="left", border_style=colour, expand=False
     )
-    # rich would prefer COLUMNS to the real width.
-    sys.stdout.flush()
-    Console(width=terminal_width(), highlight=False).print(frame)
+    _console().print(frame)
 
 
 def print_exactly(text: str) -> None:
@@ -178,6 +183,11 @@ def _print_marked(line: str, stream: Any) -> None:
     Console(file=stream, highlight=False).print(marked, soft_wrap=True)
 
 
+def say_wrapped(text: str) -> None:
+    """Like `say`, but a terminal gets lines that fit, with list items indented."""
+    say(wrapped(text, terminal_width(sys.stderr)) if sys.stderr.isatty() else text)
+
+
 def print_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
     """Print a short report: one name and one text per line."""
     width = max((len(name) for name, _ in pairs), default=0)
@@ -187,7 +197,6 @@ def print_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
             print(f"  {name:<{width}}  {clean(text)}")
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -198,29 +207,70 @@ def print_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
         box=box.SIMPLE,
     )
     table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")  # not cut: a path can be copied
     for name, text in pairs:
-        table.add_row(name, Text(clean(text)))
-    Console().print(table)
+        table.add_row(name, _styled(name, clean(text)))
+    _console().print(table)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    # rich would prefer COLUMNS to the real width, and colours numbers.
+    sys.stdout.flush()
+    return Console(width=terminal_width(), highlight=False)
+
+
+def _styled(name: str, text: str) -> Any:
+    """Colour the state in a cell; `name` is that of its column or row."""
+    from rich.text import Text
+
+    styled = Text(text)
+    if name == "state":
+        word = text.partition(":")[0]
+        styled.stylize(_STATE_COLOURS.get(word, ""), 0, len(word))
+    return styled
 
 
 def print_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], by_first: bool = False
+    title: str,
+    columns: Sequence[str | Column],
+    rows: Iterable[Sequence[Any]],
+    by_first: bool = False,
 ) -> None:
     """Print a table; `by_first` draws a line where the first column changes."""
     cells = [[clean(str(cell)) for cell in row] for row in rows]
+    described = as_columns(columns)
     if not sys.stdout.isatty():
-        # Plain columns for pipes and tests: no frames, no colours, no wrapping.
-        widths = [
-            max([len(name), *(len(row[index]) for row in cells)])
-            for index, name in enumerate(columns)
-        ]
-        print(clean(title))
-        for row in [list(columns), *cells]:
-            print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip())
+        _print_plain_table(title, [column.name for column in described], cells)
         return
+    widths = fitted(described, cells, terminal_width())
+    if widths is None:
+        _print_blocks(title, described, cells)
+    else:
+        _print_rich_table(title, described, cells, widths, by_first)
+
+
+def _print_plain_table(title: str, names: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Print columns for pipes and tests: no frames, no colours, no wrapping."""
+    # A cell of several lines would break the columns.
+    flat = [[cell.replace("\n", "; ") for cell in row] for row in cells]
+    widths = [
+        max([len(name), *(len(row[index]) for row in flat)]) for index, name in enumerate(names)
+    ]
+    print(clean(title))
+    for row in [list(names), *flat]:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip())
+
+
+def _print_rich_table(
+    title: str,
+    columns: Sequence[Column],
+    cells: Sequence[Sequence[str]],
+    widths: dict[int, int],
+    by_first: bool,
+) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -232,10 +282,35 @@ def print_table(
     )
     # The first column starts at the left edge, like the title.
     table.pad_edge = False
-    for index, name in enumerate(columns):
-        table.add_column(name, overflow="fold", no_wrap=index == 0)
+    for index, width in widths.items():
+        column = columns[index]
+        table.add_column(
+            broken_name(column.name, width),
+            width=width,
+            overflow="ellipsis" if column.fit == "cut" else "fold",
+            no_wrap=column.fit != "wrap",
+        )
     for before, row in zip([None, *cells], cells):
         if by_first and before and before[0] != row[0]:
             table.add_section()
-        table.add_row(*[Text(cell) for cell in row])
-    Console().print(table)
+        table.add_row(*(_styled(columns[index].name, row[index]) for index in widths))
+    _console().print(table)
+
+
+def _print_blocks(title: str, columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> None:
+    """Print each row of a table that is too wide as a block of its own."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console = _console()
+    console.print(Text(clean(title), style="bold"))
+    for row in cells:
+        console.print()
+        console.print(Text(f"{columns[0].name} {row[0]}", style="cyan"), overflow="fold")
+        block = Table.grid(padding=(0, 2, 0, 0))
+        block.add_column(no_wrap=True)
+        block.add_column(overflow="fold")
+        for column, cell in list(zip(columns, row))[1:]:
+            if cell:
+                block.add_row(f"  {column.name}", _styled(column.name, cell))
+        console.print(block)

@@ -106,7 +106,6 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Format `gptctl status` for people; empty values are left out."""
     # One line per fact; a value that is not known yet has no line.
     reason = f": {facts['reason']}" if facts["reason"] else ""
-    ended = f", ended {clock_time(facts['ended'])}" if facts["ended"] else ""
     lines = [
         ("state", f"{facts['state']}{reason}"),
         (
@@ -116,7 +115,9 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("scheduler", f"job {facts['scheduler_id']}" if facts["scheduler_id"] else ""),
         ("hosts", " ".join(facts["hosts"])),
-        ("created", f"{clock_time(facts['created'])}{ended}"),
+        # On lines of their own: a narrow window must not break a time.
+        ("created", clock_time(facts["created"])),
+        ("ended", clock_time(facts["ended"]) if facts["ended"] else ""),
         ("attempts", str(facts["attempts"])),
         ("endpoint", facts["endpoint"]),
         ("ranks", endings(facts["ranks"])),
