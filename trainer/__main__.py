@@ -18,8 +18,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from trainer.config import Override, load
-from trainer.config.flags import parse_flags
+from trainer.config import load
+from trainer.config.flags import parse_arguments
 from trainer.errors import OUT_OF_REACH, UserError
 from trainer.rank_log import UNRECOVERABLE
 from trainer.stop import StopRequest
@@ -83,7 +83,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> None:
     from trainer.train import train
     from trainer.watchdog import watched
 
-    path, overrides = parse(arguments)
+    path, overrides = parse_arguments(arguments)
     resolved = load(path, overrides, machines())
     # Findings are logged only now, because the log needs the rank and its style.
     with join(resolved.run, resolved.layout) as mesh, watched(resolved.run, mesh, _report):
@@ -93,44 +93,6 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> None:
                 say = log.info if finding.level == "notice" else log.warn
                 say("\n".join(filter(None, [str(finding), _hint(finding.hint)])))
         train(resolved.run, mesh, log, stop)
-
-
-def parse(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
-    """Parse the config path and the overrides. Flags apply before overrides, each in order."""
-    # Not argparse: the flags are not declared here, and KEY=VALUE words may stand between them.
-    path, overrides, flags, rest = None, [], [], list(arguments)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if name in ("-c", "--config", "-o", "--override"):
-            if not equals and not rest:
-                raise UserError(f"{word} needs a value", "run python -m trainer --help")
-            value = value if equals else rest.pop(0)
-            if name in ("-c", "--config"):
-                path = value
-            else:
-                overrides.append(Override.parse(value))
-        elif word.startswith("--"):
-            flags.append(word)
-            if not equals and rest and _is_value(rest[0]):
-                flags.append(rest.pop(0))
-        elif equals and not word.startswith("-"):
-            overrides.append(Override.parse(word, flag=""))
-        else:
-            raise UserError(
-                f"{word} is neither a flag nor KEY=VALUE", "run python -m trainer --help"
-            )
-    return path, [*parse_flags(flags), *overrides]
-
-
-def _is_value(word: str) -> bool:
-    """Whether a word is the value of the flag before it, and not the next flag or override.
-
-    Negative numbers and paths that contain `=` are values.
-    """
-    if word.startswith("-"):
-        return word[1:2].isdecimal() or word[1:2] == "."
-    return not re.match(r"[A-Za-z_][\w.]*=", word)
 
 
 def configure_threads() -> None:

@@ -1,12 +1,13 @@
 """Runs one rank with its output in its own file, and records when it started and how it exited.
 
-    python rank_log.py SCRIPT [ARGS]...        python rank_log.py -m MODULE [ARGS]...
+    python rank_log.py SCRIPT [ARGS]...        python rank_log.py [-P] -m MODULE [ARGS]...
 
 torchrun starts this instead of the program. It redirects stdout and stderr to
 `$GPTCTL_LOG_DIR/workerlog.<RANK>` before anything else is loaded, so that C++ and NCCL write there
 too. Then it starts the program unchanged, forwards signals to it, and exits as the program did.
 Two lines in `$GPTCTL_ATTEMPT_DIR/ranks.<node>.jsonl` record start and exit, which a killed process
-could not do itself. One file, standard library only: a copy works wherever Python does.
+could not do itself. With -P, the module is imported from the folder of this file, not from the
+current one. One file, standard library only: a copy works wherever Python does.
 """
 
 from __future__ import annotations
@@ -27,12 +28,19 @@ import time
 UNRECOVERABLE = 93  # exit code: a restart would fail in the same way
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
 PR_SET_PDEATHSIG = 1
+# What `python -P -m MODULE` does, for Python 3.10, which has no -P.
+RUN_MODULE = (
+    "import runpy, sys; del sys.path[0]; "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
 
 
 def main(arguments: list[str]) -> int:
     # torch.distributed.launch passes this flag as our first argument; it belongs to the script.
     flags = [word for word in arguments[:1] if word.startswith(("--local-rank=", "--local_rank="))]
     program = arguments[len(flags) :]
+    is_frozen = program[:2] == ["-P", "-m"]
+    program = program[is_frozen:]
     size = 2 if program[:1] == ["-m"] else 1
     if len(program) < size:
         print(__doc__, file=sys.stderr)
@@ -45,8 +53,14 @@ def main(arguments: list[str]) -> int:
     folder = os.environ.get("GPTCTL_WORK_DIR", "")
     if os.path.isdir(folder):  # the path may not exist inside a container
         os.chdir(folder)
+    start = program[:size]
+    if is_frozen:
+        # Without the current folder: later edits there must not change a queued job.
+        start = ["-P", *start] if sys.version_info >= (3, 11) else ["-c", RUN_MODULE, start[1]]
+        paths = [os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # Unbuffered: a killed process must not take its last lines with it.
-    return watch([sys.executable, "-u", *program[:size], *flags, *program[size:]])
+    return watch([sys.executable, "-u", *start, *flags, *program[size:]])
 
 
 def redirect(folder: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
+from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError, in_order
 
 if TYPE_CHECKING:
     from gptctl.cli.session import Session
@@ -190,7 +190,7 @@ def launch_options(verb: F) -> F:
 
 
 class LaunchCommand(click.Command):
-    """A verb that launches jobs: options in sections; a script and its arguments after `--`."""
+    """A verb that launches jobs: options in sections; a program and its arguments after `--`."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
@@ -200,9 +200,23 @@ class LaunchCommand(click.Command):
             args, words = args[:at], args[at + 1 :]
             if not words:
                 raise click.UsageError("there is no script after --", context)
-        rest = super().parse_args(context, args)
+        typed = [] if words else list(args)
+        try:
+            rest = super().parse_args(context, args)
+        except click.UsageError:
+            # It may be about an option of a script that was typed without `--`.
+            self.refuse_script(context, typed)
+            raise
+        if (context.params.get("config") or "").endswith(".py"):
+            self.refuse_script(context, typed)
         context.params["script"] = tuple(words)
         return rest
+
+    def refuse_script(self, context: click.Context, args: list[str]) -> None:
+        """Raise UserError if these arguments contain a script where the config belongs."""
+        from gptctl.spec.program_words import refuse_script
+
+        refuse_script(f"gptctl {context.info_name}", args)
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in sections."""
@@ -229,6 +243,7 @@ def typed_overrides(
     sbatch_options: tuple[str, ...] = (),
 ) -> list[Override]:
     """Turn what was typed into overrides of the config; report every mistake at once."""
+    from gptctl.spec.program_words import ProgramWords, read_program
     from trainer.config import Override
 
     # Collect the mistakes instead of stopping at the first one.
@@ -242,7 +257,13 @@ def typed_overrides(
             except UserError as error:
                 wrong.append(error)
 
-    # Later overrides win: a flag beats -o.
+    program = ProgramWords()
+    try:
+        program = read_program(script)
+    except UserError as error:
+        wrong.append(error)
+    # Later overrides win: -o beats what was typed after --, and a flag beats -o.
+    typed += program.keys
     add(Override.parse, overrides)
     # --devices beats gpus_per_node of the config: an empty value makes it follow from the list.
     if flags.get("devices") and not flags.get("gpus_per_node"):
@@ -251,10 +272,7 @@ def typed_overrides(
     add(lambda name: _flag_override(name, flags[name]), given)
     add(_variable_override, variables)
     add(_sbatch_override, sbatch_options)
-    # `verbatim`: a script named `1e3` or `null` is a file name, not YAML.
-    if script:
-        typed.append(Override("Launch.entrypoint", script[0], f"-- {script[0]}", verbatim=True))
-        typed.append(Override("Launch.args", tuple(script[1:]), f"-- {script[0]}"))
+    typed += program.entry
     # Equal hints are shown once; dict keeps their order.
     if wrong:
         hints = dict.fromkeys(error.hint for error in wrong if error.hint)
@@ -366,22 +384,24 @@ def check_job(
 ) -> tuple[Checked, list[Override]]:
     """Check the config of a job; return it with the overrides for its trainer."""
     from gptctl.spec.check import check_config, find_config
+    from gptctl.spec.program_words import read_program
 
-    if config and config_option:
-        raise UserError(
-            f"config given twice: {config} and {config_option}", "give only one", WRONG_USAGE
-        )
-    named = config or config_option
     if after:
         sbatch_options = with_dependencies(sbatch_options, after, session)
     typed = typed_overrides(flags, overrides, variables, script, sbatch_options)
-    # A script needs no config; config.yaml in the current folder may have nothing to do with it.
-    path = None if script and not named else find_config(named)
+    program = read_program(script)
+    given = [each for each in (config, config_option, program.config) if each]
+    if len(given) > 1:
+        message = f"config given twice: {given[0]} and {given[1]}"
+        raise UserError(message, "give only one", WRONG_USAGE)
+    # A script and flags need no config; config.yaml in this folder may have nothing to do with it.
+    path = None if program.needs_no_config and not given else find_config(next(iter(given), None))
     checked = check_config(path, typed)
+    checked = checked._replace(findings=in_order([*checked.findings, *program.notices]))
     # The cluster is known only now: the config may name it.
     if after and not checked.cluster.traits.has_queue:
         hint = f"wait for it first: gptctl wait {after[0]}"
         message = f"--after {after[0]}: {checked.cluster.name} has no queue"
         raise UserError(message, hint, WRONG_USAGE)
-    # The trainer gets `-o` only: flags set keys of Launch, which it does not read.
-    return checked, typed_overrides({}, overrides)
+    # The trainer gets its own arguments and `-o`: flags set keys of Launch, which it does not read.
+    return checked, [*program.keys, *typed_overrides({}, overrides)]

@@ -70,7 +70,8 @@ def submit(
     """Check a run config, freeze what the job needs, and start it.
 
     CONFIG is a path or a bare name, as for validate; the default is config.yaml. To run your own
-    script instead of the bundled trainer, give it and its arguments after `--`; it needs no config.
+    script instead of the bundled trainer, give it and its arguments after `--`, or -m MODULE; it
+    needs no config. After `-- -m trainer`, the flags of PaddleNLP's GPT set keys of the config.
     If a check fails, nothing is written. Every job gets its own folder.
     """
     from gptctl.jobs.submit import prepare, this_site
@@ -98,6 +99,7 @@ def submit(
     epilog=examples(
         "gptctl render config --style standalone --gpus-per-node 4",
         "gptctl render --cluster a800 --nodes 2 --style sbatch > sbatch_run.sh",
+        "gptctl render --gpus-per-node 8 -- -m trainer --model_name_or_path gpt2-en --mp_degree 2",
     ),
 )
 @config_options
@@ -120,6 +122,7 @@ def render(
     nor a run folder.
     """
     from gptctl.cli import ui
+    from gptctl.jobs.preflight import check_program
     from gptctl.jobs.submit import this_site
     from gptctl.planning.render import render as rendered
     from gptctl.planning.render import script_of
@@ -128,6 +131,9 @@ def render(
     refuse_invalid(checked)
     backend = session.backends.of(checked.cluster.kind)
     plan = backend.plan(checked, this_site(), overrides=overrides)
+    # The script runs the user's files in place, so they must be there.
+    missing = list(check_program(checked, plan, this_site()))
+    refuse_invalid(checked._replace(findings=(*checked.findings, *missing)))
     # Checked here: the number of nodes is known only after planning.
     if node is not None and node >= plan.nodes:
         raise UserError(f"there is no node {node}", f"use 0 to {plan.nodes - 1}", WRONG_USAGE)

@@ -20,6 +20,7 @@ from typing import Any
 from gptctl import engine
 from gptctl.engine.contract import ENGINE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.jobs.module_source import module_source
 from gptctl.planning.build import Site, cluster_as_json
 from gptctl.spec.check import NO_PATH, Checked
 from gptctl.spec.summary import as_json
@@ -79,7 +80,7 @@ def frozen_config(checked: Checked, site: Site) -> dict[str, Any]:
     _make_absolute(RunConfig, resolved, site)
     launch["log_dir"] = launch["log_dir"] and site.absolute(launch["log_dir"])
     launch["files"] = [site.absolute(file) for file in launch["files"]]
-    if launch["entrypoint"] != "trainer":
+    if launch["entrypoint"] != "trainer" and not checked.launch.module:
         launch["entrypoint"] = site.absolute(launch["entrypoint"])
     return frozen
 
@@ -131,17 +132,21 @@ def _copy_templates(target: Path, templates: Sequence[Path]) -> None:
 
 
 def _copy_code(code: Path, checked: Checked, site: Site) -> None:
-    """Copy the trainer, or the user's script with what it needs."""
+    """Copy the trainer, or the user's script or module with what it needs."""
     code.mkdir()
     # Every rank starts through rank_log.py, which writes its log.
     shutil.copyfile(os.path.join(site.trainer, "rank_log.py"), code / "rank_log.py")
     if checked.launch.entrypoint == "trainer":
         shutil.copytree(site.trainer, code / "trainer", ignore=_NOT_CODE)
         return
-    script = Path(site.absolute(checked.launch.entrypoint))
-    listed = [Path(site.absolute(file)) for file in checked.launch.files]
-    # A file may be both listed and imported: copy it once.
-    wanted = dict.fromkeys([script, *listed, *imported_beside(script)])
+    launch = checked.launch
+    listed = [Path(site.absolute(file)) for file in launch.files]
+    program: Path | None = Path(site.absolute(launch.entrypoint))
+    if launch.module:
+        program = module_source(launch.module, listed, Path(site.folder))
+    # A file may be both listed and imported: copy it once. An installed module has no files here.
+    own = [program, *imported_beside(program)] if program else []
+    wanted = dict.fromkeys([*own, *listed])
     _check_size(wanted)
     for source in wanted:
         _copy(source, code)
@@ -188,14 +193,15 @@ def _check_size(sources: Iterable[Path]) -> None:
                 )
 
 
-def imported_beside(script: Path) -> Iterator[Path]:
-    """The modules in the script's folder that it imports, directly or through others."""
-    # Without them the script would not start from the folder of copies.
-    pending, seen = [script], {script}
+def imported_beside(program: Path) -> Iterator[Path]:
+    """The modules beside a script or package that it imports, directly or through others."""
+    # Without them the program would not start from the folder of copies.
+    pending = [program] if program.is_file() else list(program.rglob("*.py"))
+    seen = {program}
     while pending:
         file = pending.pop()
         for name in _imports(file):
-            for found in (script.parent / f"{name}.py", script.parent / name):
+            for found in (program.parent / f"{name}.py", program.parent / name):
                 if found not in seen and (found.is_file() or (found / "__init__.py").is_file()):
                     seen.add(found)
                     pending += [found] if found.is_file() else found.rglob("*.py")

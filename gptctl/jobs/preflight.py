@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gptctl.backends import Backend
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.jobs.module_source import is_installed, is_runnable, module_source
 from gptctl.planning.build import Site, python_of
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster
@@ -33,7 +34,7 @@ def run_preflight(
     """Run all checks that this machine can make for the cluster."""
     places, traits = checked.launch_origins, checked.cluster.traits
     found = [
-        *_check_program(checked, site),
+        *check_program(checked, plan, site),
         *_check_data(checked, site),
         # Folders of remote hosts, and interpreters of other machines, cannot be seen from here.
         *(_check_run_root(checked.cluster, site) if traits.shares_files else ()),
@@ -52,26 +53,52 @@ def _with_origin(finding: Finding, origin: str) -> str:
     return finding.message if origin in ("", "default") else f"{finding.message} ({origin})"
 
 
-def _check_program(checked: Checked, site: Site) -> Iterator[Finding]:
+def check_program(checked: Checked, plan: LaunchPlan, site: Site) -> Iterator[Finding]:
+    """Check that the script or module exists, and that its files can be copied."""
     launch = checked.launch
     # The bundled trainer is always there.
     if launch.entrypoint == "trainer":
         return
-    script = Path(site.absolute(launch.entrypoint))
+    if launch.module:
+        listed = [Path(site.absolute(file)) for file in launch.files]
+        program = module_source(launch.module, listed, Path(site.folder))
+        yield from _check_module(launch.module, program, plan, site)
+    else:
+        program = Path(site.absolute(launch.entrypoint))
+        yield from _check_script(launch.entrypoint, program)
+    if program and program.stem == "rank_log":
+        message = "gptctl copies its own rank_log.py into the same folder"
+        yield SCRIPT.found("Launch.entrypoint", launch.entrypoint, message, "rename the program")
+    yield from _check_files(launch.files, program, site)
+
+
+def _check_script(entrypoint: str, script: Path) -> Iterator[Finding]:
     if not script.is_file():
         what = "is a folder" if script.is_dir() else "does not exist"
-        yield SCRIPT.found(
-            "Launch.entrypoint", launch.entrypoint, f"{script} {what}", "use a Python script"
-        )
-    if script.name == "rank_log.py":
-        message = "gptctl copies its own rank_log.py into the same folder"
-        yield SCRIPT.found("Launch.entrypoint", launch.entrypoint, message, "rename the script")
-    yield from _check_files(launch.files, script, site)
+        hint = "use a Python script; for the bundled trainer: -m trainer"
+        yield SCRIPT.found("Launch.entrypoint", entrypoint, f"{script} {what}", hint)
 
 
-def _check_files(files: Sequence[str], script: Path, site: Site) -> Iterator[Finding]:
+def _check_module(
+    module: str, source: Path | None, plan: LaunchPlan, site: Site
+) -> Iterator[Finding]:
+    if source is None:
+        # Another interpreter may have packages that this one has not.
+        is_ours = plan.python == sys.executable
+        if is_ours and not is_installed(module):
+            message = f"there is no module {module} in {site.folder}, and none is installed"
+            hint = "check its name and the current folder; Launch.files can list its package"
+            yield SCRIPT.found("Launch.entrypoint", f"-m {module}", message, hint)
+    elif not is_runnable(module, source):
+        message = f"{source} has no module {module} that can be run"
+        hint = "name a file of it, such as -m pkg.train, or add __main__.py to the package"
+        yield SCRIPT.found("Launch.entrypoint", f"-m {module}", message, hint)
+
+
+def _check_files(files: Sequence[str], program: Path | None, site: Site) -> Iterator[Finding]:
     # All files are copied into one folder: two of the same name would overwrite each other.
-    taken = {"rank_log.py": "gptctl's own rank_log.py", script.name: str(script)}
+    taken = {"rank_log.py": "gptctl's own rank_log.py"}
+    taken |= {program.name: str(program)} if program else {}
     for file in files:
         path = site.absolute(file)
         name = os.path.basename(path)

@@ -165,13 +165,16 @@ def _container(cluster: Cluster, identity: JobIdentity) -> tuple[str, ...]:
 def _program(
     checked: Checked, site: Site, identity: JobIdentity, overrides: Sequence[Override]
 ) -> tuple[str, ...]:
-    """The words after torchrun's options: rank_log.py, the script or trainer, its arguments."""
+    """The words after torchrun's options: rank_log.py, the program and its arguments."""
     launch = checked.launch
     is_trainer = launch.entrypoint == "trainer"
     # A submitted job runs the copies in its folder.
     if identity.remote_dir:
         code = os.path.join(identity.remote_dir, "code")
         logged = [os.path.join(code, "rank_log.py")]
+        # -P: modules come from the copies, not from the folder in which the job runs.
+        if launch.module:
+            return (*logged, "-P", "-m", launch.module, *launch.args)
         if not is_trainer:
             return (*logged, os.path.join(code, os.path.basename(launch.entrypoint)), *launch.args)
         own = f"Engine.save_load.output_dir={_output_dir(checked, site, identity)}"
@@ -188,7 +191,8 @@ def _program(
     # A printed script runs the user's own files, and repeats the flags that were typed.
     logged = [os.path.join(site.trainer, "rank_log.py")] if launch.log_dir else []
     if not is_trainer:
-        return (*logged, site.absolute(launch.entrypoint), *launch.args)
+        words = ["-m", launch.module] if launch.module else [site.absolute(launch.entrypoint)]
+        return (*logged, *words, *launch.args)
     config = ["-c", site.absolute(str(checked.path))] if checked.path else []
     trained = [override for override in overrides if not override.key.startswith("Launch.")]
     typed = [word for override in trained for word in ("-o", f"{override.key}={override.value}")]

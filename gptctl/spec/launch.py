@@ -182,6 +182,26 @@ def split_endpoint(endpoint: str) -> tuple[str, int | None]:
     return match["host"].strip("[]"), int(match["port"]) if match["port"] else None
 
 
+class Entrypoint:
+    """What the ranks run: `trainer`, a script, or `-m MODULE`."""
+
+    def read(self, node: Node) -> str:
+        text = Text().read(node)
+        if not text.startswith("-"):
+            return text
+        match = re.fullmatch(r"-m\s+((?:\w[\w-]*)(?:\.\w[\w-]*)*)", text)
+        if not match:
+            raise BadValue(
+                NOT_A_NAME,
+                f"invalid module: {shown(text)}",
+                "write -m MODULE, such as -m pkg.train",
+            )
+        return "trainer" if match[1] == "trainer" else f"-m {match[1]}"
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": ["string", "null"]}
+
+
 class SecretSource:
     """Where the node reads a secret: `{file: path}` or `{env: NAME}`.
 
@@ -296,9 +316,13 @@ class Launch:
         None, "folder of logs: <log_dir>/<job id>; empty: <run_dir>/logs"
     )
     # What runs, and with which files and variables.
-    entrypoint: str = text("trainer", "trainer, or a Python script with its arguments in args")
-    files: tuple[str, ...] = key(Words(), (), "more files and folders to copy with the script")
-    args: tuple[str, ...] = key(Words(), (), "arguments of the script")
+    entrypoint: str = key(
+        Entrypoint(), "trainer", "trainer, a Python script, or -m MODULE; its arguments are in args"
+    )
+    files: tuple[str, ...] = key(
+        Words(), (), "more files and folders to copy with the script or module"
+    )
+    args: tuple[str, ...] = key(Words(), (), "arguments of the script or module")
     env: Mapping[str, str] = key(Names(), {}, "environment of every rank")
     secrets: Mapping[str, Mapping[str, str]] = key(
         Names(SecretSource(), is_secret=True),
@@ -306,6 +330,11 @@ class Launch:
         "secret variables of every rank: NAME: {file: path} or {env: NAME}",
     )
     slurm: Slurm = section(Slurm, "options of Slurm; time works on every kind of cluster")
+
+    @property
+    def module(self) -> str:
+        """The module that the ranks run; empty for a script and for the bundled trainer."""
+        return self.entrypoint[3:] if self.entrypoint.startswith("-m ") else ""
 
     @property
     def node_range(self) -> tuple[int, int]:

@@ -22,6 +22,7 @@ MODULES = (
     "gptctl.spec.cluster",
     "gptctl.spec.check",
     "gptctl.spec.launch_rules",
+    "gptctl.spec.program_words",
     "gptctl.jobs.preflight",
     "gptctl.backends.local",
     "gptctl.backends.slurm.backend",

@@ -277,10 +277,10 @@ def test_the_flags_of_paddlenlp(tmp_path: Path) -> None:
 
 def test_the_resolved_config_is_a_config(tmp_path: Path) -> None:
     """YAML, and the JSON that it resolves to, train alike; `Launch` is not the trainer's."""
-    from trainer.__main__ import parse
     from trainer.config import load
+    from trainer.config.flags import parse_arguments
 
-    _, words = parse(tiny())
+    _, words = parse_arguments(tiny())
     (tmp_path / "run.json").write_text(load(None, words).as_json())
     (tmp_path / "run.yaml").write_text("Launch: {nodes: 7, nonsense: 1}\n")
     from_json = run(tmp_path / "json", "-c", str(tmp_path / "run.json"))

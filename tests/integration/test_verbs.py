@@ -157,6 +157,17 @@ def test_keys_are_listed(gptctl) -> None:
         (["logs", "--folow"], "no such option '--folow'", "did you mean --follow? see `gptctl logs --help`"),
         (["submit", "--nodes"], "option '--nodes' requires an argument", "see `gptctl submit --help`"),
         (["cancel"], "missing argument 'JOBS...'", "see `gptctl cancel --help`"),
+        (["submit", "a.py"], "a.py is a script, not a run config", "did you mean `gptctl submit -- a.py`?"),
+        (
+            ["render", "--nodes", "2", "a b.py", "--lr", "1"],
+            "a b.py is a script, not a run config",
+            "did you mean `gptctl render --nodes 2 -- 'a b.py' --lr 1`?",
+        ),
+        (
+            ["submit", "-c", "a.yaml", "--", "-m", "trainer", "-c", "b"],
+            "config given twice: a.yaml and b",
+            "give only one",
+        ),
     ],
 )
 def test_wrong_usage_is_reported_like_every_mistake(gptctl, typed: list[str], error: str, hint: str) -> None:
@@ -169,3 +180,21 @@ def test_wrong_usage_as_json(gptctl) -> None:
     answer = json.loads(gptctl("logs", "--json", "--folow").stdout)
     assert answer["error"] == "no such option '--folow'"
     assert answer["hint"].startswith("did you mean --follow?")
+
+
+def test_a_missing_script_is_an_error_of_every_verb(gptctl) -> None:
+    """Not only of submit: a printed command would fail later, on the cluster."""
+    for verb in (["render"], ["submit", "--dry-run"], ["submit"]):
+        for words in (["nosuch.py"], ["run_pretrain.py", "--mine", "1"], ["-m", "nosuch"]):
+            done = gptctl(*verb, "--", *words)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert done.stderr.startswith("error: S001 Launch.entrypoint: ")
+            assert "\nhint: " in done.stderr
+
+
+def test_the_bundled_trainer_stands_in_for_a_tutorials_script(gptctl) -> None:
+    """The printed command trains what the flags say; stderr says who runs."""
+    done = gptctl("render", "--gpus-per-node", "2", "--", "run_pretrain.py", "--mp_degree", "2", "--input_dir", "a b")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("  -m trainer -o mp_degree=2 -o 'input_dir=a b'\n")
+    assert "notice: S020 Launch.entrypoint: run_pretrain.py does not exist" in done.stderr

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.unit.test_model import CPU, model_config
-from trainer.__main__ import configure_threads, parse
+from trainer.__main__ import configure_threads
+from trainer.config.flags import parse_arguments
 from trainer.config.sections import Generation
 from trainer.errors import UserError
 from trainer.generate import generate
@@ -21,7 +22,7 @@ from trainer.stop import StopRequest
 
 def test_all_forms_of_arguments() -> None:
     words = ["-c", "run.yaml", "-o", "Engine.max_steps=5", "trainer_config.max_epochs=2", "--use_amp", "--mp_degree=2", "--max_lr", "-1e-4"]  # fmt: skip
-    path, overrides = parse(words)
+    path, overrides = parse_arguments(words)
     assert path == "run.yaml"
     assert [(override.key, override.value) for override in overrides] == [
         ("use_amp", "true"),
@@ -30,17 +31,17 @@ def test_all_forms_of_arguments() -> None:
         ("Engine.max_steps", "5"),
         ("trainer_config.max_epochs", "2"),
     ]
-    assert parse(["--config=a.yaml", "--override=a.b=c=d"])[1][0].value == "c=d"
-    assert parse(["--use_amp", "Engine.max_steps=5"])[1][0].value == "true"
-    assert parse(["--input_dir", "./a=b"])[1][0].value == "./a=b"
-    assert parse(["--eval_freq", "-1"])[1][0].value == "-1"
-    assert parse([]) == (None, [])
+    assert parse_arguments(["--config=a.yaml", "--override=a.b=c=d"])[1][0].value == "c=d"
+    assert parse_arguments(["--use_amp", "Engine.max_steps=5"])[1][0].value == "true"
+    assert parse_arguments(["--input_dir", "./a=b"])[1][0].value == "./a=b"
+    assert parse_arguments(["--eval_freq", "-1"])[1][0].value == "-1"
+    assert parse_arguments([]) == (None, [])
 
 
 @pytest.mark.parametrize("words", [["-c"], ["-o"], ["run.yaml"], ["-x"], ["-o", "nonsense"], ["--", "a"], ["-o="]])
 def test_wrong_arguments(words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        parse(words)
+        parse_arguments(words)
     assert caught.value.hint
 
 

@@ -108,6 +108,22 @@ def test_a_script_on_two_nodes(jobs, toy) -> None:
     assert sorted(entry.name for entry in code.glob("*.py")) == ["beside.py", "deeper.py", "rank_log.py", "toy.py"]
 
 
+def test_a_module_runs_from_its_copy_in_the_folder_of_the_user(jobs) -> None:
+    """What the dry run prints is what runs. Oracle: the paths that the module itself prints."""
+    (jobs.folder / "pack").mkdir()
+    (jobs.folder / "pack/__init__.py").write_text("")
+    (jobs.folder / "pack/train.py").write_text("import os, sys, beside\nprint(__file__, os.getcwd(), sys.argv[1:])")
+    (jobs.folder / "beside.py").write_text("")
+    words = ["--gpus-per-node", "1", "--", "-m", "pack.train", "--lr", "a b"]
+    printed = jobs.gptctl("submit", "--dry-run", *words).stdout
+    job = jobs.submit(*words)
+    assert jobs.wait(job) == "COMPLETED"
+    folder = jobs.run_dir(job)
+    assert jobs.log(job, 0) == f"{folder}/code/pack/train.py {jobs.folder} ['--lr', 'a b']\n"
+    assert printed == (folder / "launch.sh").read_text()
+    assert (folder / "code/beside.py").exists()
+
+
 def test_a_run_folder_is_private_complete_and_its_own(jobs) -> None:
     (jobs.folder / "helper").mkdir(mode=0o755)
     (jobs.folder / "helper" / "run.sh").write_text("")
