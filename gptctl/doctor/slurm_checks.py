@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gptctl.backends.slurm import client
 from gptctl.backends.slurm.client import SlurmError
 from gptctl.doctor.rows import Row, notice, ok, warning, wrong
-from gptctl.spec.cluster import Cluster
+from gptctl.spec.cluster import PYXIS, Cluster
 from gptctl.text import count
 from trainer.errors import closest
 
@@ -31,6 +31,7 @@ USABLE_STATE = re.compile(
 WITHOUT_ACCOUNTING = (
     "jobs run without it, but gptctl cannot show the state of jobs that ended long ago"
 )
+PYXIS_OPTIONS = ("container-image", "container-mounts", "container-workdir")
 MAX_LISTED = 8  # partitions in one row
 
 
@@ -103,7 +104,7 @@ class SlurmStatus(NamedTuple):
 
 
 def check_slurm(cluster: Cluster) -> SlurmStatus:
-    rows = [*_command_rows()]
+    rows = [*_command_rows(), *_pyxis_rows(cluster)]
     controller = _controller_row()
     rows.append(controller)
     if controller.state == "wrong":  # every other command would time out
@@ -142,6 +143,26 @@ def _command_rows() -> Iterator[Row]:
         yield warning("commands", found, "PATH has commands of two Slurm versions: use one")
     elif versions and not missing and not broken:
         yield ok("commands", found)
+
+
+def _pyxis_rows(cluster: Cluster) -> Iterator[Row]:
+    if cluster.container.image and cluster.container.runtime == PYXIS:
+        try:
+            yield pyxis_row(client.run("srun", "--help"))
+        except SlurmError as error:
+            yield wrong("pyxis", error.detail, "fix what srun --help reports")
+
+
+def pyxis_row(srun_help: str) -> Row:
+    """pyxis adds its options to those of srun."""
+    missing = [option for option in PYXIS_OPTIONS if f"--{option}" not in srun_help]
+    if missing:
+        fix = "load or install pyxis, or use another container.runtime in the profile"
+        return wrong("pyxis", f"srun has no --{', --'.join(missing)}", fix)
+    if "--container-env" not in srun_help:
+        found = "srun has no --container-env: the image may override variables of printed scripts"
+        return notice("pyxis", found, "jobs of gptctl submit do not need it; else update pyxis")
+    return ok("pyxis", "srun has the options of pyxis")
 
 
 def _by_command(texts: Mapping[str, Sequence[str]]) -> str:

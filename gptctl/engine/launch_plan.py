@@ -46,6 +46,11 @@ class LaunchPlan(NamedTuple):
     pins_interface: bool = False  # NCCL uses the interface that leads to node 0
     engine_python: str = ""  # runs the engine on nodes; empty: see templates/parts/engine.sh.j2
     submit_python: str = ""  # the interpreter that gptctl was submitted with
+    srun_container: tuple[str, ...] = ()  # options of srun: a node runs in a container (pyxis)
+
+    @property
+    def is_in_container(self) -> bool:
+        return bool(self.container or self.srun_container)
 
     @property
     def is_elastic(self) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 from gptctl.engine.contract import BATCH_ENVIRONMENT_VARIABLE, LAUNCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.log import say, write_log
-from gptctl.engine.node import NodeExit, last_line, node_log, texts
+from gptctl.engine.node import NodeExit, last_line, node_log
 from gptctl.engine.processes import disregard
 from gptctl.engine.run_folder import FAILED, RunFolder, read_plan, read_text
 from gptctl.engine.supervisor import STOP_SIGNALS, Supervisor
@@ -57,7 +57,9 @@ class Step:
         logs = node_log(self.plan, attempt, 0).parent
         logs.mkdir(parents=True, exist_ok=True)
         self._log_start = len(read_text(node_log(self.plan, attempt, 0)))
-        own = {"MASTER_ADDR": host, "MASTER_PORT": port, "GPTCTL_ATTEMPT": attempt}
+        # As words: variables of a container's image would override those of srun.
+        own = f"MASTER_ADDR={host}", f"MASTER_PORT={port}", f"GPTCTL_ATTEMPT={attempt}"
+        script = os.path.join(self.plan.remote_dir, LAUNCH_SCRIPT)
         self._process = subprocess.Popen(
             [
                 "srun",
@@ -69,10 +71,12 @@ class Step:
                 f"--immediate={START_TIMEOUT}",
                 f"--output={str(logs).replace('%', '%%')}/node.%n.log",  # % begins a pattern
                 "--open-mode=append",
-                *("bash", "-c", 'GPTCTL_NODE=$SLURM_NODEID exec bash "$0"', LAUNCH_SCRIPT),
+                *self.plan.srun_container,
+                *("bash", "-c", 'GPTCTL_NODE=$SLURM_NODEID exec env "$@"', "node"),
+                *(*own, "bash", script),
             ],
             cwd=self.plan.remote_dir,
-            env={**self._environment, **texts(own)},
+            env=self._environment,
             stdin=subprocess.DEVNULL,
         )
 

@@ -235,7 +235,7 @@ class Supervisor:
         Only checkpoints of the bundled trainer are known; for other programs return 0.
         """
         # A container may see the folder under another path than this process.
-        is_hidden = self.plan.container and not os.path.isdir(self.plan.output_dir)
+        is_hidden = self.plan.is_in_container and not os.path.isdir(self.plan.output_dir)
         if not self.plan.output_dir or is_hidden:
             return 0
         return self.folder.num_stalled(self.number, newest_checkpoint(self.plan.output_dir))

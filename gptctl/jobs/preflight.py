@@ -183,7 +183,7 @@ def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
 
 
 def _check_interpreter(plan: LaunchPlan) -> Iterator[Finding]:
-    return _check_python(plan.python, bool(plan.container or plan.setup), plan.cluster)
+    return _check_python(plan.python, bool(plan.is_in_container or plan.setup), plan.cluster)
 
 
 def _check_python(python: str, comes_later: bool, cluster: str) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.planning.container import command_words, srun_options
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster
 from gptctl.spec.launch import Launch, split_endpoint
@@ -82,6 +83,7 @@ def build_plan(
     address, port = _endpoint(launch, form, defaults.host or next(iter(hosts), ""), needs_port)
     environment = _environment(checked, form, defaults.env)
     fewest, most = launch.node_range
+    work_dir = defaults.work_dir or site.folder
     return LaunchPlan(
         job_id=identity.job_id,
         job_name=launch.job_name,
@@ -103,9 +105,9 @@ def build_plan(
         max_restarts=launch.max_restarts,
         time_limit=launch.slurm.time or "",
         python=python_of(cluster, defaults.python or site.python),
-        container=_container(cluster, identity),
+        container=command_words(cluster.container, identity.remote_dir),
         program=_program(checked, site, identity, overrides),
-        work_dir=defaults.work_dir or site.folder,
+        work_dir=work_dir,
         remote_dir=identity.remote_dir,
         log_dir=log_dir_of(launch, site, identity),
         output_dir=_output_dir(checked, site, identity),
@@ -119,6 +121,7 @@ def build_plan(
         pins_interface=defaults.pins_interface,
         engine_python=os.path.expanduser(cluster.engine_python or ""),
         submit_python=site.python,
+        srun_container=_srun_container(checked, site, identity, work_dir),
     )
 
 
@@ -150,16 +153,18 @@ def python_of(cluster: Cluster, default: str) -> str:
     return "python" if cluster.setup or cluster.container.image else default
 
 
-def _container(cluster: Cluster, identity: JobIdentity) -> tuple[str, ...]:
-    container = cluster.container
-    if not container.image:
-        return ()
-    # The job's folder must be visible inside: code, config and logs are there.
-    binds = [*container.binds, *([identity.remote_dir] if identity.remote_dir else [])]
-    words = [container.runtime or "apptainer", "exec", *(["--nv"] if container.nv else [])]
-    words += ["--pwd", container.pwd] if container.pwd else []
-    words += [word for bind in binds for word in ("-B", bind)]
-    return (*words, container.image)
+def _srun_container(
+    checked: Checked, site: Site, identity: JobIdentity, work_dir: str
+) -> tuple[str, ...]:
+    """The options of srun for the container, in which launch.sh or a printed script runs."""
+    log_dir = log_dir_of(checked.launch, site, identity)
+    # A printed script starts in the current folder, and its ranks through our rank_log.py.
+    if not identity.remote_dir:
+        program = [os.path.join(site.trainer, "rank_log.py")] if log_dir else []
+        return srun_options(checked.cluster.container, [work_dir, log_dir, *program], work_dir)
+    is_inside = log_dir.startswith(f"{identity.remote_dir}/")
+    folders = [identity.remote_dir, "" if is_inside else log_dir, work_dir]
+    return srun_options(checked.cluster.container, folders, "")
 
 
 def _program(

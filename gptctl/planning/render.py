@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import BATCH_SCRIPT, ENGINE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.planning.container import setup_inside
 from gptctl.spec.resources import folder, home
 from trainer.errors import WRONG_USAGE, UserError, closest
 
@@ -29,6 +30,8 @@ SCRIPTS = {"srun-script": "srun-script.sh", "sbatch": "sbatch.sh", "loop": "loop
 COMMAND = "command.sh"
 # Subfolders of templates/. File names are unique over all of them: users replace by name alone.
 FOLDERS = ("jobs", "styles", "doctor", "parts")
+# Variables that scripts set for the ranks, besides those of the plan.
+OWN_VARIABLES = ("OMP_NUM_THREADS", "GPTCTL_LOG_DIR")
 # Variables that a template sets for one that it includes.
 BETWEEN_TEMPLATES = ("node", "address", "port", "c10d_host", "local_addr", "on_head", "number")
 
@@ -163,6 +166,9 @@ def _context(plan: LaunchPlan, node: int | None) -> dict[str, Any]:
         if node is not None
         else list(range(1 if plan.form == "c10d" else plan.nodes)),
         "on_head": False,
+        # Inside a container that srun starts. Its image would override variables not named.
+        "setup_inside": setup_inside(plan.setup if plan.srun_container else ()),
+        "container_env": ",".join([*plan.env, *plan.secrets, *OWN_VARIABLES]),
     }
 
 

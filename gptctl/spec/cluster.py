@@ -6,6 +6,7 @@ Profiles are read and checked like run configs.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,8 +46,21 @@ FOREIGN_KEY = Rule(
     "warning",
     uses=("kind",),
 )
+RUNTIME = Rule(
+    "P006",
+    "the cluster must support the container runtime: pyxis is a plugin of Slurm",
+    uses=("kind", "container.runtime"),
+)
+PYXIS_FORM = Rule(
+    "P007",
+    "image and binds must have the form that pyxis reads",
+    uses=("container.runtime", "container.image", "container.binds"),
+)
 SBATCH = Rule("P004", "sbatch must not contain an option that gptctl sets itself", uses=("sbatch",))
 
+PYXIS = "pyxis"
+# SRC[:DST[:FLAGS]], where pyxis separates flags by +.
+_PYXIS_BIND = re.compile(r"[^,:\s]+(:[^,:\s]+(:[a-z=+]+)?)?")
 # [user@]host[:port], one or several with commas, as ssh -J takes them.
 _JUMPS = r"(?=.{1,255}$)[A-Za-z0-9._@-]+(:\d+)?(,[A-Za-z0-9._@-]+(:\d+)?)*"
 
@@ -110,12 +124,16 @@ class Container:
     """The container in which the ranks run; gptctl's engine stays outside of it."""
 
     runtime: str | None = choice(
-        None, ["singularity", "apptainer"], "singularity | apptainer; empty: apptainer"
+        None,
+        ["singularity", "apptainer", PYXIS],
+        "singularity | apptainer | pyxis (Slurm's plugin for enroot); empty: apptainer",
     )
-    image: str | None = file_path(None, "image file; empty: no container")
+    image: str | None = file_path(
+        None, "image file, with pyxis also REGISTRY#IMAGE:TAG; empty: no container"
+    )
     binds: tuple[str, ...] = key(Words(), (), "bind mounts: HOST:CONTAINER[:rw]")
     pwd: str | None = file_path(None, "working folder inside the container")
-    nv: bool = boolean(True, "make the GPUs visible in the container (--nv)")
+    nv: bool = boolean(True, "make the GPUs visible in the container (--nv); not for pyxis")
 
 
 @record(frozen=True)
@@ -257,6 +275,7 @@ def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
     yield from _check_hosts(cluster)
     yield from _check_run_root(cluster)
     yield from _check_keys(cluster, reading)
+    yield from _check_container(cluster)
 
 
 def _check_hosts(cluster: Cluster) -> Iterator[Finding]:
@@ -290,6 +309,34 @@ def _check_keys(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
             if name in reading.values:
                 message = f"it is for clusters of kind {kind}, but this one is {cluster.kind}"
                 yield FOREIGN_KEY.found(name, None, message, "delete it, or change kind")
+
+
+def _check_container(cluster: Cluster) -> Iterator[Finding]:
+    container = cluster.container
+    others = [traits for traits in KINDS.values() if traits is not cluster.traits]
+    if any(container.runtime in traits.runtimes for traits in others):
+        message = f"a cluster of kind {cluster.kind} cannot run containers with {container.runtime}"
+        hint = "use apptainer or singularity, or set kind: slurm"
+        yield RUNTIME.found("container.runtime", container.runtime, message, hint)
+    elif container.runtime == PYXIS:
+        yield from _check_pyxis(container)
+
+
+def _check_pyxis(container: Container) -> Iterator[Finding]:
+    for bind in container.binds:
+        if not _PYXIS_BIND.fullmatch(bind):
+            message = f"{bind} is not a mount that pyxis can read"
+            hint = "use SRC:DST or SRC:DST:ro+rprivate, without commas and spaces, one per entry"
+            yield PYXIS_FORM.found("container.binds", bind, message, hint)
+    image = container.image or ""
+    # Without a / or . at its start, pyxis takes it for the name of an image in a registry.
+    if image.endswith((".sqsh", ".sif", ".squashfs")) and not image.startswith(("/", "~/")):
+        message = f"pyxis would look for {image} in a registry"
+        yield PYXIS_FORM.found("container.image", image, message, "use an absolute path")
+    elif image.endswith(".sif"):
+        message = f"{image} is an image of Singularity or Apptainer"
+        hint = "use runtime: apptainer, or make a .sqsh file with enroot import"
+        yield PYXIS_FORM.found("container.image", image, message, hint)
 
 
 def visible_gpus() -> int:

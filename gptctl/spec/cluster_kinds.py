@@ -18,6 +18,7 @@ class ClusterKind(NamedTuple):
     shares_files: bool = True  # this machine sees the files of the nodes
     keys: tuple[str, ...] = ()  # profile keys that no other kind has
     styles: tuple[str, ...] = ()  # launch styles that no other kind has
+    runtimes: tuple[str, ...] = ()  # of containers: those that no other kind has
 
 
 KINDS: dict[str, ClusterKind] = {
@@ -30,6 +31,7 @@ KINDS: dict[str, ClusterKind] = {
             "master_interface",
         ),
         styles=("sbatch", "srun-script", "loop"),
+        runtimes=("pyxis",),
     ),
     "ssh": ClusterKind(
         "gptctl.backends.ssh.backend:SshBackend",

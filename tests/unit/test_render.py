@@ -24,6 +24,7 @@ from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.planning.build import IN_PLACE, JobIdentity, Site
 from gptctl.planning.render import check_syntax, render, script_of
 from gptctl.spec.check import Checked, check_config
+from gptctl.spec.cluster import load_profile
 from tests.conftest import ROOT
 from trainer.config import Override
 from trainer.errors import UserError
@@ -49,6 +50,9 @@ HOSTS = (
     "hosts: [{host: a, interface: bond0}, {host: b, interface: eth1, proxy_jump: bastion}]\n"
 )
 CONTAINER = LOCAL + "container: {runtime: singularity, image: /images/gpt.sif, binds: ['/a b:/b:rw'], pwd: /b}\n"
+PYXIS = SLURM.replace("module load anaconda/3-2023.03, conda activate gpt", "pip install -e 'x y'") + (
+    "container: {runtime: pyxis, image: 'nvcr.io#nvidia/pytorch:24.01-py3', binds: ['/data:/data:ro'], pwd: /data}\n"
+)
 
 # name, profile, what is asked for, and whether it is the script of a job or one for pasting
 CASES = {
@@ -68,6 +72,10 @@ CASES = {
     "srun-script": (SLURM, ["style=srun-script", "nodes=2"], IN_PLACE),
     "sbatch": (SLURM, ["nodes=2", "slurm={time: '12:00:00', extra: {exclude: 'a800-[07,09]'}}"], IN_PLACE),
     "sbatch-c10d": (SLURM, ["nodes='2:4'", "max_restarts=2", "rdzv.port=29400"], IN_PLACE),
+    "pyxis-srun-script": (PYXIS, ["style=srun-script", "nodes=2"], IN_PLACE),
+    "pyxis-sbatch": (PYXIS, ["nodes=2", "log_dir=logs"], IN_PLACE),
+    "pyxis-loop": (PYXIS, ["style=loop", "nodes=2"], IN_PLACE),
+    "pyxis-batch": (PYXIS, ["nodes=2"], JOB),
     "loop": (SLURM, ["style=loop", "nodes=2"], IN_PLACE),
     "batch": (SLURM, ["nodes=2", "max_restarts=2", "slurm={time: '1:00:00', extra: {exclusive: True}}"], JOB),
     "batch-script": (SLURM, ["nodes='2:4'", "max_restarts=2"], JOB),
@@ -290,3 +298,66 @@ def test_control_characters_are_refused_with_the_place(value: str) -> None:
         checked = check_config(None, [Override("Launch.entrypoint", "x.py", "--"), override])
         assert not checked.is_valid
         assert str(checked.findings[0].place) == override.source
+
+
+PYXIS_LAB = "kind: slurm\nrun_root: /data/runs\ngpus_per_node: 1\n"
+
+
+@pytest.mark.parametrize(
+    "image", ["$(touch hit)", "a b", "-x", "reg#img:1 --uid=0", "'\"`touch hit`", "é中文", "{{ x }}"]
+)
+def test_a_hostile_image_stays_one_word(tmp_path, image: str) -> None:
+    """A stub of srun, run by bash from the printed script, writes down its words."""
+    profile = PYXIS_LAB + f"container: {json.dumps({'runtime': 'pyxis', 'image': image, 'pwd': '/b c'})}\n"
+    plan = plan_of(tmp_path, profile, ["nodes=1"], IN_PLACE)
+    stubs = {"srun": 'printf "%s\\0" "$@" > words', "scontrol": "echo node1", "getent": "echo 10.0.0.1"}
+    for name, line in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_ID": "1"}
+    subprocess.run(["bash", "-c", render(plan, script_of("sbatch"))], cwd=tmp_path, env=env, check=True)
+    words = (tmp_path / "words").read_text().split("\0")
+    assert [word for word in words if word.startswith("--container-")] == [
+        f"--container-image={image}",
+        "--container-mounts=/home/me/work:/home/me/work",
+        "--container-workdir=/b c",
+        "--container-env=PYTHONUNBUFFERED,PYTHONFAULTHANDLER,TORCH_NCCL_ASYNC_ERROR_HANDLING,NCCL_DEBUG,"
+        "OMP_NUM_THREADS,GPTCTL_LOG_DIR",
+    ]
+    assert not (tmp_path / "hit").exists()
+
+
+def test_the_folder_and_the_logs_of_a_job_are_mounted(tmp_path) -> None:
+    """The engine gives these options to srun; launch.sh, inside, writes to those folders."""
+    profile = PYXIS_LAB + "container: {runtime: pyxis, image: /i.sqsh, binds: ['/d:/d:ro']}\n"
+    plan = plan_of(tmp_path, profile, ["log_dir=/logs"], JOB)
+    mounts = [f"{JOB.remote_dir}:{JOB.remote_dir}", "/logs/gpt-3f9a2c:/logs/gpt-3f9a2c", "/home/me/work:/home/me/work"]
+    assert plan.srun_container == (
+        "--container-image=/i.sqsh",
+        f"--container-mounts=/d:/d:ro,{','.join(mounts)}",
+    )
+    assert plan.container == ()
+    assert "--container" not in render(plan, LAUNCH)
+
+
+@pytest.mark.parametrize(
+    ("profile", "code", "words"),
+    [
+        (
+            "kind: local\n{}container: {{runtime: pyxis, image: a}}\n",
+            "P006",
+            "kind local cannot run containers with pyxis",
+        ),
+        ("{}container: {{runtime: pyxis, image: a, binds: ['/a b:/c']}}\n", "P007", "/a b:/c is not a mount"),
+        ("{}container: {{runtime: pyxis, image: a, binds: ['/a:/c,/d:/e']}}\n", "P007", "is not a mount"),
+        ("{}container: {{runtime: pyxis, image: a, binds: ['/a:']}}\n", "P007", "is not a mount"),
+        ("{}container: {{runtime: pyxis, image: gpt.sqsh}}\n", "P007", "in a registry"),
+        ("{}container: {{runtime: pyxis, image: /gpt.sif}}\n", "P007", "Singularity or Apptainer"),
+    ],
+)
+def test_what_pyxis_cannot_run_is_an_error_of_the_profile(tmp_path, profile: str, code: str, words: str) -> None:
+    (tmp_path / "lab.yaml").write_text(profile.format("" if "kind" in profile else PYXIS_LAB))
+    found = load_profile(str(tmp_path / "lab.yaml")).findings
+    assert [(finding.code, finding.level) for finding in found] == [(code, "error")], found
+    assert words in found[0].message
+    assert found[0].hint

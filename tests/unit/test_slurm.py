@@ -12,6 +12,7 @@ from gptctl.backends.slurm import backend as backend_module
 from gptctl.backends.slurm import client as slurm
 from gptctl.backends.slurm import queue as slurm_queue
 from gptctl.backends.slurm.backend import SlurmBackend
+from gptctl.doctor.slurm_checks import pyxis_row
 from gptctl.engine.processes import clean_environment
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
@@ -201,3 +202,18 @@ def test_the_environment_of_another_job_does_not_come_along(monkeypatch: pytest.
     kept = {name for name in clean_environment() if name in os.environ}
     assert "SLURM_CONF" in kept
     assert not kept & {"SLURM_JOB_ID", "SBATCH_PARTITION", "PMI_RANK", "PMIX_RANK", "SQUEUE_FORMAT", "RANK", "BASH_ENV"}
+
+
+@pytest.mark.parametrize(
+    ("options", "state", "words"),
+    [
+        ("", "wrong", "srun has no --container-image, --container-mounts, --container-workdir"),
+        ("--container-image= --container-mounts=", "wrong", "srun has no --container-workdir"),
+        ("--container-image= --container-mounts= --container-workdir=", "notice", "no --container-env"),
+        ("--container-image= --container-mounts= --container-workdir= --container-env=", "ok", "has the options"),
+    ],
+)
+def test_doctor_looks_for_pyxis_in_the_help_of_srun(options: str, state: str, words: str) -> None:
+    """The options are those that pyxis's README lists under `srun --help`."""
+    row = pyxis_row(f"Usage: srun [OPTIONS(0)]\n  {options}\n")
+    assert (row.state, words in row.found) == (state, True), row

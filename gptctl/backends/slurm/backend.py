@@ -27,11 +27,13 @@ from gptctl.engine.processes import clean_environment
 from gptctl.engine.run_folder import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site, log_dir_of
+from gptctl.planning.container import NOT_MOUNTABLE
 from gptctl.reporting import Say
 from gptctl.spec.check import Checked
 from trainer.errors import OUT_OF_REACH, Finding, Rule, UserError
 
 ACCEPTED = Rule("S008", "the scheduler must accept the job")
+MOUNTABLE = Rule("S015", "folders of a pyxis job must not contain commas, colons or spaces")
 BACKSLASH = Rule("S009", "paths of a Slurm job must not contain a backslash: Slurm interprets it")
 
 SEND_TIMEOUT = 60.0  # seconds for which an unreachable controller is tried again
@@ -61,6 +63,12 @@ class SlurmBackend(Backend):
             if "\\" in path:
                 message = f"{path} contains a backslash"
                 yield BACKSLASH.found(key, path, message, "choose another folder")
+                return
+        own = {"run_root": plan.remote_dir, "Launch.log_dir": plan.log_dir, "cwd": plan.work_dir}
+        for key, path in own.items() if plan.srun_container else ():
+            if NOT_MOUNTABLE.search(path):
+                message = f"pyxis cannot mount {path}, which has a comma, a colon or a space"
+                yield MOUNTABLE.found(key, path, message, "choose another folder")
                 return
 
     def expected_start(self, checked: Checked, site: Site) -> tuple[list[Finding], str]:
