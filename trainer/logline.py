@@ -91,8 +91,11 @@ def parse_train_line(text: str) -> TrainLine | None:
     return TrainLine(int(step), int(epoch), int(batch), *map(float, numbers))
 
 
+EVALUATIONS = ("valid", "test")  # names of evaluations
+
+
 class Evaluation(NamedTuple):
-    name: str  # valid or test
+    name: str  # one of EVALUATIONS
     step: int
     loss: float
 
@@ -106,7 +109,7 @@ def evaluation_line(name: str, step: int, epoch: int, batch: int, loss: float, s
 
 
 _EVALUATION = re.compile(
-    rf"\b(valid|test) step {_COUNT}, epoch: \d+, batch: \d+, "
+    rf"\b({'|'.join(EVALUATIONS)}) step {_COUNT}, epoch: \d+, batch: \d+, "
     r"loss: ([-+]?(?:\d{1,300}(?:\.\d{1,300})?|inf|nan)), speed: "
 )
 

@@ -14,12 +14,28 @@ import click
 from gptctl.cli import INTERRUPTED
 from gptctl.cli.options import as_json_option, complete_job, examples, job_argument
 from gptctl.cli.session import Session, require_folder
+from gptctl.cli.table_layout import Column
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
     from gptctl.backends import JobState
     from gptctl.jobs.store import JobRecord
 
+# The columns of `list`. The reason is last: it is the longest, and often empty.
+LIST_COLUMNS = (
+    Column("job"),
+    Column("state"),
+    Column("done", importance=1),
+    Column("step", importance=5),
+    Column("loss", importance=4),
+    Column("tokens/s", importance=9),
+    Column("time", importance=6),
+    Column("left", importance=3),
+    Column("ranks", importance=10),
+    Column("cluster", importance=8),
+    Column("created", importance=7),
+    Column("reason", "cut", importance=2),
+)
 RECENT = 20  # jobs that `list` shows: the state of each may need a query
 
 
@@ -39,6 +55,7 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
     """
     from gptctl.cli import ui
     from gptctl.jobs import report
+    from gptctl.jobs.progress_text import list_cells
     from gptctl.text import clock_time, count
 
     records = session.store.records(None if show_all else RECENT)
@@ -49,16 +66,19 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
     if as_json:
         ui.print_json(rows)
         return
-    for row in rows:
-        row["ranks"] = f"{row['nodes']} × {row['world_size'] // row['nodes']}"
-        row["when"] = clock_time(row["created"])
-    fields = ("job", "state", "ranks", "cluster", "when", "reason")
-    cells = [[row[key] for key in fields] for row in rows]
+    texts = [
+        {
+            **{name: row[name] for name in ("job", "state", "cluster", "reason")},
+            **list_cells(row),
+            "ranks": f"{row['nodes']} × {row['world_size'] // row['nodes']}",
+            "created": clock_time(row["created"]),
+        }
+        for row in rows
+    ]
+    cells = [[text[column.name] for column in LIST_COLUMNS] for text in texts]
     hidden = len(session.store.ids()) - len(rows)
     older = f"; --all shows {hidden:,} more, older or removed" if hidden else ""
-    # The reason is last: it is the longest, and often empty.
-    columns = ["job", "state", "ranks", "cluster", "created", "reason"]
-    ui.print_table(f"{count(len(rows), 'job')}{older}", columns, cells)
+    ui.print_table(f"{count(len(rows), 'job')}{older}", LIST_COLUMNS, cells)
 
 
 @click.command(epilog=examples("gptctl status", "gptctl status gpt-3f9a2c --json"))
@@ -105,7 +125,6 @@ def show(
     environment variables by their start: Launch, Optimizer.lr.
     """
     from gptctl.cli import ui
-    from gptctl.cli.table_layout import Column
     from gptctl.engine.run_folder import read_json
     from gptctl.jobs import report
     from gptctl.jobs.state import is_removed

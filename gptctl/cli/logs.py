@@ -217,7 +217,7 @@ def print_list(
 
 def print_metrics(files: LogFiles, wanted: FileFilter, as_json: bool = False) -> None:
     from gptctl.cli import ui
-    from gptctl.logs.tables import metric_rows, metric_table
+    from gptctl.logs.measured import metric_rows, metric_table
     from gptctl.text import count
 
     # JSON keeps full numbers; the table rounds them.

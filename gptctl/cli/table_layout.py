@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 
 GAP = 2  # between two columns
 EDGES = 2  # one character left and one right of the table
-SHORTEST = 16  # characters that a text needs before it is worth to wrap or cut it
+# Characters that a text needs at least. Of a text that is cut, nothing else is shown.
+SHORTEST = {"wrap": 16, "cut": 32}
 
 
 class Column(NamedTuple):
@@ -74,7 +75,7 @@ def fitted(
 def _least(column: Column, content: int) -> int:
     """Return the least width of a column. Its name may be broken between words."""
     word = max(map(text_width, column.name.split(" ")))
-    return max(word, content if column.fit == "keep" else min(content, SHORTEST))
+    return max(word, min(content, SHORTEST.get(column.fit, content)))
 
 
 def _total(widths: dict[int, int]) -> int:

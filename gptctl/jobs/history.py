@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.run_folder import RunFolder, is_time, read_json, read_text
 from gptctl.jobs.store import ENDED, REMOVED, JobRecord
+from gptctl.jobs.training_progress import progress_facts
 from gptctl.spec.resources import home
 
 
@@ -29,7 +31,8 @@ class History:
         kept = self._read(record)
         if kept is not None and kept.get("state") == dict(state):
             return
-        facts = {"token": record.token, "state": dict(state), "facts": facts_of(record)}
+        told = facts_of(record) | progress_facts(record, str(state.get("state")), time.time())
+        facts = {"token": record.token, "state": dict(state), "facts": told}
         # A home that is read-only or full must not keep gptctl from showing the state.
         with suppress(OSError), private_files(), replacing(self._file(record, ENDED)) as stream:
             stream.write(json.dumps(facts).encode() + b"\n")

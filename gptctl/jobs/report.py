@@ -5,6 +5,7 @@ The verbs `list`, `status`, `show` and `submit` print what these functions retur
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 from gptctl.backends import Backend, Backends
 from gptctl.engine.run_folder import FINAL, RunFolder, read_json, read_text
 from gptctl.jobs.history import History, facts_of
+from gptctl.jobs.progress_text import status_pairs
 from gptctl.jobs.state import needs_backend, state_of
 from gptctl.jobs.store import JobRecord
+from gptctl.jobs.training_progress import progress_facts
 from gptctl.logs.failed import rank_runs
 from gptctl.logs.local_files import LocalLogFiles
 from gptctl.text import clock_time, count
@@ -35,6 +38,10 @@ def rows(records: Sequence[JobRecord], backends: Backends) -> list[dict[str, Any
 def row(record: JobRecord, backends: Backends) -> dict[str, Any]:
     """One row of `gptctl list`."""
     state = state_of(record, backends)
+    now = time.time()
+    # Of a removed folder the history tells what is left.
+    kept = {} if record.run_folder.is_dir() else History().facts(record)
+    has_kept = "progress" in kept and "duration" in kept
     return {
         "job": record.id,
         "state": state.state,
@@ -44,6 +51,11 @@ def row(record: JobRecord, backends: Backends) -> dict[str, Any]:
         "world_size": record.world,
         "scheduler_id": record.handle.get("scheduler_id"),
         "created": record.created,
+        **(
+            {name: kept[name] for name in ("duration", "progress")}
+            if has_kept
+            else progress_facts(record, state.state, now)
+        ),
         "removed": History().removed(record),
         "run_dir": record.local_dir,  # JSON keys are stable: scripts read them
     }
@@ -118,6 +130,7 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
         # On lines of their own: a narrow window must not break a time.
         ("created", clock_time(facts["created"])),
         ("ended", clock_time(facts["ended"]) if facts["ended"] else ""),
+        *status_pairs(facts, time.time()),
         ("attempts", str(facts["attempts"])),
         ("endpoint", facts["endpoint"]),
         ("ranks", endings(facts["ranks"])),

@@ -1,11 +1,11 @@
-"""Reports about a job's logs: which rank failed first, the list of files, the metrics.
+"""Reports about a job's logs: which rank failed first, and the list of files.
 
 Makes rows and text; `gptctl.cli.logs` prints them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -13,23 +13,13 @@ from gptctl.engine.run_folder import FAILED
 from gptctl.logs.failed import Failure, RankRun, find_failure, node_exits, rank_runs, signal_name
 from gptctl.logs.files import FileFilter, LogFile, LogFiles
 from gptctl.logs.lines import readable
-from gptctl.logs.match import Grep
 from gptctl.logs.stream import LineFilter, LogReader, merged
 from gptctl.text import count
-from trainer.logline import TRAIN_START, TrainLine, parse_train_line
 
 LAST_LINES = 20  # enough for most tracebacks
 MOST_SHOWN = 4  # files whose last lines are shown if no rank or node is known to have failed
 # For people; the keys of a row are those of the JSON output.
 LIST_COLUMNS = ("attempt", "file", "rank", "node", "host", "size", "last write", "ended")
-_FORMATS = {
-    "step": "{}",
-    "loss": "{:.9f}",
-    "ips": "{:.0f}",
-    "ips_total": "{:.0f}",
-    "speed": "{:.2f}",
-    "lr": "{:.5e}",
-}
 
 
 def last_lines(files: LogFiles, file: LogFile) -> list[str]:
@@ -194,42 +184,3 @@ def list_cells(rows: Iterable[dict[str, Any]]) -> list[list[Any]]:
         {**row, "changed": _moment(row["changed"]), "size": f"{row['size']:,}"} for row in rows
     ]
     return [["" if cell is None else cell for cell in row.values()] for row in shown]
-
-
-def metric_rows(files: LogFiles, wanted: FileFilter) -> list[dict[str, Any]]:
-    """Make the rows of `gptctl logs --metrics`: each step once, from the lowest rank."""
-    steps: dict[tuple[int, int], TrainLine] = {}
-    for file in wanted.now(files):
-        # Within a file a repeated step replaces the earlier one: torchrun restarted the training.
-        logged = {(file.attempt, line.step): line for line in _train_lines(files, file)}
-        # Files are sorted by rank, so steps of lower ranks are already there, and win.
-        steps = {**logged, **steps}
-    return [
-        {
-            "attempt": attempt,
-            "step": step,
-            "loss": line.loss,
-            "ips": line.ips,
-            "ips_total": line.ips_total,
-            "speed": line.speed,
-            "lr": line.learning_rate,
-        }
-        for (attempt, step), line in sorted(steps.items())
-    ]
-
-
-def _train_lines(files: LogFiles, file: LogFile) -> Iterable[TrainLine]:
-    # The filter skips most of a file before any line is decoded.
-    source = LogReader(files, file, LineFilter(grep=Grep(TRAIN_START)))
-    texts = (readable(line.text) for line in merged([source], close=True))
-    return (line for line in map(parse_train_line, texts) if line)
-
-
-def metric_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Make columns and cells for people; with the attempt if there are several."""
-    columns = list(_FORMATS)
-    cells = [[_FORMATS[name].format(row[name]) for name in columns] for row in rows]
-    if len({row["attempt"] for row in rows}) > 1:
-        columns = ["attempt", *columns]
-        cells = [[str(row["attempt"]), *cell] for row, cell in zip(rows, cells)]
-    return columns, cells

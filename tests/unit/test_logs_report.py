@@ -14,7 +14,8 @@ from gptctl.cli.logs import print_failure, print_list, print_metrics
 from gptctl.logs.failed import find_failure, node_exits, rank_runs
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile
-from gptctl.logs.tables import list_rows, metric_rows
+from gptctl.logs.measured import metric_rows
+from gptctl.logs.tables import list_rows
 from tests.unit.test_logline import PUBLISHED
 from tests.unit.test_logs import Job
 from trainer.logline import TrainLine

@@ -1,0 +1,51 @@
+"""The progress of a job as text, for `gptctl list` and `gptctl status`. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gptctl.logs.progress import duration
+from gptctl.text import clock_time
+
+Facts = dict[str, Any]  # a row of `gptctl list --json`
+
+
+def list_cells(facts: Facts) -> dict[str, str]:
+    """The columns of `gptctl list` that tell how far a job is; empty where nothing is known."""
+    progress = facts["progress"] or {}
+    percent, left = progress.get("percent"), progress.get("seconds_left")
+    return {
+        "done": "" if percent is None else f"{percent}%",
+        "step": _step(progress, "/"),
+        "loss": _number(progress.get("loss"), ".4f"),
+        "tokens/s": _number(progress.get("tokens_per_second"), ",.0f"),
+        "time": "" if facts["duration"] is None else duration(facts["duration"]),
+        "left": "" if left is None else duration(left),
+    }
+
+
+def status_pairs(facts: Facts, now: float) -> list[tuple[str, str]]:
+    """The lines of `gptctl status` that tell how far a job is."""
+    progress, cells = facts["progress"] or {}, list_cells(facts)
+    done = f" ({cells['done']})" if cells["done"] else ""
+    valid = _number(progress.get("valid_loss"), ".4f")
+    left = progress.get("seconds_left")
+    until = "" if left is None else f", about {clock_time(now + left)}"
+    return [
+        ("step", f"{_step(progress, ' of ')}{done}"),
+        ("loss", ", valid ".join(text for text in (cells["loss"], valid) if text)),
+        ("speed", f"{cells['tokens/s']} tokens/s" if cells["tokens/s"] else ""),
+        ("duration", cells["time"]),
+        ("left", f"{cells['left']}{until}"),
+    ]
+
+
+def _step(progress: Facts, between: str) -> str:
+    if not progress:
+        return ""
+    total = progress["total"]
+    return f"{progress['step']:,}" + (f"{between}{total:,}" if total else "")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,169 @@
+"""What a training measured, step by step: rows from metrics.jsonl, or from log lines.
+
+A row maps names to values, and always has `attempt` and `step`. Its other names are those of
+metrics.jsonl; rows from log lines in FleetX's style have fewer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeGuard
+
+from gptctl.engine.run_folder import json_lines
+from gptctl.logs.files import FileFilter, LogFile, LogFiles
+from gptctl.logs.lines import readable
+from gptctl.logs.match import Grep
+from gptctl.logs.stream import LineFilter, LogReader, merged
+from trainer.logline import (
+    EVALUATIONS,
+    TRAIN_START,
+    Evaluation,
+    TrainLine,
+    parse_evaluation_line,
+    parse_train_line,
+)
+
+METRICS_FILE = "metrics.jsonl"
+HIGHEST_STEP = 10**12  # more is not a step, whatever a script or a host sends
+Row = dict[str, Any]
+
+_FORMATS = {
+    "step": "{}",
+    "loss": "{:.9f}",
+    "valid_loss": "{:.6f}",
+    "test_loss": "{:.6f}",
+    "ips": "{:.0f}",
+    "ips_total": "{:.0f}",
+    "speed": "{:.2f}",
+    "lr": "{:.5e}",
+}
+_ONLY_IF_USED = ("valid_loss", "test_loss")  # columns that many runs do not have
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) < 1e300  # a longer integer cannot be converted to a float
+        and math.isfinite(value)
+    )
+
+
+def parse_metrics(data: bytes, job: str = "", world: int = 1) -> list[Row]:
+    """Parse metrics.jsonl, oldest line first, without the lines of other jobs."""
+    rows: list[Row] = []
+    for line in json_lines(data):
+        numbers = {name: value for name, value in line.items() if is_number(value)}
+        step, writer = numbers.get("step", -1), line.get("job")
+        # Jobs may share an output folder. Files of older versions do not tell who wrote a line.
+        if 0 <= step < HIGHEST_STEP and (not job or writer in (None, job)):
+            numbers |= {"step": int(step), "attempt": _attempt(rows, numbers)}
+            rows.append({**numbers, **_speeds(numbers, world)})
+    return rows
+
+
+def _attempt(rows: Sequence[Row], numbers: Row) -> int:
+    if "attempt" in numbers:
+        return int(numbers["attempt"])
+    # Files of older versions do not tell it: steps that repeat are those of the next attempt.
+    before = rows[-1] if rows else {"attempt": 0, "step": -1}
+    return int(before["attempt"]) + int(numbers["step"] < before["step"])
+
+
+def _speeds(numbers: Row, world: int) -> Row:
+    """Add the names that FleetX's lines use."""
+    if "loss" not in numbers and "step_time" not in numbers:
+        return {}  # an evaluation
+    rate, cost = numbers.get("tokens_per_second"), numbers.get("step_time")
+    return {
+        "loss": numbers.get("loss"),  # not in the file if it was not finite
+        "lr": numbers.get("lr"),
+        "ips": None if rate is None else rate / max(1, world),
+        "ips_total": rate,
+        "speed": 1 / cost if cost else None,
+    }
+
+
+def row_of_line(line: TrainLine | Evaluation, attempt: int = 0) -> Row:
+    if isinstance(line, Evaluation):
+        return {"attempt": attempt, "step": line.step, f"{line.name}_loss": _finite(line.loss)}
+    return {
+        "attempt": attempt,
+        "step": line.step,
+        "loss": _finite(line.loss),
+        "ips": _finite(line.ips),
+        "ips_total": _finite(line.ips_total),
+        "speed": _finite(line.speed),
+        "lr": _finite(line.learning_rate),
+        "step_time": _finite(line.avg_batch_cost),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if is_number(value) else None
+
+
+def run_rows(rows: Iterable[Row]) -> list[Row]:
+    """Join rows to one per step: what was trained again replaces what was lost.
+
+    When a run resumes at an earlier step, everything after that step is void, also steps that the
+    new attempt or job has not reached yet. An evaluation becomes a part of the row of its step.
+    """
+    kept: list[Row] = []
+    for row in rows:
+        while kept and kept[-1]["step"] > row["step"]:
+            kept.pop()
+        last = kept[-1] if kept and kept[-1]["step"] == row["step"] else None
+        is_same = last is not None and all(last.get(k) == row.get(k) for k in ("job", "attempt"))
+        if last is None:
+            kept.append(row)
+        elif is_same and "speed" not in row:
+            kept[-1] = {**last, **row}
+        else:
+            kept[-1] = row
+    return kept
+
+
+def metric_rows(files: LogFiles, wanted: FileFilter) -> list[Row]:
+    """Read the rows from log lines: each step of an attempt once, from the lowest rank."""
+    steps: dict[tuple[int, int], Row] = {}
+    for file in wanted.now(files):
+        logged: dict[tuple[int, int], Row] = {}
+        for line in _step_lines(files, file):
+            # A step that is repeated replaces the earlier one: torchrun restarted the training.
+            key, row = (file.attempt, line.step), row_of_line(line, file.attempt)
+            logged[key] = row if isinstance(line, TrainLine) else {**logged.get(key, {}), **row}
+        # Files are sorted by rank, so steps of lower ranks are already there, and win.
+        steps = {**logged, **steps}
+    return [row for _, row in sorted(steps.items(), key=lambda item: item[0])]
+
+
+def _step_lines(files: LogFiles, file: LogFile) -> Iterator[TrainLine | Evaluation]:
+    # The filter skips most of a file before any line is decoded.
+    starts = "|".join([TRAIN_START, *(f"{name} step " for name in EVALUATIONS)])
+    source = LogReader(files, file, LineFilter(grep=Grep(starts)))
+    return parse_lines(readable(line.text) for line in merged([source], close=True))
+
+
+def parse_lines(texts: Iterable[str]) -> Iterator[TrainLine | Evaluation]:
+    for text in texts:
+        if found := parse_train_line(text) or parse_evaluation_line(text):
+            yield found
+
+
+def metric_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Make columns and cells for people; with the job and the attempt if there are several."""
+    used = {name for row in rows for name, value in row.items() if value is not None}
+    columns = [name for name in _FORMATS if name in used or name not in _ONLY_IF_USED]
+    sources = [name for name in ("job", "attempt") if len({row.get(name) for row in rows}) > 1]
+    cells = [
+        [*(str(row.get(name)) for name in sources), *(_cell(row, name) for name in columns)]
+        for row in rows
+    ]
+    return [*sources, *columns], cells
+
+
+def _cell(row: Row, name: str) -> str:
+    value = row.get(name)
+    return "" if value is None else _FORMATS[name].format(value)
