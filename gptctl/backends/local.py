@@ -31,6 +31,7 @@ from gptctl.engine.processes import (
 from gptctl.engine.run_folder import (
     CANCELLED,
     LOST,
+    PENDING,
     RUNNING,
     UNKNOWN,
     RunFolder,
@@ -107,6 +108,8 @@ class LocalBackend(Backend):
             runs = is_alive(claim) or (is_same_boot(claim) and processes_of(record.local_dir))
             return JobState(RUNNING if runs else LOST, f"its folder {record.local_dir} is missing")
         if is_alive(claim):
+            if reason := folder.waiting_for():
+                return JobState(PENDING, reason)
             begun = folder.has_ranks(folder.attempts() - 1)
             return JobState(RUNNING, "" if begun else "starting")
         # The supervisor may have exited between the caller's check and this one.
@@ -171,6 +174,8 @@ def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]
     why = "its processes exited without recording a result"
     if not is_same_boot(claim):
         why = "the machine was restarted"
+    if folder.waiting_for():
+        return JobState(LOST, f"{why}, while it was waiting to start")
     known = f"{len(codes)} of {record.nodes} nodes recorded an exit code"
     return JobState(LOST, f"{why}; {known}")
 

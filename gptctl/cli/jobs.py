@@ -268,7 +268,7 @@ def wait_for(
 
 def _wait_until_final(session: Session, record: JobRecord, timeout: float | None) -> JobState:
     from gptctl.cli import ui
-    from gptctl.engine.run_folder import UNKNOWN
+    from gptctl.engine.run_folder import PENDING, UNKNOWN
     from gptctl.jobs.state import is_final
 
     deadline = time.monotonic() + timeout if timeout is not None else None
@@ -278,7 +278,7 @@ def _wait_until_final(session: Session, record: JobRecord, timeout: float | None
         # The reason changes often while a job is pending: report a new state only.
         if state.state != shown:
             shown = state.state
-            ui.say(f"{record.id}: {state if is_unknown else shown}")
+            ui.say(f"{record.id}: {state if shown in (PENDING, UNKNOWN) else shown}")
         # Retry while the cluster may answer later; otherwise waiting would never end.
         if is_unknown and not session.backend_of(record).may_answer_later(record):
             raise UserError(f"{record.id}: {state.reason}", "", OUT_OF_REACH)

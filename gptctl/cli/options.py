@@ -119,7 +119,10 @@ FLAGS = {
 # A verb shows those of these options that it has.
 SECTIONS = {
     "Layout": ("nodes", "gpus_per_node", "cluster", "devices", "overrides"),
-    "Job": ("follow", "wait_for_it", "name", "time", "max_restarts", "resume", "config_option"),
+    "Job": (
+        *("follow", "wait_for_it", "name", "time", "max_restarts", "resume", "queue"),
+        "config_option",
+    ),
     "Run": ("dry_run", "variables", "log_dir", "style", "template", "node", "as_json"),
     "Slurm": (
         *("partition", "account", "qos", "constraint", "mem", "nodelist", "exclude"),

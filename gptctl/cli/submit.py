@@ -51,6 +51,9 @@ wait_option = click.option(
 @config_options
 @launch_options
 @click.option("--resume", metavar="JOB", help="Resume from the newest checkpoint of that job.")
+@click.option(
+    "--queue", is_flag=True, help="Wait until the machines are free, instead of starting at once."
+)
 @click.option("--dry-run", is_flag=True, help="Print what would run; start nothing.")
 @follow_option
 @wait_option
@@ -60,6 +63,7 @@ def submit(
     session: Session,
     /,
     resume: str | None,
+    queue: bool,
     dry_run: bool,
     follow: bool,
     wait_for_it: bool,
@@ -74,6 +78,7 @@ def submit(
     needs no config. After `-- -m trainer`, the flags of PaddleNLP's GPT set keys of the config.
     If a check fails, nothing is written. Every job gets its own folder.
     """
+    from gptctl.engine.launch_plan import StartConditions
     from gptctl.jobs.submit import prepare, this_site
 
     # Checked first: a contradiction must not cost a query to the scheduler.
@@ -87,7 +92,16 @@ def submit(
     checked, overrides = check_job(session, **arguments)
     templates = template_places(template, checked.path)
     # A dry run prepares the job exactly as a submit does, so that it shows what would really run.
-    prepared = prepare(checked, session.store, session.backends, this_site(), overrides, templates)
+    conditions = StartConditions(queue=queue)
+    prepared = prepare(
+        checked,
+        session.store,
+        session.backends,
+        this_site(),
+        overrides,
+        templates,
+        conditions=conditions,
+    )
     if dry_run:
         show_dry_run(prepared, as_json)
         return 0
@@ -302,6 +316,7 @@ def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: str
 
     plan = prepared.plan
     endpoint = RunFolder(record.local_dir).endpoint()
+    waiting_for = RunFolder(record.local_dir).waiting_for()
     # `ending` has the final state, if the caller has waited for it.
     facts = {**report.submitted(record, endpoint), **ending}
     if as_json:
@@ -314,6 +329,7 @@ def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: str
     rendezvous = f"{plan.form} rendezvous{f' {plan.rdzv_id}' if plan.form == 'c10d' else ''}"
     ranks = f"{count(plan.world, 'rank')}: {plan.nnodes} × {plan.per_node}"
     shown = [
+        ("state", f"PENDING: {waiting_for}" if waiting_for else ""),
         ("world", f"{ranks} on cluster {plan.cluster}"),
         ("scheduler", f"{plan.kind} job {facts['scheduler_id']}" if facts["scheduler_id"] else ""),
         ("endpoint", f"{endpoint or later}, {rendezvous}"),

@@ -30,6 +30,7 @@ CLAIM = "claim.json"
 RESULT = "result.json"
 PLAN = "plan.json"
 CANCELLED_FILE = "cancelled"
+WAITING = "waiting"
 TOKEN = ".token"
 ENGINE_FILE = "engine.pyz"  # the engine, as it was when the job was submitted
 LAUNCH_SCRIPT, BATCH_SCRIPT, AGENT_SCRIPT = "launch.sh", "job.sbatch", "agent.sh"

@@ -6,6 +6,20 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
+class StartConditions(NamedTuple):
+    """What must hold before a job may start, besides what a scheduler decides."""
+
+    queue: bool = False  # wait in the queue of each machine
+    # At most `group_limit` jobs of this group run at once on a machine.
+    group: str = ""
+    group_limit: int = 0
+    # Jobs that must end first: `job` (its id), `when` (ok, any or fail) and `run_dir` on its node.
+    after: tuple[Mapping[str, str], ...] = ()
+    # Of a chain: the folder of the job before this one, and when the chain began.
+    continues: str = ""
+    chain_began: float = 0.0
+
+
 class LaunchPlan(NamedTuple):
     """How a job is started. An empty value means that gptctl chooses when the job starts."""
 
@@ -47,6 +61,13 @@ class LaunchPlan(NamedTuple):
     engine_python: str = ""  # runs the engine on nodes; empty: see templates/parts/engine.sh.j2
     submit_python: str = ""  # the interpreter that gptctl was submitted with
     srun_container: tuple[str, ...] = ()  # options of srun: a node runs in a container (pyxis)
+    # The fields of StartConditions.
+    queue: bool = False
+    group: str = ""
+    group_limit: int = 0
+    after: tuple[Mapping[str, str], ...] = ()
+    continues: str = ""
+    chain_began: float = 0.0
 
     @property
     def is_in_container(self) -> bool:

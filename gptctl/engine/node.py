@@ -44,6 +44,10 @@ class Node:
         self._process: subprocess.Popen[bytes] | None = None
         self._stop_is_requested = False
 
+    def set_variable(self, name: str, value: str) -> None:
+        """Set a variable in the environment of the next attempts."""
+        self._environment[name] = value
+
     def start(self, attempt: int, host: str, port: int) -> None:
         """Start launch.sh. The same attempt is started again if its port was taken."""
         # Imported late: an agent is ready sooner.

@@ -8,6 +8,7 @@ attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.json
                       node.<n>.stop-requested (the node was asked to stop)
 logs/attempt-<k>/     workerlog.<rank>  node.<n>.log  batch.log
 output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
+waiting               what the job waits for before it starts; missing once it runs
 cancelled             no new attempt of this job may start
 in-doubt              ssh: the job was committed, and may have started
 not-copied            ssh: hosts that were unreachable when the job ended: their logs are incomplete
@@ -26,7 +27,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from gptctl.engine.atomic_files import replacing
-from gptctl.engine.contract import CANCELLED_FILE, CLAIM, PLAN, RESULT, UNRECOVERABLE_FILE
+from gptctl.engine.contract import (
+    CANCELLED_FILE,
+    CLAIM,
+    PLAN,
+    RESULT,
+    UNRECOVERABLE_FILE,
+    WAITING,
+)
 from gptctl.engine.launch_plan import LaunchPlan
 
 COMPLETED, FAILED, CANCELLED = "COMPLETED", "FAILED", "CANCELLED"
@@ -84,6 +92,18 @@ class RunFolder:
     def is_cancelled_now(self) -> bool:
         """Whether the job was cancelled without time to save."""
         return read_text(self.cancelled_file) == "now"
+
+    def set_waiting(self, reason: str) -> None:
+        """Record what the job waits for; an empty reason: it starts now."""
+        if not reason:
+            (self.path / WAITING).unlink(missing_ok=True)
+            return
+        with replacing(self.path / WAITING) as stream:
+            stream.write(reason.encode())
+
+    def waiting_for(self) -> str:
+        # One line: a host must not be able to forge rows of `gptctl list`.
+        return " ".join(read_text(self.path / WAITING).split())
 
     def attempt(self, number: int) -> Path:
         return self.path / f"attempt-{number}"

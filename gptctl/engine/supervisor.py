@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from gptctl.engine.admission import Admission, NeverStarts
 from gptctl.engine.atomic_files import replacing
 from gptctl.engine.contract import READY_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
 from gptctl.engine.log import os_error_text, say
+from gptctl.engine.machine_queue import MachinePlace
 from gptctl.engine.node import TICK, Node, NodeExit
 from gptctl.engine.node_group import NodeGroup, NodeHandle
 from gptctl.engine.ports import free_port
@@ -82,18 +84,17 @@ class Supervisor:
         hosts: Sequence[str] = (),
         scheduler: Scheduler | None = None,
         log: str = "supervisor.log",
+        admission: Admission | None = None,
     ) -> None:
         self.folder, self.plan = RunFolder(plan.remote_dir), plan
         self.nodes = NodeGroup(nodes)
         self.host = host or plan.master_addr
         self.hosts = hosts or plan.hosts
-        self.scheduler, self.log = scheduler, log
+        self.scheduler, self.log, self.admission = scheduler, log, admission
         self.number, self.began = -1, 0.0  # of the current attempt
         self.port: int | None = None  # chosen, but not used yet
         self.stop_request: StopRequested | None = None
-        # A scheduler enforces the limit itself.
-        limit = seconds_of(plan.time_limit) if plan.time_limit and not scheduler else None
-        self.deadline = time.monotonic() + limit if limit else None
+        self.deadline: float | None = None
 
     def run(
         self, on_ready: Callable[[], None] = lambda: None, early: Sequence[signal.Signals] = ()
@@ -108,20 +109,30 @@ class Supervisor:
             self.on_signal(number)
         result: Result | None = Result(FAILED, f"the supervisor failed: see {self.log}")
         try:
+            if self.admission:
+                self.admission.wait(self._check_stop, on_ready)
+            self._set_deadline()
             # Before gptctl learns that the job exists: it prints the endpoint.
             self._begin_attempt()
             on_ready()
             result = self._run_attempts()
-        except StopRequested as stop:
+        except (StopRequested, NeverStarts) as stop:
             result = stop.result
         except OSError as error:
             result = Result(FAILED, os_error_text(error))
         finally:
             self.nodes.kill()
             self._record(result)
+            if self.admission:
+                self.admission.release()
             # A job that failed at once exists, too.
             on_ready()
         return 0 if result and result.state == COMPLETED else 1
+
+    def _set_deadline(self) -> None:
+        # A scheduler enforces the limit itself.
+        if self.plan.time_limit and not self.scheduler:
+            self.deadline = time.monotonic() + seconds_of(self.plan.time_limit)
 
     def on_signal(self, number: int, frame: object = None) -> None:
         if self.folder.is_cancelled():
@@ -371,9 +382,10 @@ def main() -> None:
     plan = read_plan(folder.path)
     environment = {name: value for name, value in os.environ.items() if name != READY_VARIABLE}
     nodes = [Node(plan, number, environment) for number in range(plan.nodes)]
+    admission = Admission(plan, [MachinePlace(plan, nodes)])
     # Whoever takes the claim first decides: gptctl may have abandoned the job meanwhile.
     if folder.try_claim(this_process()):
-        Supervisor(plan, nodes).run(on_ready=lambda: tell_gptctl(b"1"))
+        Supervisor(plan, nodes, admission=admission).run(on_ready=lambda: tell_gptctl(b"1"))
     else:
         tell_gptctl(b"0")
 

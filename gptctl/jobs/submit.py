@@ -19,7 +19,7 @@ import trainer
 from gptctl.backends import Backend, Backends
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import TOKEN
-from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.launch_plan import LaunchPlan, StartConditions
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder, read_text
 from gptctl.jobs.freeze import frozen_config
@@ -31,6 +31,8 @@ from gptctl.spec.check import Checked
 from gptctl.spec.resources import installation_id
 from trainer.config import Override
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors_in
+
+START_AT_ONCE = StartConditions()
 
 
 class Prepared(NamedTuple):
@@ -44,6 +46,7 @@ class Prepared(NamedTuple):
     base_id: str
     templates: tuple[Path, ...]
     git: Mapping[str, Any] | None = None  # state of the repository; None: read it on submit
+    conditions: StartConditions = START_AT_ONCE
 
 
 def this_site() -> Site:
@@ -69,18 +72,20 @@ def prepare(
     overrides: Sequence[Override] = (),
     templates: Sequence[Path] = (),
     base: str = "",
+    conditions: StartConditions = START_AT_ONCE,
 ) -> Prepared:
     """Check, plan and render a job; raise UserError with all findings if it cannot start."""
     if not checked.is_valid:
         raise UserError("the job was not submitted", findings=checked.findings)
     backend = backends.of(checked.cluster.kind)
     base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides, backend)}"
-    plan = _planned(checked, site, store, base, backend)
+    plan = _planned(checked, site, store, base, backend, conditions)
     found = [*checked.findings, *run_preflight(checked, plan, site, backend)]
     if errors_in(found):
         raise UserError("the job was not submitted", findings=found)
     scripts = _scripts(plan, templates, backend)
-    return Prepared(checked, site, plan, scripts, tuple(found), base, tuple(templates))
+    places = tuple(templates)
+    return Prepared(checked, site, plan, scripts, tuple(found), base, places, conditions=conditions)
 
 
 def _scripts(plan: LaunchPlan, templates: Sequence[Path], backend: Backend) -> dict[str, str]:
@@ -104,7 +109,14 @@ def _digest(checked: Checked, site: Site, overrides: Sequence[Override], backend
     return f"{zlib.crc32(text.encode()) & 0xFFFFFF:06x}"
 
 
-def _planned(checked: Checked, site: Site, store: Store, base: str, backend: Backend) -> LaunchPlan:
+def _planned(
+    checked: Checked,
+    site: Site,
+    store: Store,
+    base: str,
+    backend: Backend,
+    conditions: StartConditions,
+) -> LaunchPlan:
     """Plan the job with the first free id: `gpt-3f9a2c`, then `gpt-3f9a2c-2`, …"""
     root = site.absolute(checked.cluster.run_root)
     number = 1
@@ -113,7 +125,7 @@ def _planned(checked: Checked, site: Site, store: Store, base: str, backend: Bac
         plan = backend.plan(checked, site, JobIdentity(job_id, os.path.join(root, job_id)))
         # A folder without a record may be left from another GPTCTL_HOME.
         if not store.holds(job_id) and not os.path.lexists(backend.local_dir(plan)):
-            return plan
+            return plan._replace(**conditions._asdict())
         number += 1
 
 
@@ -209,7 +221,8 @@ def _add_record(prepared: Prepared, store: Store, backend: Backend) -> tuple[Pre
         if store.add(record):
             return prepared, record
         # Another gptctl has taken the id in the meantime: use the next free one.
-        plan = _planned(checked, prepared.site, store, prepared.base_id, backend)
+        conditions = prepared.conditions
+        plan = _planned(checked, prepared.site, store, prepared.base_id, backend, conditions)
         scripts = _scripts(plan, prepared.templates, backend)
         prepared = prepared._replace(plan=plan, scripts=scripts)
 
