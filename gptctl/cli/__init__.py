@@ -56,6 +56,8 @@ VERBS = {
         "completion": ("config", "Print the shell completion script."),
     },
 }
+# What people type who know other tools. Help pages do not list them.
+ALIASES = {"ps": "list", "ls": "list", "kill": "cancel", "stop": "cancel", "run": "submit"}
 MODULE_OF = {verb: module for verbs in VERBS.values() for verb, (module, _) in verbs.items()}
 
 
@@ -76,6 +78,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        args = [ALIASES.get(args[0], args[0]), *args[1:]]
         # click compares with the verbs it has loaded, and here it has loaded none.
         if args[0][:1] != "-" and args[0] not in MODULE_OF and not context.resilient_parsing:
             near = closest(args[0], MODULE_OF)
@@ -179,7 +182,7 @@ def _usage_error(error: click.ClickException) -> UserError:
     from trainer.errors import one_of
 
     context = getattr(error, "ctx", None)  # click does not always set it
-    verb = [word for word in sys.argv[1:2] if word in MODULE_OF]
+    verb = [word for word in sys.argv[1:2] if word in MODULE_OF or word in ALIASES]
     command = context.command_path if context else " ".join(["gptctl", *verb])
     help_page = f"see `{command} --help`"
     alike = getattr(error, "possibilities", None)

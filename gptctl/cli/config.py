@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gptctl.cli.completers import complete_key, complete_rule
 from gptctl.cli.options import (
     as_json_option,
     check_arguments,
@@ -21,6 +22,7 @@ from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError, in_order
 
 if TYPE_CHECKING:
     from gptctl.spec.check import Checked
+    from trainer.errors import Rule
 
 MAX_LISTED = 1 << 17  # ranks; nobody reads a longer table, and it takes long to print
 
@@ -205,7 +207,7 @@ def schema() -> None:
 @click.command(
     epilog=examples("gptctl keys", "gptctl keys mp_degree", "gptctl keys Engine.save_load --json")
 )
-@click.argument("prefix", default="")
+@click.argument("prefix", default="", shell_complete=complete_key)
 @as_json_option
 def keys(prefix: str, as_json: bool) -> None:
     """List the keys of run configs, their defaults and meanings.
@@ -227,12 +229,16 @@ def keys(prefix: str, as_json: bool) -> None:
         ui.print_table("keys of a run config", ["key", Column("default", "wrap"), "meaning"], cells)
 
 
-@click.command(epilog=examples("gptctl rules", "gptctl rules L001", "gptctl rules --json"))
-@click.argument("code", required=False)
+@click.command(epilog=examples("gptctl rules", "gptctl rules L002", "gptctl rules --json"))
+@click.argument("code", required=False, shell_complete=complete_rule)
 @as_json_option
 def rules(code: str | None, as_json: bool) -> None:
-    """List the rules that findings refer to by code."""
+    """List the rules that findings refer to by code.
+
+    With CODE: explain a rule, with an example that breaks it and the fix.
+    """
     from gptctl.cli import ui
+    from gptctl.spec.rule_pages import rule_pages
     from gptctl.spec.rules import all_rules
 
     # Codes are upper case, but people type l002.
@@ -241,10 +247,28 @@ def rules(code: str | None, as_json: bool) -> None:
         raise UserError(f"there is no rule {code}", "`gptctl rules` lists them", WRONG_USAGE)
     if as_json:
         rows = [{"code": rule.code, "level": rule.level, "rule": rule.text} for rule in chosen]
-        ui.print_json(rows)
+        page = rule_pages()[chosen[0].code].as_json() if code else {}
+        ui.print_json([{**row, **page} for row in rows])
+    elif code:
+        ui.print_text(explained(chosen[0]))
     else:
         cells = [[rule.code, rule.level, rule.text] for rule in chosen]
         ui.print_table("rules", ["code", "level", "rule"], cells)
+        ui.say("gptctl rules CODE explains one of them")
+
+
+def explained(rule: Rule) -> str:
+    from textwrap import fill, indent
+
+    from gptctl.spec.rule_pages import rule_pages
+
+    page = rule_pages()[rule.code]
+    parts = [f"{rule.code} ({rule.level}): {rule.text}", fill(page.meaning, 88)]
+    for title, example in (("Wrong", page.wrong), ("Fixed", page.fixed)):
+        if example:
+            where = " (cluster profile)" if example.is_profile else ""
+            parts.append(f"{title}{where}:\n{indent(example.text, '    ')}")
+    return "\n\n".join(parts)
 
 
 @click.command(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gptctl.cli.completers import complete_style
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError, in_order
 
 if TYPE_CHECKING:
@@ -77,14 +79,40 @@ cluster_option = click.option(
 )
 
 
+class OptionWithAliases(click.Option):
+    """An option that torchrun has under other names: help pages show the first one only."""
+
+    def __init__(self, names: Sequence[str], **attributes: Any) -> None:
+        # The parameter is called after the first name, not after the longest.
+        first = names[0].lstrip("-").replace("-", "_")
+        super().__init__([*names, first], **attributes)
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        shown = copy(self)
+        shown.opts = self.opts[:1]
+        return click.Option.get_help_record(shown, ctx)
+
+
 def config_options(verb: F) -> F:
     """Add CONFIG and the options that set its layout and cluster."""
     # Decorators apply from the bottom up: the last one here comes first on the help page.
     for option in (
         override_option,
         cluster_option,
-        click.option("--gpus-per-node", metavar="G", help="Set the number of ranks per node."),
-        click.option("--nodes", metavar="N", help="Set the number of nodes, or MIN:MAX."),
+        click.option(
+            "--gpus-per-node",
+            *("--nproc-per-node", "--nproc_per_node"),
+            cls=OptionWithAliases,
+            metavar="G",
+            help="Set the number of ranks per node.",
+        ),
+        click.option(
+            *("--nodes", "--nnodes"),
+            cls=OptionWithAliases,
+            metavar="N",
+            help="Set the number of nodes, or MIN:MAX.",
+        ),
+        click.option("-c", "--config", "config_option", metavar="CONFIG", help="Same as CONFIG."),
         click.argument("config", required=False, type=click.Path()),
     ):
         verb = option(verb)
@@ -135,7 +163,6 @@ def launch_options(verb: F) -> F:
     """Add the options that `submit` and `render` share; `SECTIONS` orders them."""
     # The values stay text here: config rules check them together, and report every mistake at once.
     for option in (
-        click.option("-c", "--config", "config_option", metavar="CONFIG", help="Same as CONFIG."),
         click.option("--devices", "--gpus", metavar="0,1,…", help="Use these GPUs on every node."),
         click.option("--name", metavar="NAME", help="Set the name of the job."),
         click.option(
@@ -181,6 +208,7 @@ def launch_options(verb: F) -> F:
         click.option(
             "--style",
             metavar="STYLE",
+            shell_complete=complete_style,
             help="Use standalone, c10d, static, launch; on Slurm also srun-script, sbatch, loop.",
         ),
         click.option("--max-restarts", metavar="K", help="Restart a failed job up to K times."),
@@ -357,8 +385,18 @@ def dependency_on(jobs: Sequence[str], session: Session) -> str:
     return f"afterok:{':'.join(ids)}" if ids else ""
 
 
+def one_config(*named: str | None) -> str | None:
+    """Return the config that was named, by CONFIG, by -c or in another way."""
+    given = [each for each in named if each]
+    if len(given) > 1:
+        message = f"config given twice: {given[0]} and {given[1]}"
+        raise UserError(message, "give only one", WRONG_USAGE)
+    return next(iter(given), None)
+
+
 def check_arguments(
     config: str | None,
+    config_option: str | None,
     nodes: str | None,
     gpus_per_node: str | None,
     cluster: str | None,
@@ -366,12 +404,13 @@ def check_arguments(
 ) -> Checked:
     from gptctl.spec.check import check_config, find_config
 
+    named = one_config(config, config_option)
     flags: dict[str, str | bool | None] = {
         "nodes": nodes,
         "gpus_per_node": gpus_per_node,
         "cluster": cluster,
     }
-    return check_config(find_config(config), typed_overrides(flags, overrides))
+    return check_config(find_config(named), typed_overrides(flags, overrides))
 
 
 def check_job(
@@ -393,12 +432,9 @@ def check_job(
         sbatch_options = with_dependencies(sbatch_options, after, session)
     typed = typed_overrides(flags, overrides, variables, script, sbatch_options)
     program = read_program(script)
-    given = [each for each in (config, config_option, program.config) if each]
-    if len(given) > 1:
-        message = f"config given twice: {given[0]} and {given[1]}"
-        raise UserError(message, "give only one", WRONG_USAGE)
+    named = one_config(config, config_option, program.config)
     # A script and flags need no config; config.yaml in this folder may have nothing to do with it.
-    path = None if program.needs_no_config and not given else find_config(next(iter(given), None))
+    path = None if program.needs_no_config and not named else find_config(named)
     checked = check_config(path, typed)
     checked = checked._replace(findings=in_order([*checked.findings, *program.notices]))
     # The cluster is known only now: the config may name it.

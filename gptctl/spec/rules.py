@@ -12,6 +12,7 @@ from trainer.errors import Rule
 # Imported only when the rules are listed. A test checks that no module with a rule is missing.
 MODULES = (
     "trainer.config.tree",
+    "trainer.config.full_width",
     "trainer.config.kinds",
     "trainer.config.layers",
     "trainer.config.dialects",

@@ -103,3 +103,55 @@ def test_both_parsers_of_yaml_give_the_same_tree(monkeypatch, parser: str) -> No
     node = tree.parse(text, "f.yaml", [])
     assert node is not None
     assert tree.plain(node) == {"a": None, "b": None, "c": ["1", "x", None]}
+
+
+FULL_WIDTH = [
+    ("Global：\n  seed： 1\n", [1, 2], {"Global": {"seed": "1"}}),
+    ("Global:\n  seed：1\n  device: cpu\n", [2], {"Global": {"seed": "1", "device": "cpu"}}),
+    ("a: {b： 1，c: 2}\n", [1], {"a": {"b": "1", "c": "2"}}),
+    ("a: [8，1，\n  1]\n", [1], {"a": ["8", "1", "1"]}),
+    ("- a\n", [], None),
+    ("a:\n  - b：1\n", [2], {"a": [{"b": "1"}]}),
+]
+# In texts, comments and values they mean what they say.
+TEXTS = [
+    "a: 训练，第一次：好\n",
+    "a: '{b：1，c}'  # x：1，[2，3]\n",
+    "a: [\"x，y\", 'k：v']\n",
+    "a: |\n  b：1\n  [c，d]\ne: 1\n",
+    "a: 12：30\n",
+]
+
+
+@pytest.mark.parametrize(("text", "lines", "value"), FULL_WIDTH)
+def test_full_width_marks_are_found_and_read_as_meant(text: str, lines: list[int], value: object) -> None:
+    found: list[Finding] = []
+    node = tree.parse(text, "f.yaml", found)
+    assert [finding.place.line for finding in found if finding.code == "C008" and finding.place] == lines
+    if value is not None:
+        assert node is not None
+        assert tree.plain(node) == value
+        assert len(found) == len(lines)
+        assert all("：" not in finding.hint and "，" not in finding.hint for finding in found)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_full_width_marks_in_texts_are_left_alone(text: str) -> None:
+    """The oracle is PyYAML."""
+    import yaml
+
+    found: list[Finding] = []
+    node = tree.parse(text, "f.yaml", found)
+    assert not found
+    assert node is not None
+    expected = yaml.load(text, Loader=yaml.BaseLoader)
+    assert tree.plain(node) == expected
+
+
+def test_full_width_marks_of_overrides(check) -> None:
+    findings = check("Global: {seed: 1}\n", "Data.Train.dataset.split=[8，1，1]").findings
+    assert [(finding.code, finding.hint) for finding in findings] == [("C008", "write `[8, 1, 1]`")]
+    for typed in ("Global.seed＝1", "Global.seed：1"):
+        with pytest.raises(UserError) as caught:
+            check("Global: {seed: 1}\n", typed)
+        assert "write Global.seed=1" in caught.value.hint

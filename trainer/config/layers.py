@@ -50,6 +50,10 @@ class Override(NamedTuple):
         names = key.split(".")
         if not equals or not all(names) or len(names) > MAX_DEPTH:
             hint = "write it as Section.key=value, such as Distributed.mp_degree=2"
+            # An input method may have typed a full-width mark.
+            if typed := re.search("[＝：]", text):
+                plain = text.replace(typed[0], "=", 1)
+                hint = f"`{typed[0]}` is a full-width character: write {plain[:200]}"
             raise UserError(f"{flag} {text[:200]}: invalid override".lstrip(), hint, WRONG_USAGE)
         return Override(key, value.strip(), f"{flag} {text}".lstrip())
 

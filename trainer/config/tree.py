@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
+from trainer.config.full_width import with_plain_marks
 from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
 
 # Far above any real config. They keep a wrong or hostile file from using up time and memory.
@@ -183,6 +184,7 @@ def parse_value(text: str, file: str, found: list[Finding], first_line: int = 1)
     # Only the loader's event parser runs, without constructor and resolver: no object is created.
     loader = getattr(yaml, "CLoader", yaml.Loader)
     builder = _Builder(file, found, first_line)
+    text = with_plain_marks(text, file, found, first_line)
     try:
         return builder.document(yaml.parse(text, Loader=loader))
     except _Stop:
