@@ -158,9 +158,10 @@ def _state_bytes(
     whole, own = _elements(shapes), _elements(shapes, layout.sharding)
     if layout.sharding == 1:
         return whole * used, whole * per_gradient, whole * per_moment, 0
-    # FSDP keeps unreduced gradients over several micro-batches in these two cases.
-    accumulates = run.Engine.accumulate_steps > 1 and (
-        sharding.sharding_stage == 1 or layout.pp > 1
+    # FSDP keeps unreduced gradients until the end of the update in these two cases. A pipeline
+    # reduces them after its last micro-batch, even if that is the only one.
+    accumulates = layout.pp > 1 or (
+        run.Engine.accumulate_steps > 1 and sharding.sharding_stage == 1
     )
     gradients = (whole if accumulates else own) * per_gradient
     gathered, passing = (

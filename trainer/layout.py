@@ -117,6 +117,7 @@ class Shape(NamedTuple):
     seq_len: int
     sequence_parallel: bool = False
     virtual_pp: int = 1
+    pp_schedule: str = "1F1B"
 
 
 def segments(num_layers: int, parts: int) -> tuple[range, ...]:

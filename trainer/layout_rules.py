@@ -75,11 +75,18 @@ INTERLEAVED = Rule(
     "accumulate_steps by pp_degree",
     uses=(*_PP, *_BATCH),
 )
-# With fewer micro-batches than stages, some stages would never have work.
+# 1F1B needs a micro-batch for every stage before the first backward pass.
+_MICRO_BATCHES = (
+    "Distributed.pp_degree",
+    "Distributed.pp_schedule",
+    "Model.virtual_pp_degree",
+    *_BATCH,
+)
 MICRO_BATCHES = Rule(
     "L008",
-    "an update must have at least pp_degree micro-batches",
-    uses=("Distributed.pp_degree", *_BATCH),
+    "an update must have at least pp_degree micro-batches if pp_schedule is set to 1F1B or "
+    "virtual_pp_degree > 1",
+    uses=_MICRO_BATCHES,
 )
 SEQUENCE = Rule(
     "L009",
@@ -94,6 +101,10 @@ MP_IN_NODE = Rule(
     uses=("Distributed.mp_degree", *MACHINE_KEYS),
 )
 UNEVEN = Rule("L011", "pipeline stages should have the same number of layers", "warning", uses=_PP)
+# A warning, because FleetX's own benchmarks run a pipeline of two stages with one micro-batch.
+FEW_MICRO_BATCHES = Rule(
+    "L012", "an update should have at least pp_degree micro-batches", "warning", uses=_MICRO_BATCHES
+)
 
 GLOBAL_BATCH = Rule(
     "B001",
@@ -261,14 +272,24 @@ def _check_pipeline(shape: Shape, pp: int, batch: Batch, replicas: int) -> Itera
             "the shorter stages wait for the longest"
         )
         yield UNEVEN.found(key, pp, message, f"use a divisor of {shape.layers}")
-    if accumulate < pp:
-        count = "1 micro-batch" if accumulate == 1 else f"{accumulate} micro-batches"
-        message = f"{count} per update cannot fill {pp} pipeline stages"
-        local = pp * batch.micro
-        hint = (
-            f"raise local_batch_size to {local} (global_batch_size to {local * replicas}) or more"
-        )
-        yield MICRO_BATCHES.found(key, pp, message, hint)
+    if 0 < accumulate < pp:  # 0: B002 reports sizes that do not divide
+        yield _few_micro_batches(shape, pp, batch, replicas)
+
+
+def _few_micro_batches(shape: Shape, pp: int, batch: Batch, replicas: int) -> Finding:
+    count = "1 micro-batch" if batch.accumulate == 1 else f"{batch.accumulate} micro-batches"
+    message = f"{count} per update cannot fill {pp} pipeline stages"
+    local = pp * batch.micro
+    hint = f"raise local_batch_size to {local} (global_batch_size to {local * replicas}) or more"
+    if near := [size for size in divisors(batch.local) if batch.local // size >= pp]:
+        hint += f", or lower micro_batch_size to {near[-1]}"
+    if shape.virtual_pp == 1 and shape.pp_schedule == "GPipe":
+        idle = (pp - 1) / (batch.accumulate + pp - 1)
+        message += f": runs with GPipe, and stages are idle for {idle:.0%} of the time"
+        return FEW_MICRO_BATCHES.found(DEGREE_KEYS["pp"], pp, message, hint)
+    if shape.virtual_pp == 1:
+        hint += ", or leave pp_schedule empty"
+    return MICRO_BATCHES.found(DEGREE_KEYS["pp"], pp, message, hint)
 
 
 def propose(

@@ -16,6 +16,8 @@ MODULES = (
     "trainer.config.kinds",
     "trainer.config.layers",
     "trainer.config.dialects",
+    "trainer.config.switches",
+    "trainer.config.tasks",
     "trainer.config.derive",
     "trainer.config.rules",
     "trainer.config.resolve",

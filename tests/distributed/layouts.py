@@ -21,6 +21,7 @@ class Case(NamedTuple):
     virtual: int = 1
     sequence: bool = False
     schedule: str = "1F1B"
+    few: int = 0  # micro-batches, if they are fewer than the stages: then no schedule is written
 
     @property
     def layout(self) -> Layout:
@@ -35,12 +36,13 @@ class Case(NamedTuple):
         degrees = [f"{axis}{degree}" for axis, degree in self.layout._asdict().items() if degree > 1]
         more = [f"stage{self.stage}"] * (self.sharding > 1) + ["interleaved"] * (self.virtual > 1)
         more += ["sequence"] * self.sequence + [self.schedule] * (self.schedule != "1F1B")
+        more += [f"few{self.few}"] * (self.few > 0)
         return "-".join(degrees + more) or "one"
 
     @property
     def micro_batches(self) -> int:
         """With pp of them, an interleaved pipeline is done with a chunk before the next one has gradients."""
-        return self.pp * self.virtual
+        return self.few or self.pp * self.virtual
 
     def keys(self, accumulate: int = 1, recompute: bool = False) -> dict[str, object]:
         """The config of a run; `accumulate` times as many micro-batches as the pipeline needs anyway."""
@@ -52,7 +54,7 @@ class Case(NamedTuple):
             "Distributed.mp_degree": self.mp,
             "Distributed.sharding.sharding_degree": self.sharding,
             "Distributed.sharding.sharding_stage": self.stage,
-            "Distributed.pp_schedule": self.schedule,
+            **({} if self.few else {"Distributed.pp_schedule": self.schedule}),
             "Model.virtual_pp_degree": self.virtual,
             "Model.sequence_parallel": self.sequence,
             "Model.use_recompute": recompute,
@@ -87,6 +89,12 @@ LAYOUTS = [
     Case(dp=2, sharding=2, mp=2),
     Case(dp=2, sharding=2, pp=2),
     Case(sharding=4, mp=2),  # PaddleNLP's example on 8 cards
+]
+# Fewer micro-batches than stages; FleetX benchmarks dp 2, mp 2, pp 2 with one.
+FEW = [Case(pp=2, few=1), Case(pp=4, few=2)]
+MORE_FEW = [
+    Case(dp=2, mp=2, pp=2, few=1),
+    *(Case(sharding=2, pp=2, stage=stage, few=1) for stage in (1, 2, 3)),
 ]
 LARGEST = Case(dp=2, sharding=2, mp=2, pp=2)  # 16 ranks
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.conftest import Train
-from tests.distributed.layouts import ALONE, LARGEST, LAYOUTS, Case, cases
+from tests.distributed.layouts import ALONE, FEW, LARGEST, LAYOUTS, MORE_FEW, Case, cases
 from tests.distributed.measured import EVALUATION, train
 from tests.distributed.test_bytes import assert_as_estimated
 from tests.ranks import Ended, Ranks, run, tiny
@@ -87,6 +87,18 @@ def test_the_loss_of_a_large_vocabulary_is_the_same(
     monkeypatch.setattr("trainer.loss.LARGE_VOCAB", 1)
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 24 * 128 // case.mp)
     assert_same(train(tmp_path, case).ended, alone)
+
+
+LONG = [pytest.param(case, id=case.name, marks=pytest.mark.long) for case in MORE_FEW]
+
+
+@pytest.mark.parametrize("case", [*cases(FEW), *LONG])
+def test_fewer_micro_batches_than_stages(trained: Train, alone: Ended, case: Case) -> None:
+    """GPipe, chosen by gptctl; the log warns. The bytes are as estimated too."""
+    this = trained(case)
+    assert_same(this.ended, alone)
+    assert_as_estimated(this)
+    assert "warning: L012 Distributed.pp_degree" in this.ended.out[0]
 
 
 UNEVEN = [Case(pp=3), Case(sharding=3, stage=3)]

@@ -88,10 +88,13 @@ def fits(case: Case) -> bool:
     tensor_parallel = (
         splits_evenly(case.heads, case.mp) and splits_evenly(ffn, case.mp) and splits_evenly(padded, case.mp)
     )
-    pipeline = case.pp == 1 or (case.layers >= case.pp * case.virtual_pp and micro_batches >= case.pp)
+    pipeline = case.pp == 1 or (case.layers >= case.pp * case.virtual_pp)
     if case.pp > 1 and case.virtual_pp > 1:
         pipeline = (
-            pipeline and splits_evenly(case.layers, case.pp * case.virtual_pp) and splits_evenly(micro_batches, case.pp)
+            pipeline
+            and micro_batches >= case.pp
+            and splits_evenly(case.layers, case.pp * case.virtual_pp)
+            and splits_evenly(micro_batches, case.pp)
         )
     return (
         tensor_parallel

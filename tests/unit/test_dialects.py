@@ -230,7 +230,7 @@ def test_fleetx_with_section_roots_and_a_base(tmp_path) -> None:
     assert_means(resolved, meanings)
     notices = [finding for finding in resolved.findings if finding.code == "N001"]
     assert len(notices) == 1  # one notice for all of Paddle's keys
-    for key in ("Global.flags", "custom_black_list", "Model.module", "Data.Train.sampler.name", "Distributed.fuse_"):
+    for key in ("Global.flags", "custom_black_list", "Data.Train.sampler.name", "Distributed.fuse_"):
         assert key in notices[0].message
 
 

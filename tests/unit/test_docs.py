@@ -18,6 +18,7 @@ from gptctl.spec.summary import key_rows
 from tests.conftest import ROOT
 from tests.pages import FENCE, commands, pages
 from trainer.config.dialects import IGNORED, RENAMED, SPECIAL
+from trainer.config.tasks import AUTO_KEYS, NOT_SUPPORTED_YET
 
 PAGES = pages()
 ENGLISH = [page for page in PAGES if page.parent.name != "zh-CN" and not page.name.endswith(".zh-CN.md")]
@@ -100,7 +101,7 @@ def test_named_keys_exist(page: Path) -> None:
     """As keys, as sections, or as keys of a dialect; in backticks, or after -o."""
     text = page.read_text(encoding="utf-8")
     keys = {row["key"] for row in key_rows("")}
-    known = {*keys, *RENAMED, *SPECIAL, *IGNORED} | {key.rpartition(".")[0] for key in keys}
+    known = {*keys, *RENAMED, *SPECIAL, *IGNORED, *of_other_tasks()} | {key.rpartition(".")[0] for key in keys}
     known |= {section.rpartition(".")[0] for section in known}
     known |= {key.replace("Data.Train", "Data.*") for key in known}
     codes = [*re.findall(r"`([^`\n]+)`", text), *re.findall(r"-o ([A-Za-z_.]+)=", text)]
@@ -117,10 +118,16 @@ def test_named_rules_exist(page: Path) -> None:
     assert set(named) <= codes
 
 
+def of_other_tasks() -> set[str]:
+    keys = [*AUTO_KEYS, *(key for other in NOT_SUPPORTED_YET for key in (*other.signs, *other.belongs))]
+    return {re.sub(r"^Data\.\w+\.(collate_fn|sample_split)", r"Data.*.\1", key) for key in keys}
+
+
 @pytest.mark.parametrize("page", ["docs/coming-from.md", "docs/zh-CN/coming-from.md"])
 def test_every_foreign_key_is_mapped(page: str) -> None:
     words = set(re.findall(r"[\w.*]+", (ROOT / page).read_text(encoding="utf-8")))
-    assert {*RENAMED, *SPECIAL, *IGNORED} - words == set()
+    ours = {row["key"] for row in key_rows("")}
+    assert {*RENAMED, *SPECIAL, *IGNORED, *of_other_tasks()} - ours - words == set()
 
 
 def test_every_launch_style_is_shown() -> None:

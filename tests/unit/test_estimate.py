@@ -160,6 +160,12 @@ def test_1f1b_keeps_no_more_than_there_is() -> None:
     assert round(activations(3, "Global.local_batch_size=4")) == 6
 
 
+def test_gpipe_keeps_every_micro_batch_on_every_stage() -> None:
+    """It is what runs with fewer micro-batches than stages: 2 of 6 layers each, where 1F1B cannot run."""
+    assert [round(activations(stage, "Global.local_batch_size=2")) for stage in range(4)] == [12] * 4
+    assert [round(activations(stage, "Global.local_batch_size=1")) for stage in range(4)] == [6] * 4
+
+
 def test_the_interleaved_schedule_keeps_more() -> None:
     """2 · (4 - 0 - 1) + (2 - 1) · 4 + 1 = 11 chunks of 3 layers on the first stage."""
     assert round(activations(0, "Model.virtual_pp_degree=2")) == 33
@@ -172,6 +178,9 @@ def test_with_a_pipeline_gradients_stay_whole_through_the_accumulation() -> None
     one, two = estimate(plain.run, plain.layout).memory, estimate(piped.run, piped.layout).memory
     assert one.gradients == pytest.approx(one.optimizer / 2)  # 4 bytes to 8, both over 2 ranks
     assert two.gradients == pytest.approx(two.optimizer)  # 4 bytes whole, 8 over 2 ranks
+    single = resolved(Machines(1, 4), *sharded, "pp_degree=2", "Global.micro_batch_size=4")
+    three = estimate(single.run, single.layout).memory
+    assert three.gradients == pytest.approx(three.optimizer)  # even with one micro-batch: measured in tests/distributed
 
 
 def test_the_heaviest_stage_counts_also_when_layers_are_uneven() -> None:

@@ -55,6 +55,7 @@ CASES = [
     ("C014", "Data:\n  Train:\n    dataset:\n      input_dir: s3://bucket/x\n", 4),
     ("C016", "model_type: bert\n", 1),
     ("C017", "Model:\n  name: GPT\n  hidden_size: 64\n  num_layers: 2\n", 2),
+    ("C019", "Distributed: {dp_degree: 1}\nModel:\n  module: GPTEvalModule\n", 3),
     ("L001", "Distributed:\n  mp_degree: 2\n  dp_degree: 3\nLaunch: {nodes: 2, gpus_per_node: 8}\n", 3),
     (
         "L001",
@@ -70,7 +71,10 @@ CASES = [
     ("L005", "Model:\n  ffn_hidden_size: 3001\nDistributed:\n  mp_degree: 2\n", 4),
     ("L006", "Distributed:\n  pp_degree: 13\nGlobal: {local_batch_size: 13}\n", 2),
     ("L007", "Model:\n  virtual_pp_degree: 2\nDistributed: {pp_degree: 2}\nGlobal: {local_batch_size: 3}\n", 2),
-    ("L008", "Distributed:\n  pp_degree: 2\n", 2),
+    ("L008", "Distributed:\n  pp_degree: 2\n  pp_schedule: 1F1B\n", 2),
+    ("L007 L008", "Model:\n  virtual_pp_degree: 2\nDistributed:\n  pp_degree: 2\n", 2),
+    ("L012", "Distributed:\n  pp_degree: 2\n", 2),
+    ("L012", "Distributed:\n  pp_degree: 2\n  pp_schedule: GPipe\n", 2),
     (
         "L009",
         "Model: {sequence_parallel: True}\nData: {Train: {dataset: {max_seq_len: 1023}}}\nDistributed:\n  mp_degree: 2\n",
@@ -86,6 +90,8 @@ CASES = [
     ("N004", "Optimizer:\n  tensor_fusion: True\nDistributed: {dp_degree: 2}\n", 2),
     ("N004", "Model:\n  scale_qk_by_layer_num: True\n", 2),
     ("N004", "Model:\n  fuse_attn_qkv: False\n", 2),
+    ("N006", "Data:\n  Train:\n    sample_split: 2\n", 0),
+    ("N007", "Optimizer:\n  name: Adam\n", 2),
     ("T001", "Data:\n  Train:\n    dataset:\n      max_seq_len: 2048\n", 4),
     ("T001", "Model:\n  max_position_embeddings: 512\n", 2),
     ("T002", "Model:\n  no_recompute_layers: [3, 12]\n", 2),
@@ -312,7 +318,12 @@ def test_codes_are_unique() -> None:
 
 def test_codes_never_change_their_meaning() -> None:
     """The codes users have seen: removing or renumbering one breaks their scripts and their memory."""
-    published = "A001-A015 B001-B002 C001-C008 C010-C018 E001-E031 L001-L011 M001-M001 N001-N005 P001-P004 P006-P007 S001-S010 S015-S015 S020-S020 T001-T012 T020-T026"
+    published = """
+        A001-A015 B001-B002 C001-C008 C010-C019 E001-E031 L001-L012 M001-M001 N001-N007
+        P001-P004 P006-P007
+        S001-S010 S015-S015 S020-S020
+        T001-T012 T020-T026
+    """
     expected = []
     for span in published.split():
         first, last = span.split("-")
@@ -342,3 +353,37 @@ def test_unknown_keys_get_a_suggestion(check, text: str, hint: str) -> None:
     finding = check(text).findings[0]
     assert finding.code == "C010"
     assert hint in finding.hint
+
+
+FEW = "Distributed:\n  pp_degree: 4\nGlobal: {local_batch_size: 2}\n"
+
+
+def test_few_micro_batches_run_with_gpipe_unless_a_schedule_is_written(check, tmp_path) -> None:
+    """L012 warns and the config is valid, also when the resolved config is loaded again, as a job does."""
+    checked = check(FEW)
+    assert codes(checked) == ["L012"]
+    assert "stages are idle for 60% of the time" in checked.findings[0].message  # (4 - 1) / (2 + 4 - 1)
+    assert checked.resolved.run.Distributed.pp_schedule == "GPipe"
+    assert checked.resolved.origins["Distributed.pp_schedule"] == "derived: fewer micro-batches than stages"
+    again = check(checked.resolved.as_json())
+    assert (codes(again), again.resolved.run) == (["L012"], checked.resolved.run)
+    assert codes(check(FEW, "Distributed.pp_schedule=1F1B")) == ["L008"]
+    assert codes(check(FEW, "Global.local_batch_size=4")) == []
+    assert check(FEW, "Global.local_batch_size=4").resolved.run.Distributed.pp_schedule == "1F1B"
+
+
+def test_the_hint_for_few_micro_batches_is_enough(check) -> None:
+    """Each change that the hint names removes the warning."""
+    text = "Distributed: {pp_degree: 4}\nGlobal: {local_batch_size: 8, micro_batch_size: 4}\n"
+    hint = check(text).findings[0].hint
+    assert hint == "raise local_batch_size to 16 (global_batch_size to 16) or more, or lower micro_batch_size to 2"
+    assert codes(check(text, "Global.local_batch_size=16")) == codes(check(text, "Global.micro_batch_size=2")) == []
+
+
+def test_no_layout_with_few_micro_batches_is_proposed(check) -> None:
+    """3 GPUs for pp 2: pp 3 would leave stages without work."""
+    (finding,) = check(
+        "Distributed: {pp_degree: 2, dp_degree: 2}\nModel: {num_layers: 12}\nLaunch: {gpus_per_node: 3}\n"
+    ).findings[:1]
+    assert finding.code == "L001"
+    assert "pp 3" not in finding.hint

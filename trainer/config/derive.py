@@ -143,6 +143,10 @@ def _fill_batch(filling: _Filling) -> None:
     filling.fill("Global.local_batch_size", batch.local, "global / (dp · sharding), or micro")
     # Like FleetX, overwrite the value in the config; `resolve.py` warns if the two differ.
     filling.replace("Engine.accumulate_steps", batch.accumulate, "local / micro")
+    # 1F1B cannot run with fewer micro-batches than stages, GPipe can.
+    pp, chunks = filling.get(DEGREE_KEYS["pp"]), filling.get("Model.virtual_pp_degree")
+    if batch.accumulate < pp and chunks == 1:
+        filling.fill("Distributed.pp_schedule", "GPipe", "fewer micro-batches than stages")
 
 
 def _fill_data(filling: _Filling) -> None:

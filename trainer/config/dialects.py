@@ -18,7 +18,6 @@ from trainer.errors import Finding, Place, Rule, closest
 
 UNKNOWN = Rule("C010", "a key must be known")
 MODEL_FAMILY = Rule("C016", "model_type must be gpt or gpt-cn")
-SWITCH = Rule("T025", "use_sharding and sharding_degree should agree", "warning")
 
 _ENGINE_KEYS = (
     "run_mode max_steps num_train_epochs accumulate_steps logging_freq eval_freq eval_iters "
@@ -42,6 +41,11 @@ RENAMED: dict[str, tuple[str, ...]] = {
         for name in ("max_lr", "min_lr", "decay_steps", "warmup_rate")
     },
     **{name: (f"Model.{name}",) for name in ("use_recompute", *_DROPOUTS)},
+    "recompute_granularity": ("Model.recompute_granularity",),
+    "fused_linear": ("Model.fused_linear",),
+    "tensor_fusion": ("Optimizer.tensor_fusion",),
+    "Gradclip": ("Optimizer.grad_clip",),
+    "Eval": ("Offline_Eval",),
     "batch_size": ("Global",),
     "dataset": ("Data.Train.dataset",),
     "use_amp": ("Engine.mix_precision.enable",),
@@ -79,6 +83,9 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "Data.batch_size": ("Global",),
     "Data.dataset": ("Data.Train.dataset",),
     "Fused.tensor_fusion": ("Optimizer.tensor_fusion",),
+    "Engine.use_recompute": ("Model.use_recompute",),
+    "Engine.save_load.save_by_steps": ("Engine.save_load.save_steps",),
+    "Optimizer.Gradclip": ("Optimizer.grad_clip",),
     "Optimizer.adam_beta1": ("Optimizer.beta1",),
     "Optimizer.adam_beta2": ("Optimizer.beta2",),
     "Optimizer.adam_epsilon": ("Optimizer.epsilon",),
@@ -127,19 +134,28 @@ BY_PURE_FP16 = "as use_pure_fp16"  # placeholder for `enable` until all layers a
 FOREIGN_GROUPS = ("data_config", "gpt_config", "trainer_config", "optimizer_config", "Fused")
 
 # Accepted with one notice: only Paddle or hydra uses these keys, or the trainer always computes
-# them. `*` stands for Train, Eval or Test.
+# them, or they switch something off that it does not have (`tasks.py` refuses what they switch on).
+# `*` stands for Train, Eval or Test.
 IGNORED = frozenset(
     """
-    Global.flags Global.enable_partial_send_recv
+    Global.flags Global.enable_partial_send_recv Global.to_static
     Engine.mix_precision.custom_black_list Engine.mix_precision.custom_white_list
     Engine.mix_precision.use_main_grad
     Model.module Model.type_vocab_size Model.fused_linear Model.fused_softmax_with_triangular
+    Model.use_memory_attn
     Data.*.dataset.num_samples Data.*.dataset.mode Data.*.sampler.name Data.*.sampler.batch_size
     Data.*.loader.return_list Data.*.loader.collate_fn
     Optimizer.multi_precision Optimizer.lr.use_increments Optimizer.lr.run_mode
     Distributed.fuse_sequence_parallel_allreduce Distributed.hcg
     Profiler.record_shapes Profiler.profile_memory Profiler.summary
-    Inference Compress enable_addto fuse_transformer fuse_mt profiler_options beam_size
+    Generation.num_beams Generation.length_penalty Generation.early_stopping
+    Generation.use_topp_sampling Generation.inference Offline_Eval.ckpt_dir
+    Inference Compress Quantization Prune quantization Distributed.sep_degree
+    Model.num_experts Model.moe_configs Model.expert_interval Model.gate Model.topk
+    Model.moe_use_residual Model.moe_train_capacity_factor Model.moe_eval_capacity_factor
+    Model.moe_min_capacity Model.moe_token_dropping Model.balance_loss_weight
+    Model.enable_expert_tensor_parallelism Engine.balance_loss_weight
+    enable_addto fuse_transformer fuse_mt profiler_options beam_size
     save_inference_model_then_exist
     hydra gpt_config.vocab_size gpt_config.block_size
     node_rank
@@ -291,63 +307,6 @@ def _unknown_in_group(path: str, node: Node) -> Finding:
     return UNKNOWN.using(*meant).found(
         path, plain(node), f"{group} has no key {name}", hint, node.place
     )
-
-
-def apply_switches(tree: Map, found: list[Finding]) -> Map:
-    """Apply PaddleNLP's use_sharding and use_pure_fp16, which depend on all merged layers."""
-    return _apply_pure_fp16(_apply_use_sharding(tree, found))
-
-
-def _apply_pure_fp16(tree: Map) -> Map:
-    """True selects O2 and float16 unless the config sets them, and enables mixed precision."""
-    engine = tree.items.get("Engine")
-    precision = engine.items.get("mix_precision") if isinstance(engine, Map) else None
-    if (
-        not isinstance(engine, Map)
-        or not isinstance(precision, Map)
-        or "use_pure_fp16" not in precision.items
-    ):
-        return tree
-    keys = {key: node for key, node in precision.items.items() if key != "use_pure_fp16"}
-    switch_node = precision.items["use_pure_fp16"]
-    wanted, enable = plain(switch_node) == "True", keys.get("enable")
-    # The placeholder is still there only if no later layer has set `enable`.
-    if isinstance(enable, Scalar) and enable.text == BY_PURE_FP16:
-        keys["enable"] = Scalar(str(wanted), switch_node.place)
-    if wanted:
-        keys = {
-            "level": Scalar("O2", switch_node.place),
-            "dtype": Scalar("float16", switch_node.place),
-            **keys,
-        }
-    engine = Map({**engine.items, "mix_precision": Map(keys, precision.place)}, engine.place)
-    return Map({**tree.items, "Engine": engine}, tree.place)
-
-
-def _apply_use_sharding(tree: Map, found: list[Finding]) -> Map:
-    """use_sharding false forces sharding_degree 1."""
-    distributed = tree.items.get("Distributed")
-    if not isinstance(distributed, Map) or "use_sharding" not in distributed.items:
-        return tree
-    rest = {key: node for key, node in distributed.items.items() if key != "use_sharding"}
-    node = distributed.items["use_sharding"]
-    sharding = rest.get("sharding", Map({}, distributed.place))
-    wanted = switch(node, "use_sharding", found)
-    degree = sharding.items.get("sharding_degree") if isinstance(sharding, Map) else None
-    written = plain(degree) if degree else None
-    one = written in (None, "1")
-    if wanted and one:
-        message, hint = "no effect: sharding_degree is 1", "set sharding_degree to 2 or more"
-        found.append(SWITCH.found("use_sharding", True, message, hint, node.place))
-    if wanted is False and isinstance(sharding, Map) and (one or str(written).isdigit()):
-        if not one:
-            message = f"use_sharding is off: sharding_degree {written} is ignored"
-            hint = "delete one of the two keys"
-            found.append(SWITCH.found("use_sharding", False, message, hint, node.place))
-        rest["sharding"] = Map(
-            {**sharding.items, "sharding_degree": Scalar("1", node.place)}, sharding.place
-        )
-    return Map({**tree.items, "Distributed": Map(rest, distributed.place)}, tree.place)
 
 
 def put(tree: Map, path: str, node: Node, found: list[Finding]) -> None:

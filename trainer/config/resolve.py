@@ -9,15 +9,23 @@ from functools import cache
 from typing import NamedTuple
 
 from trainer.config.derive import DROPOUTS, MISSING_SIZE, Derived, derive
-from trainer.config.dialects import apply_switches
 from trainer.config.kinds import Section, keys_of
 from trainer.config.read import Reading, build, paths_of, read_root
 from trainer.config.rules import NO_EFFECT, OFF, check_run
 from trainer.config.sections import RunConfig
+from trainer.config.switches import apply_switches
+from trainer.config.tasks import set_aside
 from trainer.config.tree import Map
-from trainer.errors import Finding, Rule, errors_in, in_order
+from trainer.errors import Finding, Rule, in_order
 from trainer.layout import DEGREE_KEYS, Batch, Layout, Machines, Shape
-from trainer.layout_rules import WORLD, check_model, check_mp_in_node, check_world, propose
+from trainer.layout_rules import (
+    FEW_MICRO_BATCHES,
+    WORLD,
+    check_model,
+    check_mp_in_node,
+    check_world,
+    propose,
+)
 
 IGNORED = Rule("N001", "a config should not contain keys that this trainer ignores", "notice")
 NOT_BUILT = Rule("N002", "a config should not use sections that are not implemented yet", "notice")
@@ -88,6 +96,7 @@ def shape_of(run: RunConfig) -> Shape:
         seq_len=run.Data.Train.dataset.max_seq_len,
         sequence_parallel=model.sequence_parallel,
         virtual_pp=model.virtual_pp_degree,
+        pp_schedule=run.Distributed.pp_schedule,
     )
 
 
@@ -98,9 +107,14 @@ def read_run(
     unread: tuple[str, ...] = (),
 ) -> Reading:
     """Read the sections of a run config, and those of another program (`others`)."""
-    tree = apply_switches(tree, found)
+    tree, is_other_task = set_aside(apply_switches(tree, found), found)
     reading = Reading(found, {**sections(), **(others or {})})
+    refused = list(found)
     read_root(tree, reading, unread)
+    if is_other_task:
+        # The keys of another task are its own business: one line is enough.
+        found[:] = refused
+        return reading
     if reading.ignored:
         keys = ", ".join(f"{key} ({place})" for key, place in reading.ignored.items())
         found.append(
@@ -193,9 +207,9 @@ def _proposal(wish: Layout, reading: Reading, machines: Machines, dp_written: bo
         found = reading.valid_findings(
             [*derived.found, *check_model(shape_of(run), layout, batch_of(run)), *check_run(run)]
         )
-        of_layout = [
-            finding for finding in errors_in(found) if set(finding.uses) & set(DEGREE_KEYS.values())
-        ]
+        # Few micro-batches only cost time, but a proposal should do better.
+        misfits = [f for f in found if f.level == "error" or f.code == FEW_MICRO_BATCHES.code]
+        of_layout = [f for f in misfits if set(f.uses) & set(DEGREE_KEYS.values())]
         return frozenset(finding.code[0] for finding in of_layout)
 
     if fitting := propose(wish, machines, dp_written, lambda layout: not errors_of(layout)):

@@ -249,7 +249,9 @@ class GradClip:
 
 @record(frozen=True)
 class Optimizer:
-    name: str = choice("AdamW", ["AdamW"], "optimizer; the only choice", fusedadamw="AdamW")
+    name: str = choice(
+        "AdamW", ["AdamW"], "optimizer; the only choice", fusedadamw="AdamW", adam="AdamW"
+    )
     weight_decay: float = number(0.01, "weight decay, except for biases and norms", low=0)
     beta1: float = number(0.9, "decay rate of Adam's first moment", low=0, below=1)
     beta2: float = number(0.999, "decay rate of Adam's second moment", low=0, below=1)
@@ -295,6 +297,7 @@ class Distributed:
         "1F1B",
         ["1F1B", "GPipe"],
         "pipeline schedule: 1F1B | GPipe (all forward passes first); "
+        "empty, with fewer micro-batches than stages: GPipe; "
         "virtual_pp_degree > 1: always interleaved 1F1B",
     )
     pp_recompute_interval: int = integer(

@@ -2,7 +2,8 @@
 
 1F1B runs a backward pass as soon as possible, so a stage holds the activations of at most pp_degree
 micro-batches. Interleaved 1F1B: every stage holds several chunks of layers, which shortens the idle
-time at the start and end of an update. GPipe: all forward passes, then all backward passes.
+time at the start and end of an update. GPipe: all forward passes, then all backward passes; it is
+the only one that can run with fewer micro-batches than stages.
 Shapes are given in advance, so that torch does not have to exchange them in the first step.
 """
 
