@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 import signal
 import time
+from collections.abc import Iterator
 
 UNRECOVERABLE = 93  # exit code: a restart would fail in the same way
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
@@ -105,6 +106,7 @@ def watch(command: list[str]) -> int:
     Returns the exit code of the program. If a signal killed it, kills itself with the same signal.
     """
     die_with_parent(os.getppid())
+    log_start, kills = log_size(), oom_kills()
     signals = [getattr(signal, name) for name in FORWARDED]
     # Blocked signals stay pending, so none is lost between the fork and the handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -113,7 +115,7 @@ def watch(command: list[str]) -> int:
         exec_program(command, signals)
     for number in signals:
         signal.signal(number, lambda number, frame: os.kill(child, number))
-    note("start", child)
+    note("start", child, log_start=log_start)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     # Do not reap it yet: a signal that arrives now is still forwarded to its pid, which another
     # process may get afterwards.
@@ -124,7 +126,10 @@ def watch(command: list[str]) -> int:
     code, killer = (
         (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
     )
-    note("end", child, exit=code, signal=killer, max_rss_mb=usage.ru_maxrss >> 10)
+    # Only the out-of-memory killer of the kernel explains SIGKILL; nobody else counts its kills.
+    now = oom_kills() if killer == signal.SIGKILL else kills
+    oom = next((where for where, number in now.items() if number > kills.get(where, number)), None)
+    note("end", child, exit=code, signal=killer, max_rss_mb=usage.ru_maxrss >> 10, oom=oom)
     # Tell the launcher and later restarts, because torchrun hides the exit code of a rank.
     if code == UNRECOVERABLE:
         append("unrecoverable", "")
@@ -188,7 +193,39 @@ def exit_by_signal(number: int) -> None:
     os._exit(128 + number)
 
 
-def note(event: str, child: int, **facts: int | None) -> None:
+def log_size() -> int:
+    """The size of this rank's log: an earlier attempt of torchrun may have written to it."""
+    try:
+        return os.stat(os.path.join(os.environ["GPTCTL_LOG_DIR"], f"workerlog.{rank()}")).st_size
+    except (KeyError, OSError):
+        return 0
+
+
+def oom_kills() -> dict[str, int]:
+    """How many processes the kernel has killed for lack of memory: of this group, and of all."""
+    groups = [line.split(":", 2) for line in lines_of("/proc/self/cgroup")]
+    paths = [path for _, names, path in groups if names in ("", "memory")]
+    # Version 1 and 2 of control groups; a container may see its own group at the root.
+    files = [f"/sys/fs/cgroup/memory{path}/memory.oom_control" for path in [*paths, ""]]
+    files += [f"/sys/fs/cgroup{path}/memory.events" for path in [*paths, ""]]
+    own = (count for file in files for count in counts_of(file))
+    counted = {"cgroup": next(own, None), "machine": next(counts_of("/proc/vmstat"), None)}
+    return {where: number for where, number in counted.items() if number is not None}
+
+
+def counts_of(file: str) -> Iterator[int]:
+    return (int(line.split()[1]) for line in lines_of(file) if line.startswith("oom_kill "))
+
+
+def lines_of(file: str) -> list[str]:
+    try:
+        with open(file, encoding="ascii", errors="replace") as stream:
+            return stream.read().splitlines()
+    except OSError:
+        return []
+
+
+def note(event: str, child: int, **facts: int | str | None) -> None:
     """Append one line for the launcher to the file of this node. Failing to write is not fatal."""
     import json
 
@@ -200,6 +237,7 @@ def note(event: str, child: int, **facts: int | None) -> None:
         "host": os.uname().nodename,
         "pid": child,
         "time": time.time(),
+        "clock": time.monotonic(),  # stays true if somebody sets the time
         **facts,
     }
     append(f"ranks.{node}.jsonl", json.dumps(line) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -51,7 +52,14 @@ def report_failure(folder: Path, reason: str) -> None:
 
 def _write(file: Path, state: str, **facts: Any) -> None:
     text = json.dumps(
-        {"state": state, "time": time.time(), "host": socket.gethostname(), **facts}, indent=1
+        {"state": state, "time": time.time(), "host": socket.gethostname(), **_job(), **facts},
+        indent=1,
     )
     with _writing, replacing(file) as stream:
         stream.write(f"{text}\n".encode())
+
+
+def _job() -> dict[str, Any]:
+    """The job and the attempt that this run belongs to, if a launcher started it."""
+    job, attempt = os.environ.get("GPTCTL_JOB"), os.environ.get("GPTCTL_ATTEMPT", "")
+    return {"job": job, "attempt": int(attempt)} if job and attempt.isdecimal() else {}

@@ -50,18 +50,24 @@ def train(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> None:
         with status_file(output_dir(run), mesh, log) as report:
             t = prepare(run, mesh, log, stop)
             restore(t, checkpoints, checkpoint)
+            first_step = t.progress.step
             if run_steps(t, checkpoints):
                 finish(t, checkpoints)
                 report("finished", step=t.progress.step)
                 log.info(COMPLETE)
             else:
-                save_unless_checking(t, checkpoints)
+                has_trained = t.progress.step > first_step
+                if has_trained:
+                    save_unless_checking(t, checkpoints)
                 signal = stop.signal or "sent to another rank"
                 report("stopped", step=t.progress.step, signal=signal)
-                log.info(
-                    f"Stopped on request at global step {t.progress.step}. "
-                    f"To resume: {how_to_resume()}."
-                )
+                log.info(stop_text(t.progress.step, has_trained))
+
+
+def stop_text(step: int, has_trained: bool) -> str:
+    if not has_trained:
+        return f"Stopped on request before global step {step + 1}: there was nothing to save."
+    return f"Stopped on request at global step {step}. To resume: {how_to_resume()}."
 
 
 def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training:

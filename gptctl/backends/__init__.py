@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from gptctl.engine.cause import Cause
 from gptctl.engine.contract import LAUNCH_SCRIPT
+from gptctl.engine.first_failure import cause_on_nodes
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import is_alive, is_here
-from gptctl.engine.run_folder import LOST, PENDING, UNKNOWN
+from gptctl.engine.run_folder import LOST, PENDING, UNKNOWN, Result, RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import IN_PLACE, JobIdentity, PlanDefaults, Site, build_plan
 from gptctl.reporting import Fetched, Say, ShowProgress
@@ -30,9 +32,28 @@ class JobState(NamedTuple):
 
     state: str  # see `engine/run_folder.py`
     reason: str = ""  # for people: never compared
+    failure: Cause | None = None  # the first failure of a job that failed, if it is known
 
     def __str__(self) -> str:
         return f"{self.state}: {self.reason}" if self.reason else self.state
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "failure": self.failure.as_json() if self.failure else None}
+
+
+def recorded_state(result: Result) -> JobState:
+    """The state of a job that has recorded its result."""
+    return JobState(result.state, result.reason, result.failure)
+
+
+def cause_in_folder(record: JobRecord, folder: RunFolder) -> Cause | None:
+    """Find the first failure of the latest attempt, if its supervisor could not record it."""
+    attempt = folder.attempts() - 1
+    codes = folder.exit_codes(attempt, range(record.nodes))
+    first = next((node for node, code in codes.items() if code), None)
+    if first is None:
+        return None
+    return cause_on_nodes(folder, attempt, record.log_dir, codes, first)
 
 
 class Backend(Protocol):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gptctl.backends import Backend, JobState, half_submitted
+from gptctl.backends import Backend, JobState, cause_in_folder, half_submitted, recorded_state
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import ENGINE_FILE, READY_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan
@@ -30,6 +30,7 @@ from gptctl.engine.processes import (
 )
 from gptctl.engine.run_folder import (
     CANCELLED,
+    FAILED,
     LOST,
     PENDING,
     RUNNING,
@@ -114,7 +115,7 @@ class LocalBackend(Backend):
             return JobState(RUNNING, "" if begun else "starting")
         # The supervisor may have exited between the caller's check and this one.
         if result := folder.result():
-            return JobState(result.state, result.reason)
+            return recorded_state(result)
         if is_same_boot(claim) and processes_of(record.local_dir):
             reason = "its supervisor was killed: no restarts, and no time limit"
             return JobState(RUNNING, reason)
@@ -140,7 +141,7 @@ class LocalBackend(Backend):
             message = f"processes {left} of {record.id} cannot be killed"
             raise UserError(message, "check who owns these processes", OUT_OF_REACH)
         if has_folder and not folder.result():
-            folder.finish(CANCELLED, "cancelled")
+            folder.finish(CANCELLED, "")
 
 
 def _start_supervisor(run_dir: str, ready: int) -> subprocess.Popen[bytes]:
@@ -168,9 +169,10 @@ def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]
         result = folder.attempt_result(
             attempt, codes, nnodes, record.output_dir, since=record.created
         )
-        return JobState(result.state, result.reason)
+        cause = cause_in_folder(record, folder) if result.state == FAILED else None
+        return JobState(result.state, cause.reason() if cause else result.reason, cause)
     if folder.cancelled_file.exists():
-        return JobState(CANCELLED, "cancelled")
+        return JobState(CANCELLED)
     why = "its processes exited without recording a result"
     if not is_same_boot(claim):
         why = "the machine was restarted"

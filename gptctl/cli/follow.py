@@ -155,14 +155,17 @@ def report_still_running(record: JobRecord) -> int:
 def close_plainly(session: Session, record: JobRecord) -> int:
     from gptctl.cli import ui
     from gptctl.engine.run_folder import FAILED
+    from gptctl.jobs import report
     from gptctl.jobs.state import exit_code
 
     # Copy the last lines here, so that `logs --failed` has them.
     session.catch_up(record)
     state = session.state_of(record)
-    ui.say(f"{record.id}: {state}")
     if state.state == FAILED:
-        ui.say(f"hint: gptctl logs {record.id} --failed")
+        hint = (report.failure_json(state, record) or {}).get("hint")
+        ui.say("\n".join(filter(None, [f"hint: gptctl logs {record.id} --failed", hint])))
+    # Last, below what torchrun believes to be the root cause.
+    ui.say(f"{record.id}: {state}")
     return exit_code(state)
 
 

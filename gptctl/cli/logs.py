@@ -233,7 +233,7 @@ def print_failure(
     attempt: int | None = None,
     as_json: bool = False,
     job: str = "JOB",
-    **of_job: str,
+    **of_job: Any,
 ) -> bool:
     """Print the failure report, and return whether anything has failed."""
     from gptctl.cli import ui
@@ -258,6 +258,6 @@ def show_failure(
     state = session.state_of(record)
     if not options["as_json"]:
         ui.print_text(f"{record.id}: {state}")
-    print_failure(files, options["attempt"], options["as_json"], record.id, **state._asdict())
+    print_failure(files, options["attempt"], options["as_json"], record.id, **state.as_json())
     # The report was printed, so the command succeeded, whatever the job did.
     return 0

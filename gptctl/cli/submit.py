@@ -295,7 +295,7 @@ def announce_and_follow(
         # One JSON object, so wait first: it includes the final state.
         if as_json and wait_for_it and not follow:
             code = wait_for(session, record, None, quiet=True)
-            announce(prepared, record, as_json, **session.state_of(record)._asdict())
+            announce(prepared, record, as_json, **session.state_of(record).as_json())
             return code
         announce(prepared, record, as_json)
         if follow:
@@ -308,7 +308,7 @@ def announce_and_follow(
         return INTERRUPTED
 
 
-def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: str) -> None:
+def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: Any) -> None:
     from gptctl.cli import ui
     from gptctl.engine.run_folder import RunFolder
     from gptctl.jobs import report

@@ -312,5 +312,8 @@ def _print_blocks(title: str, columns: Sequence[Column], cells: Sequence[Sequenc
         block.add_column(overflow="fold")
         for column, cell in list(zip(columns, row))[1:]:
             if cell:
-                block.add_row(f"  {column.name}", _styled(column.name, cell))
+                text = _styled(column.name, cell)
+                if column.fit == "cut":
+                    text.no_wrap, text.overflow = True, "ellipsis"
+                block.add_row(f"  {column.name}", text)
         console.print(block)

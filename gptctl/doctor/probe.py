@@ -27,8 +27,8 @@ from gptctl.doctor.node_rows import (
 from gptctl.doctor.rows import Row
 from gptctl.doctor.signals import signals_blocked
 from gptctl.engine.atomic_files import private_files
+from gptctl.engine.error_text import last_line
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.node import last_line
 from gptctl.engine.run_folder import read_json, read_text
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import render

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.engine.atomic_files import replacing
+from gptctl.engine.cause import Cause
 from gptctl.engine.contract import CANNOT_CREATE, ROLL_BACK_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.log import os_error_text
@@ -304,7 +305,8 @@ class PeerAgent(HostAgent):
         # A full disk, or a folder without write permission: only this node fails, not its agent.
         except OSError as error:
             self.is_running = False
-            exit_ = NodeExit(CANNOT_CREATE, os_error_text(error))
+            cause = Cause(os_error_text(error), self.number, exit=CANNOT_CREATE)
+            exit_ = NodeExit(CANNOT_CREATE, cause)
             self.head.send(start=self.start_number, exit=exit_)
 
     def _report(self) -> None:

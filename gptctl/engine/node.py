@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gptctl.engine.cause import Cause
 from gptctl.engine.contract import LAUNCH_SCRIPT, RUN_DIR_VARIABLE
+from gptctl.engine.first_failure import cause_on_nodes
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import kill_all, processes_of, send
 from gptctl.engine.run_folder import RunFolder, read_text
@@ -26,11 +28,12 @@ class NodeExit(NamedTuple):
     """How a node exited."""
 
     code: int
-    last_output: str = ""  # its last line of output, if it failed before it started a rank
+    cause: Cause | None = None  # the first failure there, if it failed
     is_unrecoverable: bool = False  # a rank reported that a restart would fail in the same way
     time: float = 0.0  # when it exited, if that is known; else the order of detection counts
     has_no_code: bool = False  # it recorded no exit code: it was killed, or its machine is lost
     never_started: bool = False
+    was_stopped: bool = False  # the supervisor stopped it, because another node failed
 
 
 class Node:
@@ -43,6 +46,7 @@ class Node:
         self._attempt, self._log_start = -1, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._stop_is_requested = False
+        self._exit: NodeExit | None = None
 
     def set_variable(self, name: str, value: str) -> None:
         """Set a variable in the environment of the next attempts."""
@@ -53,7 +57,7 @@ class Node:
         # Imported late: an agent is ready sooner.
         import subprocess
 
-        self._attempt, self._stop_is_requested = attempt, False
+        self._attempt, self._stop_is_requested, self._exit = attempt, False, None
         # Files of an earlier start of this attempt would be read as those of this one.
         self._folder.forget_node(attempt, self.number)
         log_file = node_log(self._plan, attempt, self.number)
@@ -82,12 +86,17 @@ class Node:
         code = self._process.poll() if self._process else 0
         if code is None:
             return None
+        # Only once: finding the cause reads logs.
+        self._exit = self._exit or self._describe(code if code >= 0 else 128 - code)
+        return self._exit
+
+    def _describe(self, code: int) -> NodeExit:
         # A launch.sh that was asked to stop exits with 0; the recorded code is torchrun's.
         recorded = self._folder.exit_codes(self._attempt, [self.number])
-        code = recorded.get(self.number, code if code >= 0 else 128 - code)
-        # If a rank started, its own log explains the failure better.
-        last_output = last_line(self.output()) if code and not self.has_ranks() else ""
-        return NodeExit(code, last_output, self._folder.is_unrecoverable(self._attempt))
+        code = recorded.get(self.number, code)
+        codes, logs = {self.number: code}, self._plan.log_dir
+        cause = cause_on_nodes(self._folder, self._attempt, logs, codes, self.number)
+        return NodeExit(code, cause, self._folder.is_unrecoverable(self._attempt))
 
     def has_ranks(self) -> bool:
         """Whether ranks of this attempt have started here."""
@@ -123,10 +132,6 @@ class Node:
 
 def node_log(plan: LaunchPlan, attempt: int, node: int) -> Path:
     return Path(plan.log_dir) / f"attempt-{attempt}" / f"node.{node}.log"
-
-
-def last_line(text: str) -> str:
-    return next((line.strip()[:200] for line in reversed(text.split("\n")) if line.strip()), "")
 
 
 def texts(values: Mapping[str, Any]) -> dict[str, str]:

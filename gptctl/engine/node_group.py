@@ -49,15 +49,17 @@ class NodeGroup:
         failed first comes first in the result.
         """
         exits: dict[int, NodeExit] = {}
+        stopped: set[int] = set()
         while True:
             for node in self._nodes:
                 if node.number not in exits and (end := node.exited()):
-                    exits[node.number] = end
+                    exits[node.number] = end._replace(was_stopped=node.number in stopped)
             if len(exits) == len(self._nodes):
                 return _failures_first(exits)
             if needs_all and any(end.code for end in exits.values()):
                 # The others usually fail because of it: let them write their own errors first.
                 self._await_exit(EXIT_TIMEOUT)
+                stopped |= {node.number for node in self._nodes if not node.exited()}
                 self.kill()
             check()
             time.sleep(TICK)

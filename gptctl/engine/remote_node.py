@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from gptctl.engine.cause import Cause, cause_in_message
 from gptctl.engine.messages import INVALID_MESSAGE, ConnectionLost, MessageStream
 from gptctl.engine.node import TICK, NodeExit
 
@@ -94,12 +95,12 @@ class RemoteNode:
 
     def _mark_lost(self, why: str) -> None:
         self._lost = why
-        self._exit = self._exit or NodeExit(255, f"its host is lost: {why}")
+        self._exit = self._exit or NodeExit(255, Cause(f"its host is lost: {why}", self.number))
 
 
 def _exit_of(fields: Any) -> NodeExit:
     match fields:
-        case [int(), str(), bool(), int() | float(), bool(), bool()]:
-            return NodeExit(*fields)
+        case [int(), cause, bool(), int() | float(), bool(), bool(), bool()]:
+            return NodeExit(*fields)._replace(cause=cause_in_message(cause))
     # The agent there is broken, or is not ours: this must not end the job's supervisor.
     raise ConnectionLost(INVALID_MESSAGE)

@@ -5,11 +5,13 @@ config.json  cluster.json  plan.json  launch.sh  job.sbatch  agent.sh  engine.py
 claim.json            who runs it (a supervisor, a Slurm job), or that it was abandoned
 attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  unrecoverable
                       hosts  start-checkpoint (the newest checkpoint at its start)  failed
+                      outcome.json (how it ended, and its first failure)
                       node.<n>.stop-requested (the node was asked to stop)
 logs/attempt-<k>/     workerlog.<rank>  node.<n>.log  batch.log
 output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
 waiting               what the job waits for before it starts; missing once it runs
 cancelled             no new attempt of this job may start
+cancelled-by          who cancelled it
 in-doubt              ssh: the job was committed, and may have started
 not-copied            ssh: hosts that were unreachable when the job ended: their logs are incomplete
 not-ended             ssh: hosts where the job could not be stopped, since they were unreachable
@@ -27,14 +29,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from gptctl.engine.atomic_files import replacing
+from gptctl.engine.cause import Cause, cause_from
 from gptctl.engine.contract import (
     CANCELLED_FILE,
     CLAIM,
+    OUTCOME,
     PLAN,
     RESULT,
     UNRECOVERABLE_FILE,
     WAITING,
 )
+from gptctl.engine.error_text import one_line
 from gptctl.engine.launch_plan import LaunchPlan
 
 COMPLETED, FAILED, CANCELLED = "COMPLETED", "FAILED", "CANCELLED"
@@ -42,6 +47,7 @@ TIMEOUT, STOPPED = "TIMEOUT", "STOPPED"
 LOST, UNKNOWN, PENDING, RUNNING = "LOST", "UNKNOWN", "PENDING", "RUNNING"
 # Only a scheduler reports these.
 OUT_OF_MEMORY, PREEMPTED, NODE_FAIL = "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL"
+LONGEST_REASON = 500  # characters
 LATEST_TIME = 1e11  # seconds since the epoch; some platforms have no date after the year 5000
 # States in which gptctl does not wait for the job any longer.
 FINAL = (COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED, LOST, OUT_OF_MEMORY, PREEMPTED, NODE_FAIL)
@@ -53,6 +59,10 @@ class Result(NamedTuple):
     state: str  # one of FINAL
     reason: str = ""
     ended: float = 0.0  # seconds since the epoch
+    failure: Cause | None = None  # the first failure, if it is known
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "failure": self.failure.as_json() if self.failure else None}
 
 
 class RunFolder:
@@ -74,8 +84,24 @@ class RunFolder:
 
     def cancel(self, now: bool) -> None:
         """Forbid new attempts; with `now`, running ranks get no time to save either."""
+        if not self._cancelled_by_file.exists():
+            with suppress(OSError):
+                self._cancelled_by_file.write_text(_user(), encoding="utf-8")
         with replacing(self.cancelled_file) as stream:
             stream.write(b"now" if now else b"gently")
+
+    def cancelled_by(self) -> tuple[str, float] | None:
+        """Return who cancelled the job, and when, if that was recorded."""
+        try:
+            when = self._cancelled_by_file.stat().st_mtime
+        except OSError:
+            return None
+        return one_line(read_text(self._cancelled_by_file)), when
+
+    @property
+    def _cancelled_by_file(self) -> Path:
+        # Not in the file `cancelled`: the engine of an older job reads that one.
+        return self.path / "cancelled-by"
 
     @property
     def not_ended_file(self) -> Path:
@@ -153,10 +179,11 @@ class RunFolder:
         )
         return claim if is_valid else None
 
-    def finish(self, state: str, reason: str) -> None:
+    def finish(self, state: str, reason: str, failure: Cause | None = None) -> None:
         """Record the result of the job."""
+        result = Result(state, one_line(reason, LONGEST_REASON), time.time(), failure)
         with replacing(self.path / RESULT) as stream:
-            stream.write(json.dumps(Result(state, reason, time.time())._asdict()).encode() + b"\n")
+            stream.write(json.dumps(result.as_json()).encode() + b"\n")
 
     def result(self) -> Result | None:
         # Hosts of an ssh job send this file: use nothing of it that has the wrong type.
@@ -165,8 +192,9 @@ class RunFolder:
             return None
         reason, ended = found.get("reason"), found.get("ended")
         # One line: a host must not be able to forge rows of `gptctl list`.
-        text = " ".join(reason.split()) if isinstance(reason, str) else ""
-        return Result(found["state"], text, ended if is_time(ended) else 0.0)
+        text = one_line(reason, LONGEST_REASON) if isinstance(reason, str) else ""
+        when = ended if is_time(ended) else 0.0
+        return Result(found["state"], text, when, cause_from(found.get("failure")))
 
     def exit_codes(self, attempt: int, nodes: Iterable[int]) -> dict[int, int]:
         """Return the exit codes that these nodes have recorded."""
@@ -176,6 +204,34 @@ class RunFolder:
             if text.isdecimal():
                 codes[node] = int(text)
         return codes
+
+    def records(self, attempt: int, nodes: Iterable[int]) -> dict[str, bytes]:
+        """Read what ranks and launch scripts of these nodes have recorded, by file name."""
+        names = [name for node in nodes for name in (f"ranks.{node}.jsonl", f"node.{node}.exit")]
+        found = {name: _read_bytes(self.attempt(attempt) / name) for name in names}
+        return {name: data for name, data in found.items() if data}
+
+    def record_outcome(self, attempt: int, result: Result, exits: Mapping[int, int]) -> None:
+        """Record how an attempt ended; `exits`: the exit codes of nodes that recorded none."""
+        value = {**result.as_json(), "exits": {str(node): code for node, code in exits.items()}}
+        with replacing(self.attempt(attempt) / OUTCOME) as stream:
+            stream.write(json.dumps(value).encode())
+
+    def outcome(self, attempt: int) -> Result | None:
+        """Return how an attempt ended, if the supervisor recorded it."""
+        found = read_json(self.attempt(attempt) / OUTCOME) or {}
+        state, reason = found.get("state"), found.get("reason")
+        if not isinstance(state, str) or not isinstance(reason, str):
+            return None
+        return Result(
+            state, one_line(reason, LONGEST_REASON), 0.0, cause_from(found.get("failure"))
+        )
+
+    def stopped_nodes(self, attempt: int) -> dict[int, int]:
+        """Return the exit codes of nodes that the supervisor had to stop: they recorded none."""
+        exits = (read_json(self.attempt(attempt) / OUTCOME) or {}).get("exits")
+        pairs = exits.items() if isinstance(exits, dict) else ()
+        return {int(node): code for node, code in pairs if _is_number(node) and type(code) is int}
 
     def exit_time(self, attempt: int, node: int) -> float:
         # launch.sh writes this file as its last action.
@@ -204,10 +260,19 @@ class RunFolder:
     def num_stalled(self, attempt: int, checkpoint: int) -> int:
         """Count the attempts, backwards from this one, that began with the newest checkpoint."""
         # There is no attempt -1, so the loop ends at the first attempt.
-        number = attempt
+        number, stalled = attempt, 0
         while read_text(self.attempt(number) / "start-checkpoint").strip() == str(checkpoint):
+            # The trainer saves when it is asked to stop, except before its first step: such an
+            # attempt had no chance to make progress.
+            stalled += not self._stopped_file(number).exists()
             number -= 1
-        return attempt - number
+        return stalled
+
+    def record_clean_stop(self, attempt: int) -> None:
+        self._stopped_file(attempt).touch()
+
+    def _stopped_file(self, attempt: int) -> Path:
+        return self.attempt(attempt) / "stopped"
 
     def record_failure(self, attempt: int) -> None:
         (self.attempt(attempt) / "failed").touch()
@@ -257,10 +322,21 @@ class RunFolder:
         if not failed or enough_are_left:
             return Result(COMPLETED)
         # torchrun exits with an error after a clean stop, too: the trainer's own status decides.
-        if has_stopped_on_purpose(output_dir, since):
-            return Result(STOPPED, "the trainer saved and stopped on request")
+        if self.has_stopped_on_purpose(attempt, output_dir, since):
+            return Result(STOPPED, "the trainer stopped on request")
         node, code = next(iter(failed.items()))
-        return Result(FAILED, f"node {node} exited with code {code}")
+        return Result(FAILED, f"node {node}: exit code {code}")
+
+    def has_stopped_on_purpose(self, attempt: int, output_dir: str, since: float) -> bool:
+        """Whether the trainer recorded a clean stop, which torchrun reports as a failure."""
+        status = read_json(Path(output_dir) / "status.json") if output_dir else None
+        # A status of an earlier attempt, or of the job that was resumed, does not count.
+        if status is None or status.get("state") != "stopped":
+            return False
+        # By name, not by time: the clock may have been set back meanwhile.
+        if "attempt" in status:
+            return (status.get("job"), status["attempt"]) == (self.path.name, attempt)
+        return is_time(status.get("time")) and status["time"] >= since
 
     def endpoint(self) -> str:
         """Return the rendezvous address of the latest attempt."""
@@ -298,13 +374,15 @@ def is_time(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and 0 <= value < LATEST_TIME
 
 
-def has_stopped_on_purpose(output_dir: str, since: float) -> bool:
-    """Whether the trainer recorded a clean stop, which torchrun reports as a failure."""
-    status = read_json(Path(output_dir) / "status.json") if output_dir else None
-    # A status of an earlier attempt, or of the job that was resumed, does not count.
-    if status is None or status.get("state") != "stopped":
-        return False
-    return is_time(status.get("time")) and status["time"] >= since
+def _user() -> str:
+    """This user and machine, as people know them."""
+    import pwd
+
+    try:
+        name = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container may run with any user id
+        name = f"user {os.getuid()}"
+    return f"{name} on {os.uname().nodename}"
 
 
 def read_text(file: Path) -> str:
@@ -313,6 +391,13 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def _read_bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

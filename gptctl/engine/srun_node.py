@@ -18,10 +18,12 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+from gptctl.engine.cause import Cause
 from gptctl.engine.contract import BATCH_ENVIRONMENT_VARIABLE, LAUNCH_SCRIPT
+from gptctl.engine.first_failure import cause_on_nodes
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.log import say, write_log
-from gptctl.engine.node import NodeExit, last_line, node_log
+from gptctl.engine.node import NodeExit, node_log
 from gptctl.engine.processes import disregard
 from gptctl.engine.run_folder import FAILED, RunFolder, read_plan, read_text
 from gptctl.engine.supervisor import STOP_SIGNALS, Supervisor
@@ -91,34 +93,40 @@ class Step:
 
     def _read_exits(self, step_code: int) -> dict[int, NodeExit]:
         codes = self.folder.exit_codes(self.attempt, range(self.nodes))
-        has_ranks = self.has_ranks()
         exits = {
-            number: self._exit_of(number, codes.get(number), step_code, has_ranks)
+            number: self._exit_of(number, codes.get(number), step_code)
             for number in range(self.nodes)
         }
         # srun itself failed, although every node that it started succeeded.
         if step_code and not any(end.code for end in exits.values()):
-            exits[0] = NodeExit(step_code, f"srun exited with code {step_code}")
+            exits[0] = NodeExit(step_code, Cause(f"srun exited with code {step_code}", 0))
+        # All nodes at once: of thousands of logs only a few must be read.
+        failed = sorted((end.time, number) for number, end in exits.items() if codes.get(number))
+        if failed:
+            log_dir, first = self.plan.log_dir, failed[0][1]
+            cause = cause_on_nodes(self.folder, self.attempt, log_dir, codes, first)
+            number = cause.node if cause and cause.node in exits else first
+            exits[number] = exits[number]._replace(cause=cause)
         return exits
 
-    def _exit_of(self, number: int, code: int | None, step_code: int, has_ranks: bool) -> NodeExit:
+    def _exit_of(self, number: int, code: int | None, step_code: int) -> NodeExit:
         log = node_log(self.plan, self.attempt, number)
         if code is None:
             # A node that recorded nothing was killed or lost, and the others failed because of it:
             # report it as the first failure. Not if it was asked to stop: then srun killed it
             # because of another one. An elastic job continues without it.
             was_asked = self.folder.stop_was_requested(self.attempt, number)
+            text = f"no exit code recorded: srun exited with code {step_code}"
             return NodeExit(
                 step_code or 1,
-                f"srun exited with code {step_code}",
+                Cause(text, number, is_consequence=was_asked or self.plan.is_elastic),
                 time=float("inf") if was_asked or self.plan.is_elastic else -1.0,
                 has_no_code=True,
                 never_started=not log.exists(),
             )
         is_unrecoverable = self.folder.is_unrecoverable(self.attempt)
-        last_output = last_line(read_text(log)) if code and not has_ranks else ""
         exit_time = self.folder.exit_time(self.attempt, number)
-        return NodeExit(code, last_output, is_unrecoverable, exit_time)
+        return NodeExit(code, None, is_unrecoverable, exit_time)
 
     def has_ranks(self) -> bool:
         return self.folder.has_ranks(self.attempt)

@@ -14,10 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from gptctl.engine.admission import Admission, NeverStarts
 from gptctl.engine.atomic_files import replacing
+from gptctl.engine.cause import first_cause
 from gptctl.engine.contract import READY_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
 from gptctl.engine.log import os_error_text, say
@@ -50,9 +51,9 @@ FAILURES_PER_ALLOCATION = 2
 class StopRequested(Exception):
     """The job must stop, for this reason."""
 
-    def __init__(self, state: str, reason: str) -> None:
+    def __init__(self, state: str, reason: str, *details: Any) -> None:
         super().__init__(reason)
-        self.result = Result(state, reason)
+        self.result = Result(state, reason, *details)
 
 
 class Scheduler(Protocol):
@@ -136,7 +137,7 @@ class Supervisor:
 
     def on_signal(self, number: int, frame: object = None) -> None:
         if self.folder.is_cancelled():
-            self.stop_request = StopRequested(CANCELLED, "cancelled")
+            self.stop_request = StopRequested(CANCELLED, "")
         elif self.scheduler:
             self.stop_request = StopRequested(STOPPED, "the scheduler asked the job to stop")
         else:
@@ -154,7 +155,7 @@ class Supervisor:
         # A disk that is full must not turn a completed job into a failed one: a scheduler still
         # gets the exit code.
         try:
-            self.folder.finish(result.state, result.reason)
+            self.folder.finish(result.state, result.reason, result.failure)
         except OSError as error:
             say(f"cannot record the result: {os_error_text(error)}")
 
@@ -181,7 +182,7 @@ class Supervisor:
             self.folder.record_start(self.number, newest_checkpoint(self.plan.output_dir))
             # Also checked here: a scheduler may requeue the job without asking the supervisor.
             if self._stalled() > MAX_STALLED:
-                raise StopRequested(FAILED, "three attempts without a new checkpoint")
+                raise StopRequested(*self._without_progress(self.folder.outcome(self.number - 1)))
 
     def _choose_port(self) -> None:
         """Choose the endpoint of the attempt, and write it to endpoint.json."""
@@ -206,39 +207,60 @@ class Supervisor:
                     return None
                 return self._stopped(self.stop_request.result)
             result, exits = self._run_attempt()
+            self._record_outcome(result, exits)
             if result.state == COMPLETED:
                 return result
             self._stop_if_cancelled()
             if self._scheduler_is_ending_job(result.reason):
                 return None
             if self._stalled() >= MAX_STALLED:
-                return Result(FAILED, f"{result.reason}; three attempts without a new checkpoint")
+                return self._without_progress(result)
             if self._can_requeue() and self.plan.output_dir and _nothing_started(exits):
                 # After a node was unreachable for a moment, Slurm may believe that it is still
                 # running the last step, and start no other one.
-                return self._requeue(FAILED, "the scheduler started no node of this attempt")
+                return self._requeue(result, "the scheduler started no node of this attempt")
             if result.state == STOPPED:
                 return self._stopped(result)
-            if final := self._last_failure(result.reason):
+            if final := self._last_failure(result):
                 return final
             say(f"attempt {self.number}: {result.reason}")
             failures_here += 1
             # First try again on the same nodes, then let the scheduler choose other ones.
             if self._can_requeue() and failures_here >= FAILURES_PER_ALLOCATION:
-                return self._requeue(FAILED, "two attempts on these nodes failed")
+                return self._requeue(result, "two attempts on these nodes failed")
             self._begin_attempt()
 
     def _stopped(self, result: Result) -> Result | None:
         if self._can_requeue():
-            return self._requeue(STOPPED, result.reason)
-        return Result(STOPPED, f"{result.reason}; resume it from its last checkpoint")
+            return self._requeue(result, result.reason)
+        # Without a checkpoint there is nothing to resume from.
+        is_known = self.plan.output_dir and newest_checkpoint(self.plan.output_dir) < 0
+        how = "nothing was saved" if is_known else "resume it from its last checkpoint"
+        return result._replace(reason=f"{result.reason}; {how}")
 
-    def _last_failure(self, reason: str) -> Result | None:
+    def _last_failure(self, result: Result) -> Result | None:
         """Count the failure; return the result if the job may not be started again."""
         self.folder.record_failure(self.number)
         if self.folder.is_unrecoverable(self.number):
-            return Result(FAILED, f"{reason}; a restart would fail in the same way")
-        return Result(FAILED, reason) if self.folder.num_failures() >= self.plan.attempts else None
+            return result._replace(reason=f"{result.reason}; a restart would fail in the same way")
+        return result if self.folder.num_failures() >= self.plan.attempts else None
+
+    def _without_progress(self, last: Result | None) -> Result:
+        """The result of a job whose attempts save no checkpoint; `last`: how the last one ended."""
+        reason = f"{last.reason}; " if last and last.reason else ""
+        failure = last.failure if last else None
+        return Result(FAILED, f"{reason}three attempts without a new checkpoint", 0.0, failure)
+
+    def _record_outcome(self, result: Result, exits: dict[int, NodeExit]) -> None:
+        recorded = self.folder.exit_codes(self.number, exits)
+        stopped = {node: end.code for node, end in exits.items() if node not in recorded}
+        # A full disk must not end the job: this record is for people.
+        try:
+            self.folder.record_outcome(self.number, result, stopped)
+            if self.folder.has_stopped_on_purpose(self.number, self.plan.output_dir, self.began):
+                self.folder.record_clean_stop(self.number)
+        except OSError as error:
+            say(f"cannot record how attempt {self.number} ended: {os_error_text(error)}")
 
     def _stalled(self) -> int:
         """Count the attempts, backwards from the current one, that saved no new checkpoint.
@@ -253,18 +275,18 @@ class Supervisor:
 
     def _stop_if_cancelled(self) -> None:
         if self.folder.is_cancelled():
-            raise StopRequested(CANCELLED, "cancelled")
+            raise StopRequested(CANCELLED, "")
 
     # Requeueing
 
     def _can_requeue(self) -> bool:
         return self.scheduler is not None and self.scheduler.can_requeue
 
-    def _requeue(self, state: str, why: str) -> Result | None:
+    def _requeue(self, result: Result, why: str) -> Result | None:
         """Requeue the job: the scheduler stops this engine, and starts it again later."""
         self._stop_if_cancelled()
         assert self.scheduler
-        say(f"requeueing: {why}")
+        say(f"requeueing: {result.reason}; {why}" if why != result.reason else f"requeueing: {why}")
         # Only a signal that arrives from now on belongs to the requeue.
         self.stop_request = None
         if self.scheduler.requeue():
@@ -273,7 +295,7 @@ class Supervisor:
         # The answer may have been lost although the scheduler accepted the request.
         if self._scheduler_is_ending_job(why):
             return None
-        return Result(state, f"{why}, and it could not be requeued")
+        return result._replace(reason=f"{result.reason}; it could not be requeued")
 
     def _await_signal(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -301,20 +323,21 @@ class Supervisor:
         )
         if result.state == COMPLETED:
             return result
-        first, end = next(iter(exits.items()))
+        first = next(iter(exits))
         if self.scheduler and (
             self.stop_request or self.folder.stop_was_requested(self.number, first)
         ):
             return Result(STOPPED, "the scheduler asked the job to stop")
         if result.state != FAILED:
             return result
-        what = (
-            "exited without recording an exit code"
-            if end.has_no_code
-            else f"exited with code {end.code}"
+        cause = first_cause(
+            end.cause for end in exits.values() if end.cause and not end.was_stopped
         )
-        output = f": {end.last_output}" if end.last_output else ""
-        return Result(FAILED, f"{name_of(first, self.hosts)} {what}{output}")
+        if cause is None:
+            return result
+        if cause.rank is None and cause.node < len(self.hosts):
+            cause = cause._replace(host=self.hosts[cause.node])
+        return Result(FAILED, cause.reason(self.hosts), 0.0, cause)
 
     def _start_and_wait(self) -> dict[int, NodeExit]:
         self._stop_if_cancelled()
@@ -353,10 +376,6 @@ class Supervisor:
             return False
         log = self.nodes.output()
         return "EADDRINUSE" in log or "address already in use" in log.lower()
-
-
-def name_of(node: int, hosts: Sequence[str]) -> str:
-    return f"node {node} ({hosts[node]})" if node < len(hosts) else f"node {node}"
 
 
 def _nothing_started(exits: dict[int, NodeExit]) -> bool:

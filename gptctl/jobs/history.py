@@ -84,7 +84,14 @@ def facts_of(record: JobRecord) -> dict[str, Any]:
         "hosts": read_text(folder.attempt(attempt) / "hosts").split(),
         "endpoint": folder.endpoint(),
         "ended": result.ended if result else None,
-        "exit_codes": folder.exit_codes(attempt, range(record.nodes)) if attempt >= 0 else {},
+        "exit_codes": _exit_codes(folder, attempt, record.nodes),
+        "stopped_nodes": sorted(folder.stopped_nodes(attempt)),
         "not_ended": read_text(folder.not_ended_file).split(),
         "trainer": read_json(output) if output else None,
     }
+
+
+def _exit_codes(folder: RunFolder, attempt: int, nodes: int) -> dict[int, int]:
+    """The exit codes of all nodes: those that they recorded, else those that gptctl saw."""
+    codes = {**folder.stopped_nodes(attempt), **folder.exit_codes(attempt, range(nodes))}
+    return dict(sorted(codes.items()))

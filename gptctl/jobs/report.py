@@ -11,14 +11,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gptctl.backends import Backend, Backends
+from gptctl.backends import Backend, Backends, JobState
+from gptctl.engine.rank_runs import rank_runs
 from gptctl.engine.run_folder import FINAL, RunFolder, read_json, read_text
+from gptctl.jobs.hints import hint_of
 from gptctl.jobs.history import History, facts_of
 from gptctl.jobs.progress_text import status_pairs
 from gptctl.jobs.state import needs_backend, state_of
 from gptctl.jobs.store import JobRecord
 from gptctl.jobs.training_progress import progress_facts
-from gptctl.logs.failed import rank_runs
 from gptctl.logs.local_files import LocalLogFiles
 from gptctl.text import clock_time, count
 
@@ -46,6 +47,7 @@ def row(record: JobRecord, backends: Backends) -> dict[str, Any]:
         "job": record.id,
         "state": state.state,
         "reason": state.reason,
+        "failure": failure_json(state, record),
         "cluster": record.cluster,
         "nodes": record.nodes,
         "world_size": record.world,
@@ -59,6 +61,15 @@ def row(record: JobRecord, backends: Backends) -> dict[str, Any]:
         "removed": History().removed(record),
         "run_dir": record.local_dir,  # JSON keys are stable: scripts read them
     }
+
+
+def failure_json(state: JobState, record: JobRecord) -> dict[str, Any] | None:
+    """The first failure of a job as JSON, with what usually helps."""
+    if state.failure is None:
+        return None
+    # Only the bundled trainer has an output folder in its record.
+    hint = hint_of(state.failure, bool(record.output_dir))
+    return {**state.failure.as_json(), "hint": hint or None}
 
 
 def submitted(record: JobRecord, endpoint: str) -> dict[str, Any]:
@@ -96,6 +107,19 @@ def status(record: JobRecord, backends: Backends) -> dict[str, Any]:
     }
 
 
+def attempts_text(attempts: int, state: str) -> str:
+    if attempts:
+        return str(attempts)
+    return "none: it ended before it started" if state in FINAL else "none yet"
+
+
+def exit_text(facts: dict[str, Any]) -> str:
+    # These recorded no exit code, so the reader may wonder where it comes from.
+    stopped = dict.fromkeys(facts.get("stopped_nodes", ()), " (stopped by gptctl)")
+    codes = facts["exit_codes"].items()
+    return ", ".join(f"node {node}: {code}{stopped.get(int(node), '')}" for node, code in codes)
+
+
 def rank_rows(record: JobRecord, attempt: int, is_over: bool) -> list[dict[str, Any]]:
     """The latest process of every rank of an attempt, and how it ended."""
     runs = rank_runs(LocalLogFiles(Path(record.log_dir), record.run_folder).records(attempt))
@@ -131,13 +155,11 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("created", clock_time(facts["created"])),
         ("ended", clock_time(facts["ended"]) if facts["ended"] else ""),
         *status_pairs(facts, time.time()),
-        ("attempts", str(facts["attempts"])),
+        ("hint", (facts["failure"] or {}).get("hint") or ""),
+        ("attempts", attempts_text(facts["attempts"], facts["state"])),
         ("endpoint", facts["endpoint"]),
         ("ranks", endings(facts["ranks"])),
-        (
-            "exit codes",
-            ", ".join(f"node {node}: {code}" for node, code in facts["exit_codes"].items()),
-        ),
+        ("exit codes", exit_text(facts)),
         ("not stopped", " ".join(facts["not_ended"])),
         ("trainer", str((facts["trainer"] or {}).get("state", ""))),
         ("folder", facts["run_dir"]),

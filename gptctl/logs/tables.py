@@ -9,8 +9,11 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from gptctl.engine.cause import recorded_rank
+from gptctl.engine.error_text import signal_name
+from gptctl.engine.rank_runs import RankRun, node_exits, rank_runs
 from gptctl.engine.run_folder import FAILED
-from gptctl.logs.failed import Failure, RankRun, find_failure, node_exits, rank_runs, signal_name
+from gptctl.logs.failed import Failure, find_failure
 from gptctl.logs.files import FileFilter, LogFile, LogFiles
 from gptctl.logs.lines import readable
 from gptctl.logs.stream import LineFilter, LogReader, merged
@@ -31,7 +34,8 @@ def failure_of(files: LogFiles, attempt: int | None = None) -> tuple[int, Failur
     """Find the failure of an attempt, by default the latest."""
     attempt = max(files.attempts(), default=0) if attempt is None else attempt
     records = files.records(attempt)
-    return attempt, find_failure(rank_runs(records), node_exits(records))
+    runs, codes = rank_runs(records), node_exits(records)
+    return attempt, find_failure(runs, codes, recorded_rank(records))
 
 
 class FailureReport(NamedTuple):

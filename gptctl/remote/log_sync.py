@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.engine.atomic_files import private_files, replacing
-from gptctl.engine.contract import NO_SUCH_JOB, RESULT, STILL_RUNNING, UNRECOVERABLE_FILE
+from gptctl.engine.contract import NO_SUCH_JOB, OUTCOME, RESULT, STILL_RUNNING, UNRECOVERABLE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.messages import parse_message
 from gptctl.engine.run_folder import RunFolder, read_json
@@ -56,7 +56,9 @@ GROWS = re.compile(
     r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|metrics\.jsonl", re.ASCII
 )
 _WHOLE = re.compile(
-    rf"endpoint\.json|hosts|{UNRECOVERABLE_FILE}|node\.\d{{1,7}}\.(exit|pid)|status\.json", re.ASCII
+    rf"endpoint\.json|hosts|{UNRECOVERABLE_FILE}|{OUTCOME}|node\.\d{{1,7}}\.(exit|pid)"
+    r"|status\.json",
+    re.ASCII,
 )
 
 

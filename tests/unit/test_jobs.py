@@ -24,7 +24,7 @@ from gptctl.engine.processes import (
     processes_of,
     this_process,
 )
-from gptctl.engine.run_folder import COMPLETED, FAILED, STOPPED, RunFolder, has_stopped_on_purpose
+from gptctl.engine.run_folder import COMPLETED, FAILED, STOPPED, RunFolder
 from gptctl.jobs.freeze import frozen_config, git_state, imported_beside
 from gptctl.jobs.history import History
 from gptctl.jobs.store import JobRecord, Store, matching_ids, new_record
@@ -166,13 +166,24 @@ def test_one_verdict(tmp_path, codes, nnodes: str, hopeless: bool, stopped: bool
 
 
 def test_a_stop_of_an_earlier_attempt_does_not_count(tmp_path) -> None:
+    folder, here = RunFolder(tmp_path / "gpt-1"), str(tmp_path)
     (tmp_path / "status.json").write_text('{"state": "stopped", "time": 100.0}')
-    assert has_stopped_on_purpose(str(tmp_path), since=99.0)
-    assert not has_stopped_on_purpose(str(tmp_path), since=101.0)
-    assert not has_stopped_on_purpose(str(tmp_path / "missing"), since=0.0)
+    assert folder.has_stopped_on_purpose(0, here, since=99.0)
+    assert not folder.has_stopped_on_purpose(0, here, since=101.0)
+    assert not folder.has_stopped_on_purpose(0, str(tmp_path / "missing"), since=0.0)
     for moment in ('"soon"', "null", "NaN", "1e400"):
         (tmp_path / "status.json").write_text(f'{{"state": "stopped", "time": {moment}}}')
-        assert not has_stopped_on_purpose(str(tmp_path), since=0.0)
+        assert not folder.has_stopped_on_purpose(0, here, since=0.0)
+
+
+def test_a_clock_that_was_set_back_does_not_turn_a_clean_stop_into_a_failure(tmp_path) -> None:
+    """The trainer records which attempt it belongs to: whatever time it writes, that one stopped on purpose."""
+    folder, status = RunFolder(tmp_path / "gpt-1"), {"state": "stopped", "time": 100.0, "job": "gpt-1", "attempt": 2}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    result = folder.attempt_result(2, {0: 1}, "1", str(tmp_path), since=5000.0)
+    assert result.state == STOPPED
+    assert not folder.has_stopped_on_purpose(1, str(tmp_path), since=0.0)
+    assert not RunFolder(tmp_path / "gpt-2").has_stopped_on_purpose(2, str(tmp_path), since=0.0)
 
 
 def test_attempts_are_numbered_on_whatever_becomes_of_their_folders(tmp_path) -> None:
@@ -196,7 +207,7 @@ def test_a_result_that_makes_no_sense_is_none(tmp_path) -> None:
     assert folder.result().reason == ""
     for ended in ("NaN", "1e400", "1e18", "-5", "null"):
         (tmp_path / "result.json").write_text(f'{{"state": "FAILED", "reason": "a\\nb", "ended": {ended}}}')
-        assert folder.result() == ("FAILED", "a b", 0.0)
+        assert folder.result()[:3] == ("FAILED", "a b", 0.0)
 
 
 def test_a_port_in_use_is_not_chosen(monkeypatch) -> None:

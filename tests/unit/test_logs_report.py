@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptctl.cli.logs import print_failure, print_list, print_metrics
-from gptctl.logs.failed import find_failure, node_exits, rank_runs
+from gptctl.engine.rank_runs import node_exits, rank_runs
+from gptctl.logs.failed import find_failure
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile
 from gptctl.logs.measured import metric_rows

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gptctl.engine.cause import Cause
 from gptctl.engine.messages import ConnectionLost, MessageStream, admit, challenge, is_proof, join, prove, socket_stream
 from gptctl.engine.node import NodeExit
 from gptctl.engine.remote_node import RemoteNode
@@ -121,7 +122,9 @@ def test_an_exit_that_is_malformed_means_a_lost_host(pair: tuple[MessageStream, 
     there.send(start=1, exit=fields)
     end = node.exited()
     assert end
-    assert (end.code, end.last_output) == (255, "its host is lost: unexpected reply")
+    assert end.code == 255
+    assert end.cause
+    assert end.cause.text == "its host is lost: unexpected reply"
     node.kill()  # does not wait for a host that is lost
 
 
@@ -129,7 +132,8 @@ def test_an_exit_arrives_as_it_was_sent(pair: tuple[MessageStream, MessageStream
     here, there = pair
     node = RemoteNode(1, here)
     node.start(0, "host", 1)
-    sent = NodeExit(7, "last words", True, 1.5)
+    cause = Cause("RuntimeError: last words", 1, 3, "b", 1, None, 12.5, True)
+    sent = NodeExit(7, cause, True, 1.5)
     there.send(start=1, exit=sent)
     assert node.exited() == sent
 

@@ -48,13 +48,16 @@ def record(tmp_path: Path) -> JobRecord:
         ({"state": "RUNNING"}, "RUNNING: starting"),
         ({"state": "RUNNING", "restarts": 1}, "RUNNING: starting, requeued once"),
         ({"state": "SUSPENDED"}, "RUNNING: suspended"),
-        ({"state": "OUT_OF_MEMORY", "nodes": "n1"}, "OUT_OF_MEMORY: Slurm reports OUT_OF_MEMORY, on n1"),
+        (
+            {"state": "OUT_OF_MEMORY", "nodes": "n1"},
+            "OUT_OF_MEMORY: killed by the out-of-memory killer; Slurm reports OUT_OF_MEMORY, on n1",
+        ),
         ({"state": "TIMEOUT", "nodes": "n1"}, "TIMEOUT: Slurm reports TIMEOUT, on n1"),
         ({"state": "PREEMPTED"}, "PREEMPTED: Slurm reports PREEMPTED"),
         ({"state": "BOOT_FAIL"}, "NODE_FAIL: Slurm reports BOOT_FAIL"),
         ({"state": "FAILED", "exit_code": 3 << 8}, "FAILED: Slurm reports FAILED, exit code 3"),
         ({"state": "FAILED", "exit_code": 9}, "FAILED: Slurm reports FAILED, signal 9"),
-        ({"state": "CANCELLED"}, "CANCELLED: cancelled with scancel"),
+        ({"state": "CANCELLED"}, "CANCELLED: with scancel"),
         (
             {"state": "CANCELLED", "reason": "DependencyNeverSatisfied"},
             "CANCELLED: a job that it depends on did not complete",

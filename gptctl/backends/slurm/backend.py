@@ -14,7 +14,7 @@ from contextlib import redirect_stderr, suppress
 from shutil import which
 from typing import Any, ClassVar, TypeVar
 
-from gptctl.backends import Backend, JobState, half_submitted
+from gptctl.backends import Backend, JobState, half_submitted, recorded_state
 from gptctl.backends.slurm import client
 from gptctl.backends.slurm.client import SlurmError
 from gptctl.backends.slurm.options import sbatch_options
@@ -218,7 +218,7 @@ class SlurmBackend(Backend):
             return self._with_outage(JobState(UNKNOWN))
         # The job may have ended between the caller's check and this one.
         if result := folder.result():
-            return JobState(result.state, result.reason)
+            return recorded_state(result)
         return self._forgotten(job, folder, record)
 
     def _forgotten(self, job: str, folder: RunFolder, record: JobRecord) -> JobState:
@@ -271,7 +271,7 @@ class SlurmBackend(Backend):
             client.run("scancel", *unfinished)
         self._wait_until_ended(set(jobs), record)
         if has_folder and not folder.result():
-            folder.finish(CANCELLED, "cancelled")
+            folder.finish(CANCELLED, "")
 
     def _unfinished(self, jobs: set[str]) -> list[QueuedJob]:
         known = [self.queue.jobs[job] for job in jobs if job in self.queue.jobs]

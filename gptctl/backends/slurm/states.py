@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from gptctl.backends import JobState
+from gptctl.backends import JobState, cause_in_folder, recorded_state
 from gptctl.backends.slurm.queue import ACTIVE_STATES, PENDING_STATES, AccountingRecord, QueuedJob
 from gptctl.engine.contract import NO_ENGINE_PYTHON
 from gptctl.engine.run_folder import (
@@ -72,7 +72,7 @@ def state_in_queue(seen: QueuedJob, folder: RunFolder, record: JobRecord) -> Job
         return JobState(UNKNOWN, f"Slurm reports {seen.state}")
     # The job knows best how it ended: Slurm sees only the exit code of the batch script.
     if result := folder.result():
-        return JobState(result.state, result.reason)
+        return recorded_state(result)
     if kind == CANCELLED and "Dependency" in seen.reason and not folder.cancelled_file.exists():
         return _with_result_saved(
             JobState(CANCELLED, "a job that it depends on did not complete"), folder
@@ -113,7 +113,7 @@ def state_after_end(end: AccountingRecord, folder: RunFolder, record: JobRecord)
     if kind == COMPLETED:
         return JobState(COMPLETED, "reported by Slurm; the job could not record its own result")
     if kind == CANCELLED:
-        reason = "cancelled" if folder.cancelled_file.exists() else "cancelled with scancel"
+        reason = "" if folder.cancelled_file.exists() else "with scancel"
         return _with_result_saved(JobState(CANCELLED, reason), folder)
     if end.signal == SCRIPT_FAILED and not folder.attempts():
         where = f"on {end.nodes or 'a node'}: check that the nodes see {record.local_dir}"
@@ -127,8 +127,13 @@ def state_after_end(end: AccountingRecord, folder: RunFolder, record: JobRecord)
     # Slurm reports 0 and an empty text for what it does not know.
     facts = {"exit code": end.code, "signal": end.signal, "on": end.nodes}
     known = [f"{name} {value}" for name, value in facts.items() if value]
-    reason = ", ".join([f"Slurm reports {end.state}", *known])
-    return _with_result_saved(JobState(kind, f"{reason}{_stop_reason(record, folder)}"), folder)
+    reason = f"{', '.join([f'Slurm reports {end.state}', *known])}{_stop_reason(record, folder)}"
+    # The engine was stopped before it could record the failure that its ranks recorded.
+    cause = cause_in_folder(record, folder) if kind in (FAILED, OUT_OF_MEMORY) else None
+    reason = f"{cause.reason()}; {reason}" if cause else reason
+    if kind == OUT_OF_MEMORY:
+        reason = f"killed by the out-of-memory killer; {reason}"
+    return _with_result_saved(JobState(kind, reason, cause), folder)
 
 
 def _with_result_saved(state: JobState, folder: RunFolder) -> JobState:

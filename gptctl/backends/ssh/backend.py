@@ -11,11 +11,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gptctl.backends import Backend, JobState, half_submitted
+from gptctl.backends import Backend, JobState, half_submitted, recorded_state
 from gptctl.engine.atomic_files import private_files, replacing
+from gptctl.engine.cause import cause_in_message
 from gptctl.engine.contract import AGENT_SCRIPT, LAUNCH_SCRIPT
+from gptctl.engine.error_text import one_line
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import CANCELLED, LOST, RUNNING, UNKNOWN, RunFolder
+from gptctl.engine.run_folder import (
+    CANCELLED,
+    LONGEST_REASON,
+    LOST,
+    RUNNING,
+    UNKNOWN,
+    RunFolder,
+)
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.remote.connection import JumpHosts
@@ -116,7 +125,7 @@ class SshBackend(Backend):
         sync.refresh()
         unreachable = sync.unreachable()
         if result := RunFolder(record.local_dir).result():
-            return JobState(result.state, result.reason)
+            return recorded_state(result)
         head = sync.hosts[0]
         if head.unreachable_reason:
             return JobState(UNKNOWN, "; ".join(unreachable))
@@ -150,7 +159,7 @@ class SshBackend(Backend):
             )
         if not folder.result():
             with private_files():
-                folder.finish(CANCELLED, "cancelled")
+                folder.finish(CANCELLED, "")
 
     # Files
 
@@ -220,9 +229,10 @@ def _as_reported(
         return JobState(RUNNING, "; ".join([*([] if begun else ["starting"]), *unreachable]))
     # The result may not be here yet, if another gptctl process writes the copy.
     if status["result"]:
-        final, reason = status["result"][:2]
+        final, reason, *rest = status["result"]
         # One line: a host must not be able to forge rows of `gptctl list`.
-        return JobState(final, " ".join(reason.split()))
+        safe = one_line(reason, LONGEST_REASON)
+        return JobState(final, safe, cause_in_message(rest[1]) if len(rest) > 1 else None)
     if status["processes"]:
         reason = f"its agent on {name} was killed: no restarts, and no time limit"
         return JobState(RUNNING, reason)

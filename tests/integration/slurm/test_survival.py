@@ -282,7 +282,7 @@ def test_cancelled_with_scancel(long_job: tuple[Login, dict[str, Any]]) -> None:
     login, job = long_job
     login.wait(job["job"], "RUNNING")
     login.slurm("scancel", job["scheduler_id"])
-    assert login.wait(job["job"], "CANCELLED")["reason"] == "cancelled with scancel"
+    assert login.wait(job["job"], "CANCELLED")["reason"] == "with scancel"
 
 
 def test_cancel_races_with_start(login: Login) -> None:

@@ -1,0 +1,140 @@
+"""Find in a log why its process failed: one safe line. Pure: text in, text out.
+
+Logs are written by foreign programs: what is taken from them is bounded, and cannot control a
+terminal.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+
+LONGEST = 200  # characters of a cause
+MOST_LINES = 100  # searched at the end of a log: an older traceback was probably handled
+TRACEBACK = "Traceback (most recent call last)"
+
+_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch adds it to every line of a traceback
+_GROUP = re.compile(r"\s*[|+][-+ ]?")  # the margin of an exception group
+# An exception without a traceback, such as a syntax error.
+_EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: |$)")
+_ERROR = re.compile(
+    r"(?:rank \d+: )?error: (.+)"  # the trainer, launch.sh
+    r"|(?:\S+: error: .+)"  # argparse
+    r"|(?:\S*python[\d.]*: .+)"  # the interpreter: it cannot open a file, or finds no module
+    r"|(?:\S*(?:sh|bash|launch\.sh): line \d+: .+)",  # a shell
+)
+_ABORT = re.compile(r"\s*what\(\):\s*(.+)|(.*: Assertion .+ failed\.?)|Fatal Python error: (.+)")
+_FRAME = re.compile(r'\s*File "([^"]+)", line (\d+)')
+# What a process writes when another one has failed: never the cause, if there is another failure.
+_CONSEQUENCE = re.compile(
+    r"Connection (?:closed|reset|refused|timed out)|closed by (?:peer|remote)|Broken pipe"
+    r"|pair closure|Timed out waiting|collective operation timeout|remote process|RemoteError"
+    r"|Dist(?:Network|Store|Backend)Error|recvValue failed|NCCL communicator was aborted"
+    r"|another rank exited|Rendezvous(?:Closed|Timeout|Connection)Error",
+)
+_MEMORY = re.compile(
+    r"out[ -]of[ -]memory|OutOfMemory|MemoryError|can't allocate memory|Unable to allocate"
+    r"|Cannot allocate memory",
+    re.IGNORECASE,
+)
+_HANG = re.compile(r"error: (.* does not respond.*)")
+
+
+def one_line(text: str, longest: int = LONGEST) -> str:
+    """Make one bounded line of a text; control characters are shown as escapes."""
+    # Cut first: a line of a log can have any length.
+    text = " ".join(text[: 4 * longest].split())
+    safe = "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in text
+    )
+    return safe if len(safe) <= longest else f"{safe[: longest - 1]}…"
+
+
+def describe_exit(code: int | None, killer: int | None, log: str, oom: str | None = None) -> str:
+    """Say why a process failed, from its exit code or signal and the end of its log.
+
+    `oom`: whose out-of-memory killer was active while it ran: its control group's, the machine's.
+    """
+    lines = [_PREFIX.sub("", line, count=1).rstrip() for line in log.splitlines()[-MOST_LINES:]]
+    if killer is not None:
+        return one_line(_of_signal(killer, lines, oom))
+    # Python exits with 1 after an exception. With another code, a traceback was handled before.
+    found = _exception(lines) if code == 1 else ""
+    found = found or next((_error(line) for line in reversed(lines) if _error(line)), "")
+    if found:
+        return one_line(found)
+    last = last_line(log)
+    return one_line(f"exit code {code}; last line: {last}" if last else f"exit code {code}")
+
+
+def last_line(text: str) -> str:
+    lines = (line.strip() for line in reversed(text.split("\n")))
+    return next((line[:LONGEST] for line in lines if line), "")
+
+
+def is_consequence(text: str, rank: int | None = None) -> bool:
+    """Whether a process that wrote this failed because another one did."""
+    accused = re.match(r"rank (\d+) ", text)
+    return bool(_CONSEQUENCE.search(text)) or bool(accused and int(accused[1]) != rank)
+
+
+def is_about_memory(text: str) -> bool:
+    return bool(_MEMORY.search(text))
+
+
+def about_itself(text: str, rank: int) -> str:
+    """Remove the rank's own name from the start of what it says: the reader knows it."""
+    return re.sub(rf"rank {rank} (?:\((?:[^()]|\([^()]*\))*\) )?", "", text, count=1) or text
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _of_signal(killer: int, lines: Sequence[str], oom: str | None) -> str:
+    how = f"killed by signal {killer} ({signal_name(killer)})"
+    if killer == signal.SIGKILL:
+        # The watchdog writes into the log of a rank that does not respond, before it kills it.
+        if hang := next((found[1] for line in lines[-5:] if (found := _HANG.match(line))), ""):
+            return hang
+        if oom == "cgroup":
+            return "killed by the out-of-memory killer"
+        if oom == "machine":
+            return "killed by signal 9 (SIGKILL), probably by the out-of-memory killer"
+        return f"{how}; possibly out of memory"
+    if killer == signal.SIGINT and "KeyboardInterrupt" in lines:
+        return "KeyboardInterrupt"
+    if killer == signal.SIGABRT:
+        aborts = [found for line in lines if (found := _ABORT.match(line))]
+        said = next((next(filter(None, found.groups())) for found in aborts), "")
+        return how if said in ("", "Aborted") else f"{how}: {said}"
+    # Python's fault handler prints where it was.
+    begin = next((n for n, line in enumerate(lines) if "(most recent call first)" in line), None)
+    frame = _FRAME.match(lines[begin + 1]) if begin is not None and lines[begin + 1 :] else None
+    return f"{how} at {frame[1]}:{frame[2]}" if frame else how
+
+
+def _exception(lines: Sequence[str]) -> str:
+    """Return the line of the last exception that was not caught."""
+    begins = [number for number, line in enumerate(lines) if TRACEBACK in line]
+    for number in reversed(begins):
+        margin = "Exception Group" in lines[number]
+        for place in range(number + 1, len(lines)):
+            line = _GROUP.sub("", lines[place], count=1) if margin else lines[place]
+            if line and not line[0].isspace():
+                return _with_continuation(line, lines[place + 1 :])
+    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), "")
+
+
+def _with_continuation(line: str, rest: Sequence[str]) -> str:
+    # `RuntimeError: Error(s) in loading state_dict for GPT:` says what is wrong in the next line.
+    return f"{line} {rest[0].strip()}" if line.endswith(":") and rest else line
+
+
+def _error(line: str) -> str:
+    found = _ERROR.match(line)
+    return (found[1] or found[0]) if found else ""
