@@ -286,7 +286,7 @@ class Supervisor:
         """Requeue the job: the scheduler stops this engine, and starts it again later."""
         self._stop_if_cancelled()
         assert self.scheduler
-        say(f"requeueing: {result.reason}; {why}" if why != result.reason else f"requeueing: {why}")
+        say(f"requeueing: {why}" if why == result.reason else f"requeueing: {why}: {result.reason}")
         # Only a signal that arrives from now on belongs to the requeue.
         self.stop_request = None
         if self.scheduler.requeue():

@@ -342,6 +342,6 @@ def test_without_progress_three_attempts_are_enough(jobs) -> None:
     script = jobs.quick("--max-restarts", "4", QUICK_CODE="7")
     assert jobs.wait(trainer) == jobs.wait(script) == "FAILED"
     assert jobs.status(trainer)["attempts"] == 3
-    assert "exited with code 7" in jobs.status(trainer)["reason"]
+    assert "exit code 7" in jobs.status(trainer)["reason"]
     assert jobs.status(trainer)["reason"].endswith("; three attempts without a new checkpoint")
     assert jobs.status(script)["attempts"] == 5

@@ -392,8 +392,11 @@ def test_a_node_that_waits_for_a_failed_one_is_ended(jobs) -> None:
     job = jobs.submit("--nodes", "2", "--gpus-per-node", "1", "--", "x.py")
     assert jobs.wait(job, 40) == "FAILED"
     assert is_gone(jobs.run_dir(job), 1)
-    assert jobs.status(job)["reason"] == "node 1 exited with code 1"
-    assert f"{job}: FAILED: node 1 exited" in jobs.gptctl("logs", job, "--failed").stdout
+    facts = jobs.status(job)
+    assert facts["reason"] == "rank 1 (node 1): exit code 5"
+    assert (facts["exit_codes"], facts["stopped_nodes"]) == ({"0": 137, "1": 1}, [0])
+    assert "node 0: 137 (stopped by gptctl), node 1: 1" in jobs.gptctl("status", job).stdout
+    assert f"{job}: FAILED: rank 1 (node 1): exit code 5" in jobs.gptctl("logs", job, "--failed").stdout
 
 
 def test_daemons_that_hide_do_not_outlive_their_job(jobs) -> None:

@@ -73,7 +73,7 @@ def test_raw_following_loses_and_doubles_nothing_over_three_attempts(jobs) -> No
     assert once == (logs / "attempt-1" / "workerlog.1").read_bytes()
     failed = jobs.gptctl("logs", job, "--failed").stdout
     assert failed.splitlines()[:2] == [
-        f"{job}: FAILED: node 1 exited with code 1",
+        f"{job}: FAILED: rank 2 (node 1): killed by signal 9 (SIGKILL); possibly out of memory",
         "attempt 2: rank 2 failed first: SIGKILL",
     ]
     assert "attempt 0: rank 2 failed first: SIGKILL" in jobs.gptctl("logs", job, "--failed", "--attempt", "0").stdout

@@ -145,7 +145,7 @@ def test_a_job_waits_for_one_that_does_not_complete(login: Login) -> None:
     assert f"--dependency=singleton,afterok:{cancelled['scheduler_id']}" in both.stdout
     assert login.run("cancel", cancelled["job"]).returncode == 0
     assert (Path(cancelled["run_dir"]) / "asked").read_text() == "0\n"  # it had time to save
-    assert login.wait(failing["job"], "FAILED")["reason"].endswith("exited with code 5")
+    assert login.wait(failing["job"], "FAILED")["reason"] == "rank 0 (node 0): exit code 5"
     for orphan in orphans:
         assert login.wait(orphan["job"], "CANCELLED")["reason"] == "a job that it depends on did not complete"
         assert not ran(orphan)
