@@ -35,6 +35,7 @@ VERBS = {
     "Jobs": {
         "list": ("jobs", "List jobs and their states."),
         "status": ("jobs", "Show the state of a job."),
+        "plot": ("plot", "Draw the loss, or another metric, over the steps of jobs."),
         "show": ("jobs", "Show what a job was started with, and where each value came from."),
         "cancel": ("jobs", "Stop jobs; the trainer saves a checkpoint first."),
         "wait": ("jobs", "Wait until a job ends; exit with its status."),

@@ -17,10 +17,14 @@ from trainer.errors import WRONG_USAGE, UserError
 if TYPE_CHECKING:
     from gptctl.jobs.store import JobRecord
     from gptctl.logs.files import FileFilter, LogFiles
+    from gptctl.logs.measured import Row
     from gptctl.logs.stream import LineFilter
 
+# Options that choose log lines.
+LINE_OPTIONS = {"errors": "--errors", "pattern": "--grep", "since": "--since", "raw": "--raw"}
 # Options that print a report instead of log lines. At most one makes sense at a time.
 LIST_IMPORTANCE = {"last write": 1, "size": 2, "host": 3, "node": 4, "rank": 5}
+METRIC_IMPORTANCE = {"valid_loss": 1, "test_loss": 2, "ips_total": 3, "lr": 4, "speed": 5, "ips": 6}
 REPORT_OPTIONS = ("failed", "list_them", "metrics")
 
 
@@ -36,7 +40,10 @@ REPORT_OPTIONS = ("failed", "list_them", "metrics")
     "-f", "--follow", is_flag=True, help="Follow until the job ends; exit with the job's status."
 )
 @click.option(
-    "--tail", type=click.IntRange(min=0), metavar="N", help="Show the last N lines of each file."
+    "--tail",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Show the last N lines of each file, or N steps.",
 )
 @click.option("--rank", metavar="0,3,8-11", help="Show these ranks only.")
 @click.option(
@@ -49,7 +56,9 @@ REPORT_OPTIONS = ("failed", "list_them", "metrics")
 @click.option(
     "--since", metavar="T", help="Show lines since then: 90s, 5m, 2h, 07:30 or 2026-11-16T07:30."
 )
-@click.option("--metrics", is_flag=True, help="Print a table of steps, losses and speeds.")
+@click.option(
+    "--metrics", is_flag=True, help="Print a table of steps, losses and speeds of the whole run."
+)
 @click.option(
     "--node", type=click.IntRange(min=0), metavar="N", help="Show this node and its ranks only."
 )
@@ -99,6 +108,9 @@ def logs(session: Session, /, job: str | None, **options: Any) -> int:
     session.catch_up(record)
     if options["failed"]:
         return show_failure(session, record, files, options)
+    if options["metrics"]:
+        rows = rows_of(session, record, options)
+        return print_metrics(rows, options["tail"], options["as_json"])
     return print_logs_or_report(
         record.id,
         files,
@@ -121,6 +133,13 @@ def check_options(options: dict[str, Any]) -> None:
             "--attempt and --all-attempts",
         ),
         (bool(options["rank"] and options["node"] is not None), "--rank and --node"),
+        *(
+            (
+                bool(options["metrics"] and options[name] not in (None, False)),
+                f"--metrics and {flag}",
+            )
+            for name, flag in LINE_OPTIONS.items()
+        ),
     ]
     for clash, names in clashes:
         if clash:
@@ -162,6 +181,10 @@ def show_file(path: str, options: dict[str, Any]) -> int:
         raise UserError(
             f"{path} is a file, not a job", "--follow and --failed need a job", WRONG_USAGE
         )
+    if options["metrics"]:
+        from gptctl.jobs.run_metrics import file_rows
+
+        return print_metrics(file_rows(Path(path)), options["tail"], options["as_json"])
     # A file has no job that could still write to it.
     return print_logs_or_report(
         path, LocalFile(Path(path)), wanted_of(options, None), options, is_over=lambda: True
@@ -181,15 +204,13 @@ def print_logs_or_report(
     options: dict[str, Any],
     is_over: Callable[[], bool],
 ) -> int:
-    """Print lines, the list of files or the metrics; `job` can also be the path of a file."""
+    """Print lines or the list of files; `job` can also be the path of a file."""
     from gptctl.cli import ui
     from gptctl.logs.printer import show_logs
 
     if options["list_them"]:
         # Only this report needs the job's state, and on Slurm that is a query: ask for it last.
         print_list(files, wanted, options["as_json"], is_over())
-    elif options["metrics"]:
-        print_metrics(files, wanted, options["as_json"])
     else:
         lines, style = lines_of(options), style_of(options)
         # Who asks for certain lines, or for raw ones, gets them all.
@@ -215,17 +236,34 @@ def print_list(
         ui.print_table(count(len(rows), "log file"), columns, list_cells(rows), by_first=True)
 
 
-def print_metrics(files: LogFiles, wanted: FileFilter, as_json: bool = False) -> None:
+def rows_of(session: Session, record: JobRecord, options: dict[str, Any]) -> list[Row]:
+    """Return the rows of the whole run, or those of the attempts or ranks that were asked for."""
+    from gptctl.jobs.run_metrics import each_attempt, job_rows, lineage, whole_run
+    from gptctl.logs.measured import run_rows
+
+    wanted = wanted_of(options, record.per_node)
+    if options["all_attempts"]:
+        return each_attempt(job_rows(record, wanted))
+    if any(options[name] is not None for name in ("attempt", "rank", "node")):
+        return run_rows(job_rows(record, wanted))
+    return whole_run(lineage(record, session.store.find))
+
+
+def print_metrics(rows: list[Row], tail: int | None = None, as_json: bool = False) -> int:
     from gptctl.cli import ui
-    from gptctl.logs.measured import metric_rows, metric_table
+    from gptctl.cli.table_layout import Column
+    from gptctl.logs.measured import metric_table, with_all_names
     from gptctl.text import count
 
+    rows = rows if tail is None else rows[max(0, len(rows) - tail) :]
     # JSON keeps full numbers; the table rounds them.
-    rows = metric_rows(files, wanted)
     if as_json:
-        ui.print_json(rows)
+        ui.print_json(with_all_names(rows))
     else:
-        ui.print_table(count(len(rows), "step"), *metric_table(rows))
+        names, cells = metric_table(rows)
+        columns = [Column(name, importance=METRIC_IMPORTANCE.get(name, 0)) for name in names]
+        ui.print_table(count(len(rows), "step"), columns, cells)
+    return 0
 
 
 def print_failure(

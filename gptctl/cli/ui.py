@@ -15,11 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from gptctl.cli.chart import ChartSize
 from gptctl.cli.table_layout import Column, as_columns, broken_name, fitted, wrapped
 from gptctl.reporting import Progress
 from gptctl.text import CONTROL, clean
 from trainer.errors import Finding, UserError
 
+LARGEST_CHART = ChartSize(160, 40)
 SAY_EVERY = 5.0  # seconds between two progress messages in a log
 _COLOURS = {"error": "bold red", "warning": "yellow", "notice": "cyan", "hint": "green"}
 
@@ -78,7 +80,7 @@ class TerminalScreen:
         self._drawn = ""
         # A dumb terminal cannot move the cursor: it gets no line that is updated in place.
         self.is_in_place = os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
-        self.has_colours = self.is_in_place and not os.environ.get("NO_COLOR")
+        self.has_colours = has_colours()
 
     @property
     def width(self) -> int:
@@ -109,6 +111,22 @@ class TerminalScreen:
         # Log lines are written to the same buffer: using it directly keeps the order.
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()
+
+
+def has_colours() -> bool:
+    """Whether the terminal has colours, and the user wants them."""
+    is_plain = os.environ.get("TERM", "dumb") in ("", "dumb", "unknown")
+    return not is_plain and not os.environ.get("NO_COLOR")
+
+
+def chart_size() -> ChartSize:
+    """Return the size of a chart: the window, but for the prompt; a page if there is no window."""
+    lines = shutil.get_terminal_size().lines
+    with suppress(OSError, ValueError):
+        lines = os.get_terminal_size(sys.stdout.fileno()).lines or lines
+    return ChartSize(
+        min(terminal_width(), LARGEST_CHART.width), min(lines - 2, LARGEST_CHART.height)
+    )
 
 
 def terminal_width(stream: Any = None) -> int:

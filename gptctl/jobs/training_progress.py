@@ -27,7 +27,7 @@ from gptctl.logs.measured import (
 )
 from gptctl.logs.progress import RECENT
 
-METRICS_TAIL = 16 << 10  # bytes: about fifty steps
+METRICS_TAIL = 8 << 10  # bytes: about twenty-five steps
 LOG_TAIL = 64 << 10  # of a script's log, which may have other lines between its steps
 HEAD = 1 << 10  # bytes: the first line of a file
 # How scripts call the number of their steps: on their command line, alone or as a config key.

@@ -152,6 +152,12 @@ def parse_lines(texts: Iterable[str]) -> Iterator[TrainLine | Evaluation]:
             yield found
 
 
+def with_all_names(rows: Iterable[Row]) -> list[Row]:
+    """Add null for what a row lacks: programs can rely on the names of FleetX's numbers."""
+    names = dict.fromkeys(name for name in _FORMATS if name not in _ONLY_IF_USED)
+    return [{**names, **row} for row in rows]
+
+
 def metric_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Make columns and cells for people; with the job and the attempt if there are several."""
     used = {name for row in rows for name, value in row.items() if value is not None}

@@ -20,8 +20,8 @@ from tests.conftest import ROOT
 TORCH_FREE = tuple(
     f"trainer.{name}" for name in "errors layout layout_rules config estimate logline durable rank_log".split()
 )
-HEAVY = ("torch", "numpy", "rich", "jinja2", "submitit", "paramiko", "yaml")
-ONE_FILE_EACH = ("rich", "jinja2", "submitit", "paramiko")
+HEAVY = ("torch", "numpy", "rich", "jinja2", "submitit", "paramiko", "yaml", "plotext")
+ONE_FILE_EACH = ("rich", "jinja2", "submitit", "paramiko", "plotext")
 UNWANTED_NAMES = ("utils.py", "helpers.py", "common.py")
 
 # From the command line down to what runs on nodes: a module imports only from its own layer and from those below.

@@ -208,7 +208,7 @@ def test_metrics_tell_each_step_once(job: Job, capsys: pytest.CaptureFixture[str
         (2, 7.5),
         (3, 7.0),
     ]
-    print_metrics(job.files, FileFilter())
+    print_metrics(metric_rows(job.files, FileFilter()))
     assert "3     7.000000000  100  400        2.00   1.00000e-04" in capsys.readouterr().out
 
 
