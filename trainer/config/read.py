@@ -212,16 +212,39 @@ def _suggestion(
         word = OTHER_WORDS[name]
         meant = next((known for known in paths if known.endswith(word)), "")
         return meant, f"use {word}"
-    if near := closest(name, keys):
-        return join(path, near[0]), f"did you mean {near[0]}?"
-    if elsewhere := [known for known in paths if known.rpartition(".")[2] == name]:
-        return elsewhere[0], f"move it to {elsewhere[0].rpartition('.')[0]}"
-    # Similar keys of other sections, which must be more similar to be convincing.
-    by_name = {known.rpartition(".")[2]: known for known in [*RENAMED, *paths]}
+    if elsewhere := _elsewhere(name, paths):  # in the wrong place, but not misspelt
+        return elsewhere, f"move it to {elsewhere.rpartition('.')[0]}"
+    # The old names of a section are names of its own, except in a cluster profile.
+    old = [known for known in RENAMED if known.rpartition(".")[0] == path and path]
+    if near := closest(name, [*keys, *(known.rpartition(".")[2] for known in old)]):
+        known = join(path, near[0])
+        return RENAMED.get(known, (known,))[0], f"did you mean {near[0]}?"
+    if not path and "" not in reading.sections:
+        return _suggestion_at_root(name, keys, paths)
+    return "", _known(keys)
+
+
+def _suggestion_at_root(name: str, keys: Iterable[str], paths: Iterable[str]) -> tuple[str, str]:
+    """At the root any key is possible, as a flag or with its path, but it must be very similar."""
+    flags = [known for known in RENAMED if "." not in known]
+    by_name = {known.rpartition(".")[2]: known for known in [*flags, *paths]}
+    by_name.pop(name, None)
     if near := closest(name, by_name, likeness=0.85):
         known = by_name[near[0]]
         return RENAMED.get(known, (known,))[0], f"did you mean {known}?"
-    return "", f"known here: {', '.join(list(keys)[:12])}{', …' if len(keys) > 12 else ''}"
+    return "", _known(keys)
+
+
+def _known(keys: Iterable[str]) -> str:
+    names = list(keys)
+    return f"known here: {', '.join(names[:12])}{', …' if len(names) > 12 else ''}"
+
+
+def _elsewhere(name: str, paths: Iterable[str]) -> str:
+    """The one key of this name in another section. Eval and Test have the keys of Train."""
+    found = [known for known in paths if known.rpartition(".")[2] == name]
+    found = [known for known in found if not known.startswith(("Data.Eval.", "Data.Test."))]
+    return found[0] if 1 <= len(found) <= 2 else ""
 
 
 def _doubtful(finding: Finding) -> Iterable[str]:
