@@ -58,6 +58,8 @@ def node_facts(folder: str) -> dict[str, Any]:
         "version": platform.python_version(),
         "interface": interface,
         "address": address_of(interface),
+        "nccl": os.environ.get("NCCL_SOCKET_IFNAME", ""),
+        "interfaces": {name: address_of(name) for _, name in socket.if_nameindex()},
         "own_name": resolve(socket.gethostname()),
         "head": os.environ.get("MASTER_ADDR", ""),
         "free": space.f_bavail * space.f_frsize,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from gptctl.doctor.rows import Row, notice, ok, warning, wrong
 from gptctl.engine.ports import PORTS
+from gptctl.spec.env_lint import Interfaces
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 10)
 LITTLE_SPACE, NO_SPACE = 10 << 30, 1 << 30  # bytes
@@ -81,6 +82,10 @@ def _rows_for_node(node: NodeFacts, expected: ExpectedNode) -> Iterator[Row]:
     if expected.has_peers:
         yield _network_row(node.name, facts)
         yield _host_name_row(node.name, facts)
+    # If it is the interface of Gloo, the row above is about it.
+    nccl = facts["nccl"].strip()
+    if nccl and not (expected.has_peers and nccl.removeprefix("=") == facts["interface"]):
+        yield _nccl_row(node.name, nccl, facts["interfaces"], expected.has_peers)
     if node.arrival:
         yield clock_row(node.name, facts["clock"], node.arrival)
 
@@ -198,6 +203,24 @@ def _network_row(name: str, facts: Mapping[str, Any]) -> Row:
         )
         return wrong("network", found, fix, name)
     return ok("network", f"{interface}, {address}", name)
+
+
+def _nccl_row(name: str, nccl: str, addresses: Mapping[str, str], has_peers: bool) -> Row:
+    """Whether NCCL finds an interface: it stops if none has a name that it accepts."""
+    listed = Interfaces.of(nccl)
+    accepted = [interface for interface in addresses if listed.admit(interface)]
+    fix = f"correct NCCL_SOCKET_IFNAME in env: this host has {', '.join(addresses)}"
+    if not accepted:
+        return wrong("NCCL network", f"no interface matches NCCL_SOCKET_IFNAME={nccl}", fix, name)
+    usable = [interface for interface in accepted if addresses[interface]]
+    if not usable:
+        found = f"{', '.join(accepted)} (NCCL_SOCKET_IFNAME={nccl}) has no IPv4 address"
+        return warning("NCCL network", found, "check that the interface is up", name)
+    if has_peers and all(addresses[interface].startswith("127.") for interface in usable):
+        found = f"NCCL_SOCKET_IFNAME={nccl} leaves only the loopback interface"
+        return wrong("NCCL network", found, fix, name)
+    found = ", ".join(f"{interface} {addresses[interface]}" for interface in usable)
+    return ok("NCCL network", found, name)
 
 
 def _host_name_row(name: str, facts: Mapping[str, Any]) -> Row:

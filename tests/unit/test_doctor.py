@@ -69,6 +69,8 @@ FACTS = {
     "version": "3.11.2",
     "interface": "eth0",
     "address": "10.0.0.1",
+    "nccl": "=eth0",
+    "interfaces": {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1", "ib1": ""},
     "own_name": ["10.0.0.1"],
     "head": "10.0.0.1",
     "free": 100 << 30,
@@ -199,6 +201,11 @@ def test_two_sound_nodes() -> None:
         ({"interface": "", "address": ""}, ("network", "wrong")),
         ({"address": ""}, ("network", "wrong")),
         ({"interface": "lo", "address": "127.0.0.1"}, ("network", "wrong")),
+        ({"nccl": "eth9"}, ("NCCL network", "wrong")),
+        ({"nccl": "=ib"}, ("NCCL network", "wrong")),
+        ({"nccl": "^eth,ib,lo"}, ("NCCL network", "wrong")),
+        ({"nccl": "lo"}, ("NCCL network", "wrong")),
+        ({"nccl": "ib1"}, ("NCCL network", "warning")),
         ({"own_name": []}, ("host name", "warning")),
         ({"own_name": ["127.0.1.1", "::1"]}, ("host name", "warning")),
         ({"error": "ModuleNotFoundError: No module named 'torch'"}, ("torch", "wrong")),
@@ -210,6 +217,19 @@ def test_one_thing_that_is_not_right(changed: dict, expected: tuple[str, str]) -
     rows = rows_for_nodes([NodeFacts("n1", {**FACTS, **changed}, arrival=NOW)], [], EXPECTED)
     assert not_ok(rows) == [expected]
     assert all(row.fix for row in rows if row.state != "ok")
+
+
+@pytest.mark.parametrize(
+    ("nccl", "found"),
+    [("ib", "ib0 10.1.0.1"), ("^lo,ib", "eth0 10.0.0.1"), ("lo", "lo 127.0.0.1"), ("eth7", None), ("", "no row")],
+)
+def test_the_interface_of_nccl_matters_on_one_machine_too(nccl: str, found: str | None) -> None:
+    """Whatever Gloo uses; the loopback interface is right there. Oracle: NCCL's own syntax."""
+    facts = {**FACTS, "nccl": nccl, "interface": "lo", "address": "127.0.0.1"}
+    rows = rows_for_nodes([NodeFacts("n1", facts)], [], ExpectedNode(2, 2, has_peers=False))
+    row = next((row for row in rows if row.check == "NCCL network"), None)
+    assert (row.found if row and row.state == "ok" else None if row else "no row") == found
+    assert found or "this host has lo, eth0, ib0, ib1" in row.fix
 
 
 def test_a_node_that_told_nothing_little_or_something_else() -> None:

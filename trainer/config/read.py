@@ -7,6 +7,7 @@ values are complete.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, TypeVar, cast
 
 from trainer.config.dialects import RENAMED, UNKNOWN, is_ignored
@@ -206,7 +207,7 @@ def _suggestion(
     """The key that was probably meant, if any, and a hint."""
     if len(reading.found) >= MANY:
         return "", "check that this is a run config"
-    paths = [known for section, cls in reading.sections.items() for known in paths_of(cls, section)]
+    paths = [path for section, cls in reading.sections.items() for path in _paths(cls, section)]
     # From the most to the least certain guess.
     if name in OTHER_WORDS and isinstance(node, Scalar):
         word = OTHER_WORDS[name]
@@ -268,6 +269,11 @@ def paths_of(cls: type, path: str = "") -> Iterator[str]:
             yield from paths_of(key.kind.cls, join(path, name))
         else:
             yield join(path, name)
+
+
+@cache
+def _paths(cls: type, path: str) -> tuple[str, ...]:
+    return tuple(paths_of(cls, path))
 
 
 def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:

@@ -32,12 +32,14 @@ def test_no_python_no_torch_no_folder(gptctl, tmp_path: Path) -> None:
     answer = gptctl("doctor", "--cluster", "./c.yaml", "--json")
     assert answer.returncode == 1
     assert rows_by_check(answer)["python"]["found"] == "/nowhere/python does not exist or is not executable"
-    (tmp_path / "c.yaml").write_text("kind: local\nenv: {PYTHONPATH: " + str(tmp_path / "broken") + "}\n")
+    ifnames = "NCCL_SOCKET_IFNAME: nosuch9, GLOO_SOCKET_IFNAME: lo"
+    (tmp_path / "c.yaml").write_text(f"kind: local\nenv: {{PYTHONPATH: {tmp_path / 'broken'}, {ifnames}}}\n")
     (tmp_path / "broken" / "torch").mkdir(parents=True)
     (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise OSError('libcudart.so: cannot open')\n")
     answer = gptctl("doctor", "--cluster", "./c.yaml", "--json")
     assert answer.returncode == 1
     assert rows_by_check(answer)["torch"]["found"] == "OSError: libcudart.so: cannot open"
+    assert rows_by_check(answer)["NCCL network"]["found"] == "no interface matches NCCL_SOCKET_IFNAME=nosuch9"
     assert rows_by_check(answer)["all-reduce"]["state"] == "notice"
     (tmp_path / "c.yaml").write_text("kind: local\nrun_root: c.yaml/runs\n")
     answer = gptctl("doctor", "--cluster", "./c.yaml", "--json")
