@@ -146,7 +146,9 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
 
 @click.command(
     epilog=examples(
-        "gptctl init", "gptctl init dp2-mp2-pp2 --output run.yaml", "gptctl init --list"
+        "gptctl init",
+        "gptctl init dp2-mp2-pp2 --output run.yaml",
+        'gptctl init --from "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 …"',
     )
 )
 @click.argument("name", required=False, shell_complete=complete_template)
@@ -154,12 +156,27 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
     "--output", metavar="FILE", default="config.yaml", show_default=True, help="File to write."
 )
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
+@click.option(
+    "--from",
+    "source",
+    metavar="COMMAND",
+    help="Translate this launch command, or the script in this file. Nothing of it is executed.",
+)
 @click.option("--list", "list_them", is_flag=True, help="List the configs; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="With --list: print JSON.")
-def init(name: str | None, output: str, force: bool, list_them: bool, as_json: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="With --list or --from: print JSON.")
+def init(
+    name: str | None,
+    output: str,
+    force: bool,
+    source: str | None,
+    list_them: bool,
+    as_json: bool,
+) -> None:
     """Write a commented run config to start from.
 
-    Without NAME: char-gpt, which trains in about two minutes on two cores.
+    Without NAME: char-gpt, which trains in about two minutes on two cores. With --from: the config
+    of a command of torchrun, paddle.distributed.launch, srun or sbatch, with the flags of
+    PaddleNLP's GPT or of Megatron-LM; it prints the command that submits the config.
     """
     from gptctl.cli import ui
     from gptctl.spec.resources import choose, named_files
@@ -171,8 +188,37 @@ def init(name: str | None, output: str, force: bool, list_them: bool, as_json: b
         about = {each: text.splitlines()[0].lstrip("# ") for each, text in texts.items()}
         ui.print_json(about) if as_json else ui.print_pairs("gptctl init NAME", [*about.items()])
         return
+    if source is not None:
+        if name is not None:
+            raise UserError("NAME and --from are both given", "give only one", WRONG_USAGE)
+        _init_from(source, output, force, as_json)
+        return
     name = name or "char-gpt"
     text = choose("config", name, configs).read_text(encoding="utf-8")
+    _write_config(output, text, force)
+    # Stdout gets the path only, for `$(gptctl init)`.
+    ui.print_text(output)
+    ui.say(f"wrote {name}; next: gptctl validate {output}")
+
+
+def _init_from(source: str, output: str, force: bool, as_json: bool) -> None:
+    """Translate a launch command, write the config, and name what has no counterpart."""
+    from gptctl.cli import ui
+    from gptctl.cli.init_from import translate
+
+    translated = translate(source, output)
+    _write_config(output, translated.text, force)
+    if as_json:
+        ui.print_json(translated.as_json(output))
+        return
+    ui.print_findings(translated.findings, to_stderr=True)
+    for each in translated.job.unmapped:
+        ui.say(f"not translated: {each.what}: {each.reason}")
+    ui.say(f"wrote {output}; submit it with:")
+    ui.print_text(translated.command)
+
+
+def _write_config(output: str, text: str, force: bool) -> None:
     try:
         # "x" fails if the file exists. A check beforehand could lose a race with another process.
         with open(output, "w" if force else "x", encoding="utf-8") as file:
@@ -182,9 +228,6 @@ def init(name: str | None, output: str, force: bool, list_them: bool, as_json: b
         raise UserError(f"{output} already exists", hint, WRONG_USAGE) from None
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}", "", WRONG_USAGE) from None
-    # Stdout gets the path only, for `$(gptctl init)`.
-    ui.print_text(output)
-    ui.say(f"wrote {name}; next: gptctl validate {output}")
 
 
 @click.command(

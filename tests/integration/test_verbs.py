@@ -257,3 +257,24 @@ def test_a_rule_is_explained(gptctl) -> None:
     (outside,) = json.loads(gptctl("rules", "S004", "--json").stdout)
     assert (outside["wrong"], "It arises" in outside["meaning"]) == (None, True)
     assert gptctl("rules", "L999").returncode == 2
+
+
+def test_init_from_a_launch_command(gptctl, tmp_path) -> None:
+    """Stdout has the command that submits the config; what has no counterpart is named on stderr."""
+    line = "torchrun --nproc_per_node 8 --node_rank 0 pretrain_gpt.py --num-layers 2 --hidden-size 64 --swiglu --num-attention-heads 2"
+    (tmp_path / "run.sh").write_text(f"#SBATCH -p gpu\n{line} --lr 1e-4 --train-iters 5 --lr-decay-style cosine\n")
+    done = gptctl("init", "--from", "run.sh", "--output", "run.yaml")
+    assert (done.returncode, done.stdout) == (0, "gptctl submit run.yaml --cluster NAME\n"), done.stderr
+    assert done.stderr.splitlines() == [
+        "not translated: --node_rank 0: not needed: gptctl computes it",
+        "not translated: --swiglu: no counterpart: the model differs, it is GPT-2's",
+        "wrote run.yaml; submit it with:",
+    ]
+    assert gptctl("validate", "run.yaml").returncode == 0
+    again = gptctl("init", "--from", "run.sh", "--output", "run.yaml")
+    assert (again.returncode, again.stderr.splitlines()[0]) == (2, "error: run.yaml already exists")
+    answer = json.loads(gptctl("init", "--from", "run.sh", "--output", "run.yaml", "--force", "--json").stdout)
+    assert answer["keys"]["Model.hidden_size"] == "64"
+    assert answer["unmapped"][0] == {"what": "--node_rank 0", "reason": "not needed: gptctl computes it"}
+    for wrong in (["--from", "missing.sh"], ["dp8", "--from", line], ["--from", "ls"]):
+        assert gptctl("init", *wrong).returncode == 2

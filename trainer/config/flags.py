@@ -9,11 +9,13 @@ from trainer.config.dialects import IGNORED, RENAMED, SPECIAL
 from trainer.config.layers import Override
 from trainer.errors import WRONG_USAGE, UserError
 
-# Flat names that are sections of a file, or keys of other programs: none of them is a flag.
-_NO_FLAGS = ("batch_size dataset mix_precision save_load Inference Compress hydra").split()
+# Flat names that are sections of a file: none of them is a flag.
+_SECTIONS = "batch_size dataset mix_precision save_load quantization hydra".split()
 # The flags of PaddleNLP's GPT and of its launcher (`--max_lr 0.00015 --use_amp true …`).
 PADDLENLP_FLAGS = frozenset(
-    name for name in (*RENAMED, *SPECIAL, *IGNORED) if "." not in name and name not in _NO_FLAGS
+    name
+    for name in (*RENAMED, *SPECIAL, *IGNORED)
+    if name.islower() and "." not in name and name not in _SECTIONS
 )
 
 
