@@ -48,7 +48,7 @@ def draw(title: str, curves: Sequence[Curve], size: ChartSize, coloured: bool) -
 
 
 def _plotext() -> Any:
-    hint = "install it: pip install 'gptctl[ui]'; --json prints the numbers without it"
+    hint = "pip install 'plotext>=5.3,<6' (the extra ui); --json prints the numbers without it"
     try:
         import plotext
     except ImportError:

@@ -130,14 +130,12 @@ def rank_lines(record: JobRecord, say: Callable[[str], None]) -> Update:
 
 
 def followed(record: JobRecord) -> Any:
-    from gptctl.engine.run_folder import RunFolder, read_json
-    from gptctl.jobs import report
+    from gptctl.engine.run_folder import RunFolder
+    from gptctl.jobs.training_progress import configured_steps
     from gptctl.logs.terminal_view import FollowedJob
 
-    config = (read_json(record.run_folder / "config.json") or {}).get("resolved", {})
-    by_epochs = config.get("Engine", {}).get("run_mode") == "epoch"
-    # An epoch's number of steps depends on the data: only the trainer knows it, and logs it.
-    total = 0 if by_epochs else report.max_steps(record)
+    # In epoch mode only the trainer knows the number of steps, and logs it.
+    total = configured_steps(record) or 0
     job = FollowedJob(record.id, record.world, total, bool(record.output_dir), record.created)
     # A job that has ended long ago must not look as if it had run until now.
     result = RunFolder(record.local_dir).result()
@@ -180,7 +178,9 @@ def close_with_summary(
     # Ask after copying: the result of a remote job may be among the last files.
     state = session.state_of(record)
     code = exit_code(state)
-    rows = outcome_rows(outcome_of(session, record, files, state, view.total_steps), view.history)
+    # The keys of a script are not known: no longer run of it can be suggested.
+    steps = view.total_steps if record.output_dir else 0
+    rows = outcome_rows(outcome_of(session, record, files, state, steps), view.history)
     ui.print_box(record.id, rows, colour="red" if code else "green")
     return code
 

@@ -201,15 +201,6 @@ def still_running(record: JobRecord) -> str:
     )
 
 
-def max_steps(record: JobRecord) -> int:
-    """The last step of the bundled trainer; 0 if it is not known."""
-    # Only the bundled trainer has an output folder in its record.
-    config = (read_json(record.run_folder / "config.json") or {}).get("resolved", {})
-    # An older record or a damaged file may have no such key.
-    steps = config.get("Engine", {}).get("max_steps") if record.output_dir else None
-    return steps if isinstance(steps, int) else 0
-
-
 def scripts(record: JobRecord, backend: Backend) -> list[str]:
     """The scripts of a job, in the order in which they run."""
     return [read_text(record.run_folder / name) for name in backend.scripts]
