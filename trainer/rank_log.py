@@ -60,6 +60,7 @@ def main(arguments: list[str]) -> int:
         start = ["-P", *start] if sys.version_info >= (3, 11) else ["-c", RUN_MODULE, start[1]]
         paths = [os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    enable_stack_dumps(os.environ.get("GPTCTL_RUN_DIR", ""))
     # Unbuffered: a killed process must not take its last lines with it.
     return watch([sys.executable, "-u", *start, *flags, *program[size:]])
 
@@ -81,6 +82,14 @@ def redirect(folder: str) -> None:
     os.dup2(file, 1)  # descriptors, not sys.stdout: libraries write to them directly
     os.dup2(file, 2)
     os.close(file)
+
+
+def enable_stack_dumps(run_dir: str) -> None:
+    """Let Python import `stack_dumps.py` before the program, which removes this entry again."""
+    folder = os.path.join(run_dir, "python")
+    if run_dir and os.path.isdir(folder):
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *([before] if before else [])])
 
 
 def ends_with_a_line() -> bool:

@@ -62,6 +62,8 @@ class Backend(Protocol):
     # Rendered for every job, in the order in which they run.
     scripts: ClassVar[tuple[str, ...]] = (LAUNCH_SCRIPT,)
 
+    nodes_are_here: ClassVar[bool] = False  # ports of every node are ports of this machine
+
     def __init__(self, say: Say) -> None: ...
 
     # Before a job is submitted
@@ -116,6 +118,17 @@ class Backend(Protocol):
     def cancel(self, record: JobRecord, now: bool) -> None:
         """Stop every process of the job; return when none is left."""
         ...
+
+    def node_command(
+        self, record: JobRecord, node: int, words: Sequence[str], has_terminal: bool
+    ) -> list[str]:
+        """Return the command that runs a module of the job's engine on a node, from this machine.
+
+        `words` are its name and its arguments after the run folder. Nothing may stay on the node
+        when the command ends here.
+        """
+        message = f"commands cannot be run on the nodes of a {record.kind} cluster"
+        raise UserError(message, "", WRONG_USAGE)
 
     # Its files
 

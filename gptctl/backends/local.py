@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 from gptctl.backends import Backend, JobState, cause_in_folder, half_submitted, recorded_state
 from gptctl.engine.atomic_files import private_files
@@ -52,6 +52,8 @@ STOP_TIMEOUT = 60.0  # seconds; longer than the supervisor itself waits for its 
 
 
 class LocalBackend(Backend):
+    nodes_are_here: ClassVar[bool] = True
+
     def __init__(self, say: Say) -> None:
         pass
 
@@ -120,6 +122,13 @@ class LocalBackend(Backend):
             reason = "its supervisor was killed: no restarts, and no time limit"
             return JobState(RUNNING, reason)
         return _from_exit_codes(record, folder, claim)
+
+    def node_command(
+        self, record: JobRecord, node: int, words: Sequence[str], has_terminal: bool
+    ) -> list[str]:
+        module, *arguments = words
+        engine = [sys.executable, "-E", "-S", os.path.join(record.local_dir, ENGINE_FILE)]
+        return [*engine, module, record.local_dir, *arguments]
 
     def may_answer_later(self, record: JobRecord) -> bool:
         return False  # only another machine can know it

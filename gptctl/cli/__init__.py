@@ -41,6 +41,12 @@ VERBS = {
         "wait": ("jobs", "Wait until a job ends; exit with its status."),
         "rerun": ("submit", "Submit a job again from its saved files."),
         "rm": ("remove", "Remove the run folders of jobs; their history stays."),
+        "shell": ("nodes", "Open a shell on a node of a running job, or run a command there."),
+        "stacks": ("nodes", "Show what every rank of a running job executes now."),
+        "forward": (
+            "nodes",
+            "Forward a port of a node, such as TensorBoard's, to this machine.",
+        ),
         "fetch": ("jobs", "Copy what a job wrote on its ssh hosts to this machine."),
     },
     "Clusters": {

@@ -33,6 +33,7 @@ CANCELLED_FILE = "cancelled"
 WAITING = "waiting"
 TOKEN = ".token"
 ENGINE_FILE = "engine.pyz"  # the engine, as it was when the job was submitted
+STARTUP_FOLDER = "python"  # first in the search path of the ranks while their Python starts
 LAUNCH_SCRIPT, BATCH_SCRIPT, AGENT_SCRIPT = "launch.sh", "job.sbatch", "agent.sh"
 OUTCOME = "outcome.json"  # in the folder of an attempt: how it ended, and its first failure
 UNRECOVERABLE_FILE = "unrecoverable"  # in the folder of an attempt: see UNRECOVERABLE

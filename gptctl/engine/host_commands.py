@@ -80,8 +80,11 @@ def main() -> None:
         answer = status(folder)
     elif command == "end":
         answer = end(folder, now=sys.argv[3] == "now")
-    else:
+    elif command == "abandon":
         answer = abandon(folder)
+    # Never guess: `abandon` can remove a job.
+    else:
+        sys.exit(f"error: unknown command: {command}")
     print(json.dumps(answer))
 
 

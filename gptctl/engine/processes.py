@@ -121,6 +121,14 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
 
+def exit_with_parent() -> None:
+    """Get SIGHUP when the parent exits, such as the sshd of a connection that broke."""
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGHUP, 0, 0, 0)
+
+
 def kill_all(run_dir: str, ancestor: int | None = None, timeout: float = 10.0) -> list[int]:
     """Kill every process of a job; return the pids that are alive after `timeout` seconds."""
     from signal import SIGKILL

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gptctl import engine
-from gptctl.engine.contract import ENGINE_FILE
+from gptctl.engine.contract import ENGINE_FILE, STARTUP_FOLDER
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.jobs.module_source import module_source
 from gptctl.planning.build import Site, cluster_as_json
@@ -136,6 +136,10 @@ def _copy_code(code: Path, checked: Checked, site: Site) -> None:
     code.mkdir()
     # Every rank starts through rank_log.py, which writes its log.
     shutil.copyfile(os.path.join(site.trainer, "rank_log.py"), code / "rank_log.py")
+    # rank_log.py adds this folder to the search path: Python runs sitecustomize.py at its start.
+    startup = code.parent / STARTUP_FOLDER
+    startup.mkdir()
+    shutil.copyfile(os.path.join(site.trainer, "stack_dumps.py"), startup / "sitecustomize.py")
     if checked.launch.entrypoint == "trainer":
         shutil.copytree(site.trainer, code / "trainer", ignore=_NOT_CODE)
         return

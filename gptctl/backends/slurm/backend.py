@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from gptctl.backends import Backend, JobState, half_submitted, recorded_state
 from gptctl.backends.slurm import client
 from gptctl.backends.slurm.client import SlurmError
+from gptctl.backends.slurm.node_steps import step_on_node
 from gptctl.backends.slurm.options import sbatch_options
 from gptctl.backends.slurm.queue import Queue, QueuedJob, find_submitted
 from gptctl.backends.slurm.states import STATES, state_after_end, state_in_queue
@@ -272,6 +273,11 @@ class SlurmBackend(Backend):
         self._wait_until_ended(set(jobs), record)
         if has_folder and not folder.result():
             folder.finish(CANCELLED, "")
+
+    def node_command(
+        self, record: JobRecord, node: int, words: Sequence[str], has_terminal: bool
+    ) -> list[str]:
+        return step_on_node(RunFolder(record.local_dir), node, words, has_terminal)
 
     def _unfinished(self, jobs: set[str]) -> list[QueuedJob]:
         known = [self.queue.jobs[job] for job in jobs if job in self.queue.jobs]

@@ -161,6 +161,16 @@ class SshBackend(Backend):
             with private_files():
                 folder.finish(CANCELLED, "")
 
+    def node_command(
+        self, record: JobRecord, node: int, words: Sequence[str], has_terminal: bool
+    ) -> list[str]:
+        from gptctl.remote.scripts import remote_command
+        from gptctl.remote.ssh_program import ssh_words
+
+        sync = self.sync_of(record)
+        script = remote_command("run_module.sh", sync.plan.remote_dir, record.token, *words)
+        return ssh_words(sync.hosts[node].route, script, has_terminal)
+
     # Files
 
     def following(self, record: JobRecord) -> AbstractContextManager[None]:

@@ -1,0 +1,36 @@
+"""Commands on the nodes of a running Slurm job: steps that share the resources of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gptctl.engine.run_folder import RunFolder, read_plan, read_text
+from gptctl.remote.scripts import remote_command
+from trainer.errors import ANSWER_IS_NO, UserError
+
+START_TIMEOUT = 30  # seconds for which srun may wait; the resources are there
+
+
+def step_on_node(
+    folder: RunFolder, node: int, words: Sequence[str], has_terminal: bool
+) -> list[str]:
+    """The command that runs a module of the job's engine on a node; srun ends it with itself."""
+    job = (folder.claimed_by() or {}).get("scheduler_id", "")
+    hosts = read_text(folder.attempt(folder.attempts() - 1) / "hosts").split()
+    # An elastic job may have fewer nodes than it may use.
+    if not job or node >= len(hosts):
+        message = f"node {node} of this job has not started" if hosts else "the job is starting"
+        raise UserError(message, "try it again in a moment", ANSWER_IS_NO)
+    plan = read_plan(folder.path)
+    pythons = (plan.engine_python, plan.submit_python)
+    return [
+        "srun",
+        f"--jobid={job}",
+        "--overlap",
+        *("--nodes=1", "--ntasks=1", f"--nodelist={hosts[node]}"),
+        "--quit-on-interrupt",
+        f"--immediate={START_TIMEOUT}",
+        # --pty has its own way to pass on the output.
+        "--pty" if has_terminal else "--unbuffered",
+        *remote_command("run_module_here.sh", str(folder.path), *pythons, *words),
+    ]
