@@ -94,6 +94,13 @@ class Backend(Protocol):
         """Return the job's folder on this machine: the original, or a copy from other machines."""
         return plan.remote_dir
 
+    def watched_folder(self, record: JobRecord, checked: Checked) -> str | None:
+        """Return where a new job sees the folder of another one, to wait for its end.
+
+        None: it cannot see it. Only for clusters without a queue of their own.
+        """
+        return None
+
     # The life of a job
 
     def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:

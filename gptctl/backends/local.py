@@ -74,6 +74,10 @@ class LocalBackend(Backend):
             hint = "delete the key: gptctl chooses a free port"
             yield PORT_FREE.found("Launch.rdzv.port", port, message, hint)
 
+    def watched_folder(self, record: JobRecord, checked: Checked) -> str | None:
+        is_seen = record.kind == checked.cluster.kind and is_here(record.handle)
+        return record.local_dir if is_seen else None
+
     def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
         # Through this pipe the supervisor answers when it has the claim, and the job exists.
         reading, writing = os.pipe()

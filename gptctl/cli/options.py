@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gptctl.cli.completers import complete_style
-from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError, in_order
+from trainer.errors import WRONG_USAGE, UserError, in_order
 
 if TYPE_CHECKING:
     from gptctl.cli.session import Session
@@ -148,13 +148,13 @@ FLAGS = {
 SECTIONS = {
     "Layout": ("nodes", "gpus_per_node", "cluster", "devices", "overrides"),
     "Job": (
-        *("follow", "wait_for_it", "name", "time", "max_restarts", "resume", "queue"),
+        *("follow", "wait_for_it", "name", "time", "max_restarts", "resume", "queue", "after"),
         "config_option",
     ),
     "Run": ("dry_run", "variables", "log_dir", "style", "template", "node", "as_json"),
     "Slurm": (
         *("partition", "account", "qos", "constraint", "mem", "nodelist", "exclude"),
-        *("reservation", "comment", "requeue", "after", "sbatch_options"),
+        *("reservation", "comment", "requeue", "sbatch_options"),
     ),
 }
 
@@ -188,7 +188,7 @@ def launch_options(verb: F) -> F:
             "--after",
             metavar="JOB",
             multiple=True,
-            help="Start after that job completes; repeatable.",
+            help="Start after that job completes, ends (JOB:any) or fails (JOB:fail); repeatable.",
         ),
         click.option(
             "--requeue/--no-requeue",
@@ -347,44 +347,6 @@ def _sbatch_override(text: str) -> Override:
     return Override(f"Launch.slurm.extra.{name}", value, f"--sbatch {name}", verbatim=True)
 
 
-def with_dependencies(
-    sbatch_options: tuple[str, ...], jobs: Sequence[str], session: Session
-) -> tuple[str, ...]:
-    """Add the options of sbatch that start a job after these jobs have completed."""
-    # sbatch keeps only one --dependency: join the user's own with those of --after.
-    # Both forms end up in one comma-separated list, which means: after all of them.
-    prefix = "dependency="
-    asked = [option.partition("=")[2] for option in sbatch_options if option.startswith(prefix)]
-    others = tuple(option for option in sbatch_options if not option.startswith(prefix))
-    wanted = [text for text in (*asked, dependency_on(jobs, session)) if text]
-    if not wanted:
-        return others
-    # If a job before it fails, Slurm cancels this one. Without the option it would pend forever.
-    return (*others, f"{prefix}{','.join(wanted)}", "kill-on-invalid-dep=yes")
-
-
-def dependency_on(jobs: Sequence[str], session: Session) -> str:
-    """Build the value of --dependency for these jobs, named by gptctl's id or the scheduler's."""
-    from gptctl.engine.run_folder import COMPLETED
-    from gptctl.jobs.state import is_final
-
-    ids = []
-    for job in jobs:
-        record = session.store.find(job)
-        state = session.state_of(record)
-        # Only a scheduler can hold a job back: other clusters start it at once.
-        if "scheduler_id" not in record.handle:
-            message = f"--after {job}: it runs on {record.cluster}, which has no queue"
-            raise UserError(message, f"wait for it first: gptctl wait {record.id}", WRONG_USAGE)
-        if is_final(state) and state.state != COMPLETED:
-            hint = f"run it again (gptctl rerun {record.id}), or omit --after"
-            raise UserError(f"--after {job}: that job is {state}", hint, ANSWER_IS_NO)
-        # Slurm forgets completed jobs after a while, and rejects a dependency on them.
-        if not is_final(state):
-            ids.append(str(record.handle["scheduler_id"]))
-    return f"afterok:{':'.join(ids)}" if ids else ""
-
-
 def one_config(*named: str | None) -> str | None:
     """Return the config that was named, by CONFIG, by -c or in another way."""
     given = [each for each in named if each]
@@ -425,11 +387,13 @@ def check_job(
     **flags: str | bool | None,
 ) -> tuple[Checked, list[Override]]:
     """Check the config of a job; return it with the overrides for its trainer."""
+    from gptctl.cli.dependencies import refuse_foreign, unmet, with_dependencies
     from gptctl.spec.check import check_config, find_config
     from gptctl.spec.program_words import read_program
 
+    dependencies = unmet(after, session) if after else []
     if after:
-        sbatch_options = with_dependencies(sbatch_options, after, session)
+        sbatch_options = with_dependencies(sbatch_options, dependencies)
     typed = typed_overrides(flags, overrides, variables, script, sbatch_options)
     program = read_program(script)
     named = one_config(config, config_option, program.config)
@@ -438,9 +402,6 @@ def check_job(
     checked = check_config(path, typed)
     checked = checked._replace(findings=in_order([*checked.findings, *program.notices]))
     # The cluster is known only now: the config may name it.
-    if after and not checked.cluster.traits.has_queue:
-        hint = f"wait for it first: gptctl wait {after[0]}"
-        message = f"--after {after[0]}: {checked.cluster.name} has no queue"
-        raise UserError(message, hint, WRONG_USAGE)
+    refuse_foreign(dependencies, checked)
     # The trainer gets its own arguments and `-o`: flags set keys of Launch, which it does not read.
     return checked, [*program.keys, *typed_overrides({}, overrides)]

@@ -5,6 +5,7 @@ Imports inside a verb keep `--help` and completion fast: a verb loads what it us
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,7 @@ def submit(
     needs no config. After `-- -m trainer`, the flags of PaddleNLP's GPT set keys of the config.
     If a check fails, nothing is written. Every job gets its own folder.
     """
-    from gptctl.engine.launch_plan import StartConditions
+    from gptctl.cli.dependencies import start_conditions
     from gptctl.jobs.submit import prepare, this_site
 
     # Checked first: a contradiction must not cost a query to the scheduler.
@@ -92,7 +93,7 @@ def submit(
     checked, overrides = check_job(session, **arguments)
     templates = template_places(template, checked.path)
     # A dry run prepares the job exactly as a submit does, so that it shows what would really run.
-    conditions = StartConditions(queue=queue)
+    conditions = start_conditions(session, checked, arguments["after"], queue)
     prepared = prepare(
         checked,
         session.store,
@@ -143,6 +144,7 @@ def render(
 
     checked, overrides = check_job(session, **arguments)
     refuse_invalid(checked)
+    refuse_waiting(checked, arguments["after"])
     backend = session.backends.of(checked.cluster.kind)
     plan = backend.plan(checked, this_site(), overrides=overrides)
     # The script runs the user's files in place, so they must be there.
@@ -221,6 +223,13 @@ def refuse_invalid(checked: Checked) -> None:
     # A script from an invalid config would fail later, on the cluster.
     if not checked.is_valid:
         raise UserError(f"{checked.name} is invalid", findings=checked.findings)
+
+
+def refuse_waiting(checked: Checked, after: Sequence[str]) -> None:
+    # Only a scheduler can hold back a script that is printed.
+    if after and not checked.cluster.traits.has_queue:
+        message = f"--after {after[0]}: a printed script for {checked.cluster.name} cannot wait"
+        raise UserError(message, "use gptctl submit, or omit --after", WRONG_USAGE)
 
 
 def resumable_output(job: str, session: Session) -> str:

@@ -33,6 +33,10 @@ class Place(Protocol):
         """Take a place in the queue; return what the job waits for there, or an empty text."""
         ...
 
+    def keep_alive(self) -> None:
+        """Called while the job waits; raise NeverStarts if the machine is lost."""
+        ...
+
     def release(self) -> None: ...
 
 
@@ -62,6 +66,8 @@ class Admission:
             if not shown:
                 on_wait()
             shown = reason
+            for place in self._places:
+                place.keep_alive()
             check()
             time.sleep(POLL)
         if shown:

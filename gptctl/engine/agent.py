@@ -19,11 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gptctl.engine.admission import Admission
 from gptctl.engine.atomic_files import replacing
 from gptctl.engine.cause import Cause
 from gptctl.engine.contract import CANNOT_CREATE, ROLL_BACK_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.log import os_error_text
+from gptctl.engine.machine_queue import MachinePlace, machine_name
 from gptctl.engine.messages import (
     HANDSHAKE,
     ConnectionLost,
@@ -67,6 +69,7 @@ class HostAgent:
         self.lease = float(hello["lease"])
         self.address = str(hello["address"] or address_here())
         self.node = Node(plan, number, {**clean_environment(), **hello["secrets"]})
+        self.place = MachinePlace(plan, [self.node])
         self._check_inputs()
 
     def _check_inputs(self) -> None:
@@ -116,9 +119,13 @@ class HeadAgent(HostAgent):
         # to abandon the job.
         if not self.folder.try_claim(this_process()):
             raise HostRefused("gptctl has abandoned the job")
-        self.peers = [RemoteNode(number, peers[number]) for number in sorted(peers)]
+        queues = bool(self.plan.queue or self.plan.group)
+        self.peers = [
+            RemoteNode(number, stream, machine, queues)
+            for number, (stream, machine) in sorted(peers.items())
+        ]
 
-    def _wait_for_peers(self) -> dict[int, MessageStream]:
+    def _wait_for_peers(self) -> dict[int, tuple[MessageStream, str]]:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         place = ("", free_port(""))
@@ -134,15 +141,21 @@ class HeadAgent(HostAgent):
         return f"{self.plan.remote_dir}/agent.0.log on the first host"
 
     def run(self) -> None:
-        supervisor = Supervisor(self.plan, [self.node, *self.peers], self.address, log=self.log)
+        admission = Admission(self.plan, [self.place, *self.peers])
+        supervisor = Supervisor(
+            self.plan, [self.node, *self.peers], self.address, log=self.log, admission=admission
+        )
         supervisor.run(on_ready=lambda: self._tell_gptctl(supervisor))
         for peer in self.peers:
             peer.shut_down()
 
     def _tell_gptctl(self, supervisor: Supervisor) -> None:
+        for peer in self.peers:
+            peer.announce()
+        endpoint, waiting = [supervisor.host, supervisor.port], self.folder.waiting_for()
         # gptctl may have exited or lost the connection; the job exists nevertheless.
         with suppress(ConnectionLost):
-            self.gptctl.send(committed=this_process(), endpoint=[supervisor.host, supervisor.port])
+            self.gptctl.send(committed=this_process(), endpoint=endpoint, waiting=waiting)
 
 
 class PeerAdmission:
@@ -154,7 +167,8 @@ class PeerAdmission:
         # By file descriptor: each with the challenge that it was sent.
         self.unauthenticated: dict[int, tuple[MessageStream, str]] = {}
 
-    def until_committed(self) -> dict[int, MessageStream]:
+    def until_committed(self) -> dict[int, tuple[MessageStream, str]]:
+        """Return, for each node, the connection to its agent and the name of its machine."""
         while True:
             self._wait()
             # Notice a lost host before the commit: afterwards the job would have to fail.
@@ -162,19 +176,20 @@ class PeerAdmission:
                 self._check(number, peer)
             while message := self.head.gptctl.receive():
                 if "commit" in message and len(self.peers) == self.head.plan.nodes - 1:
-                    self._confirm_peers()
-                    return self.peers
+                    machines = self._confirm_peers()
+                    return {number: (self.peers[number], machines[number]) for number in machines}
             # Every message of gptctl renews the lease. Without it nobody would remove this job.
             if time.monotonic() - self.head.gptctl.last_received > self.head.lease:
                 raise HostRefused("gptctl did not commit the job in time")
 
-    def _confirm_peers(self) -> None:
-        """Make every peer confirm that it is ready.
+    def _confirm_peers(self) -> dict[int, str]:
+        """Make every peer confirm that it is ready, and name its machine.
 
         From then on a peer waits for the first attempt longer than any lease, so that none rolls
         back while the others start.
         """
         deadline = time.monotonic() + self.head.lease
+        machines = {}
         # Ask all of them first, so that they answer at the same time.
         for number, peer in self.peers.items():
             self._check(number, peer, ready=True)
@@ -187,6 +202,8 @@ class PeerAdmission:
                 raise HostRefused(f"lost the connection to node {number}: {lost}") from None
             if not message:
                 raise HostRefused(f"node {number} does not answer")
+            machines[number] = str(message.get("machine"))
+        return machines
 
     def _wait(self) -> None:
         """Wait for a message or a connection, at most until the next heartbeat is due."""
@@ -241,6 +258,8 @@ class PeerAgent(HostAgent):
         self.timeout = self.lease  # seconds without any message from the first host
         self.start_number = 0  # see RemoteNode
         self.is_running = self.has_ranks = self.is_stopped = False
+        self.is_queued = self.job_exists = False
+        self.waits_for: str | None = None  # what the first host knows of it
 
     def prepare(self) -> None:
         # gptctl knows the address of the first host only after the agent there has started.
@@ -272,8 +291,9 @@ class PeerAgent(HostAgent):
         finally:
             # Whatever the reason: without the first host no rank may run here.
             self.node.kill()
+            self.place.release()
         # The job was never started: remove what gptctl sent here.
-        if not self.start_number:
+        if not self.start_number and not self.job_exists:
             roll_back(self.plan.remote_dir)
 
     def _head_is_alive(self) -> bool:
@@ -286,7 +306,9 @@ class PeerAgent(HostAgent):
         # The commit: from now on wait longer than a lease, since the first host will start the job.
         if "ready" in message:
             self.timeout = HEARTBEAT_TIMEOUT
-            self.head.send(ready=True)
+            self.head.send(ready=True, machine=machine_name())
+        self.job_exists |= "exists" in message
+        self.is_queued |= "queue" in message
         if "start" in message:
             self.start_number = message["start"]
             self.is_running, self.has_ranks = True, False
@@ -300,6 +322,9 @@ class PeerAgent(HostAgent):
 
     def _begin(self, attempt: int, host: str, port: int) -> None:
         try:
+            # A job that did not queue counts, too: those that do wait for it.
+            if not self.is_queued:
+                self.place.poll()
             self.folder.attempt(attempt).mkdir(exist_ok=True)
             self.node.start(attempt, host, port)
         # A full disk, or a folder without write permission: only this node fails, not its agent.
@@ -311,6 +336,8 @@ class PeerAgent(HostAgent):
 
     def _report(self) -> None:
         """Tell the first host what is new; each message names the start that it is about."""
+        if self.is_queued and self.waits_for != "":
+            self._report_place()
         if self.is_running and not self.has_ranks and self.node.has_ranks():
             self.has_ranks = True
             self.head.send(start=self.start_number, ranks=True)
@@ -319,6 +346,18 @@ class PeerAgent(HostAgent):
             self.head.send(start=self.start_number, exit=exit_)
         if time.monotonic() - self.head.last_sent > HEARTBEAT:
             self.head.send(heartbeat=True)
+
+    def _report_place(self) -> None:
+        """Tell the first host what the job waits for here; an empty text: the place is free."""
+        try:
+            waits_for = self.place.poll()
+        except OSError as error:
+            self.is_queued = False
+            self.head.send(cannot_queue=f"cannot queue: {os_error_text(error)}")
+            return
+        if waits_for != self.waits_for:
+            self.waits_for = waits_for
+            self.head.send(waits_for=waits_for)
 
 
 def detach(log_file: str) -> None:

@@ -33,6 +33,7 @@ def status(folder: RunFolder) -> dict[str, Any]:
         # A new boot id explains why the processes disappeared.
         "boot": boot_id(),
         "result": folder.result(),
+        "waiting": folder.waiting_for(),
     }
 
 

@@ -170,6 +170,9 @@ class MachinePlace:
         for node in self._nodes if devices and not self._names_devices else ():
             node.set_variable(VISIBLE_DEVICES, ",".join(devices))
 
+    def keep_alive(self) -> None:
+        return  # this machine is not lost while this process runs
+
     def release(self) -> None:
         """Give the place to others. A process that is killed does so, too."""
         if self._queue:

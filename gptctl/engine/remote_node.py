@@ -5,20 +5,31 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from gptctl.engine.admission import NeverStarts
 from gptctl.engine.cause import Cause, cause_in_message
 from gptctl.engine.messages import INVALID_MESSAGE, ConnectionLost, MessageStream
 from gptctl.engine.node import TICK, NodeExit
+from gptctl.engine.run_folder import FAILED, Result
 
 HEARTBEAT = 2.0  # seconds after which an agent that has nothing else to send sends a heartbeat
 HEARTBEAT_TIMEOUT = 90.0  # seconds without any message after which a host counts as lost
 KILL_TIMEOUT = 5.0  # seconds in which another host must kill its ranks
+MAX_REASON = 300  # characters of what a host says that the job waits for
 
 
 class RemoteNode:
-    """A node on another host, controlled from the first one. `node.py` describes each method."""
+    """A node on another host, controlled from the first one. `node.py` describes each method.
 
-    def __init__(self, number: int, stream: MessageStream) -> None:
-        self.number = number
+    It is also the job's place on that host (`admission.py`), where its agent waits in the queue.
+    """
+
+    def __init__(
+        self, number: int, stream: MessageStream, machine: str = "", queues: bool = False
+    ) -> None:
+        self.number, self.machine = number, machine
+        # What the agent waits for; empty once its host is free, or if the job does not queue.
+        self._waits_for = f"waits for node {number}" if queues else ""
+        self._is_queued, self._refusal = False, ""
         self._stream = stream
         # Counts starts, so that a late message about an earlier start is not taken for this one's.
         self._start_number = 0
@@ -26,6 +37,25 @@ class RemoteNode:
         self._has_ranks = self._stop_is_requested = self._is_killed = False
         self._kill_timeout = KILL_TIMEOUT
         self._lost = ""  # why the host is lost
+
+    def poll(self) -> str:
+        if self._waits_for and not self._is_queued:
+            self._is_queued = True
+            self._send(queue=True)
+        self.keep_alive()
+        return self._waits_for
+
+    def keep_alive(self) -> None:
+        self._receive()
+        if fault := self._refusal or self._lost:
+            raise NeverStarts(Result(FAILED, f"node {self.number}: {fault}"))
+
+    def release(self) -> None:
+        return  # its agent does so when it is shut down
+
+    def announce(self) -> None:
+        """Tell the agent that the job exists: from now on it keeps the job's folder."""
+        self._send(exists=True)
 
     def start(self, attempt: int, host: str, port: int) -> None:
         self._start_number += 1
@@ -88,6 +118,10 @@ class RemoteNode:
 
     def _handle(self, message: dict[str, Any]) -> None:
         self._is_killed |= "killed" in message
+        if isinstance(reason := message.get("waits_for"), str):
+            self._waits_for = f"{reason[:MAX_REASON]} on node {self.number}" if reason else ""
+        if isinstance(fault := message.get("cannot_queue"), str):
+            self._refusal = fault[:MAX_REASON]
         if message.get("start") == self._start_number:
             self._has_ranks |= "ranks" in message
             if "exit" in message:

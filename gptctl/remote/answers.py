@@ -23,8 +23,9 @@ def is_answer(command: str, answer: Mapping[str, Any]) -> bool:
 def is_commit(message: Mapping[str, Any]) -> bool:
     """Whether this is how the agent of the first host confirms that it runs the job."""
     match message:
-        case {"committed": process, "endpoint": [str(), int()]}:
-            return _is_process(process)
+        # A job that waits has no port yet.
+        case {"committed": process, "endpoint": [str(), int() | None]}:
+            return _is_process(process) and isinstance(message.get("waiting", ""), str)
     return False
 
 

@@ -21,6 +21,7 @@ from gptctl.engine.run_folder import (
     CANCELLED,
     LONGEST_REASON,
     LOST,
+    PENDING,
     RUNNING,
     UNKNOWN,
     RunFolder,
@@ -66,6 +67,13 @@ class SshBackend(Backend):
             self._syncs[record.id] = LogSync(record, self._jump_hosts)
         return self._syncs[record.id]
 
+    def watched_folder(self, record: JobRecord, checked: Checked) -> str | None:
+        if record.kind != checked.cluster.kind:
+            return None
+        # The result of a job is on its first host, where the agent of the new one must run, too.
+        other, own = self.sync_of(record).plan, checked.cluster.hosts[0]
+        return other.remote_dir if other.hosts[0] == (own.address or own.host) else None
+
     # Starting
 
     def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
@@ -86,9 +94,11 @@ class SshBackend(Backend):
         # Record here what the first host has: state and logs are read from this folder.
         with private_files():
             folder.try_claim(handle)
-            folder.attempt(0).mkdir()
-            with replacing(folder.attempt(0) / "endpoint.json") as stream:
-                stream.write(json.dumps({"host": host, "port": port}).encode())
+            folder.set_waiting(answer.get("waiting", ""))
+            if port is not None:
+                folder.attempt(0).mkdir()
+                with replacing(folder.attempt(0) / "endpoint.json") as stream:
+                    stream.write(json.dumps({"host": host, "port": port}).encode())
         return handle
 
     def abandon(self, record: JobRecord) -> bool:
@@ -235,6 +245,8 @@ def _as_reported(
         return JobState(LOST, f"its folder on {name} is missing")
     if status["agents"]:
         folder = RunFolder(record.local_dir)
+        if waiting := _waiting_for(status, folder):
+            return JobState(PENDING, "; ".join([waiting, *unreachable]))
         begun = folder.has_ranks(folder.attempts() - 1)
         return JobState(RUNNING, "; ".join([*([] if begun else ["starting"]), *unreachable]))
     # The result may not be here yet, if another gptctl process writes the copy.
@@ -249,6 +261,17 @@ def _as_reported(
     is_same_boot = status["boot"] == record.handle.get("boot")
     reason = f"its agent on {name} was killed" if is_same_boot else f"{name} was restarted"
     return JobState(LOST, reason)
+
+
+def _waiting_for(status: Mapping[str, Any], folder: RunFolder) -> str:
+    """What the job waits for on its first host; the folder here gets the same note."""
+    # An agent of an older gptctl does not report it.
+    reported = status.get("waiting")
+    waiting = " ".join(reported.split()) if isinstance(reported, str) else ""
+    if waiting != folder.waiting_for():
+        with suppress(OSError), private_files():
+            folder.set_waiting(waiting)
+    return waiting
 
 
 def _note_not_ended(folder: RunFolder, problems: Sequence[HostError]) -> None:

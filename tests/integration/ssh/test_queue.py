@@ -1,0 +1,35 @@
+"""`submit --queue` on ssh hosts: each has a queue of its own. Oracles: when the jobs' processes ran there, and what is
+left."""
+
+from __future__ import annotations
+
+import json
+
+import yaml
+
+from tests.integration.ssh.desk import HOSTS, Desk, await_true
+
+
+def test_jobs_wait_for_their_hosts(desk: Desk) -> None:
+    """Two jobs that name the same hosts in opposite order wait for a third, then run one after the other."""
+    profile = yaml.safe_load((desk.folder / "clusters/quick.yaml").read_text())
+    backwards = {**profile, "name": "backwards", "hosts": profile["hosts"][::-1]}
+    (desk.folder / "clusters/backwards.yaml").write_text(json.dumps(backwards))
+    first = desk.submit_quick(JOB_SECONDS="100")
+    second = desk.submit_quick("--queue")
+    assert desk.json("status", second["job"])["state"] == "PENDING"
+    third = desk.submit_quick("--queue", "--cluster", "backwards")
+    cancelled = desk.submit_quick("--queue")
+    waiting = desk.json("status", second["job"])
+    assert waiting["state"] == "PENDING"
+    assert waiting["reason"].startswith(f"waits for {first['job']}"), waiting
+    assert desk.run("cancel", cancelled["job"]).returncode == 0
+    assert desk.json("status", cancelled["job"])["state"] == "CANCELLED"
+    assert [desk.ran(host)[1:] for host in HOSTS] == [[]] * 3
+    assert desk.run("cancel", "--now", first["job"]).returncode == 0
+    for job in (second, third):
+        assert desk.wait(job["job"], "COMPLETED", "FAILED")["state"] == "COMPLETED"
+    for host in HOSTS:
+        assert len(desk.ran(host)) == 3
+        await_true(lambda host=host: desk.left(host) == [], 10)
+        assert desk.on(host, "ls ~/.local/state/gptctl/queue/*/*.ticket 2> /dev/null") == ""
