@@ -18,6 +18,7 @@ echo "$GPTCTL_JOB start $(date +%s.%N)" >> "$OUT/times"
 while [ -n "$HOLD" ] && [ ! -e "$OUT/go" ]; do sleep 0.05; done
 sleep 0.05
 echo "$GPTCTL_JOB end $(date +%s.%N)" >> "$OUT/times"
+exit "${CODE:-0}"
 """
 
 
@@ -106,3 +107,32 @@ def test_ranks_without_a_supervisor_keep_their_place(timed) -> None:
     (timed.folder / "go").touch()
     assert timed.wait(second) == "COMPLETED"
     assert [what for _, what, _ in times(timed.folder)] == ["start", "end", "start", "end"]
+
+
+def test_jobs_after_another(timed) -> None:
+    """Each starts when the other has ended as it asked for; one that never can is CANCELLED, and says why."""
+    out = ["--env", f"OUT={timed.folder}"]
+    first = timed.quick(*out, "--env", "HOLD=1", "--env", "CODE=5")
+    then = {when: timed.quick("--after", f"{first}{when}", *out) for when in ("", ":any", ":fail")}
+    last = timed.quick("--after", f"{then[':any']}", "--after", f"{then[':fail']}:ok", "--queue", *out)
+    never = timed.quick("--after", then[""], *out)
+    assert timed.status(then[""])["reason"] == f"waits for {first} to complete"
+    assert timed.status(then[":fail"])["reason"] == f"waits for {first} to fail"
+    assert timed.status(last)["reason"] == f"waits for {then[':any']} to complete"
+    (timed.folder / "go").touch()
+    assert [timed.wait(job) for job in (first, then[":any"], then[":fail"], last)] == ["FAILED"] + ["COMPLETED"] * 3
+    for job, before, state in ((then[""], first, "FAILED"), (never, then[""], "CANCELLED")):
+        facts = await_state(timed, job, "CANCELLED")
+        assert facts["reason"] == f"{before} is {state}, and this job starts only if it completes"
+    ran = [job for job, what, _ in times(timed.folder) if what == "start"]
+    assert ran[0] == first
+    assert set(ran[1:3]) == {then[":any"], then[":fail"]}
+    assert ran[3:] == [last]
+    # What has ended already is decided at once.
+    assert timed.wait(timed.quick("--after", f"{first}:fail", *out)) == "COMPLETED"
+    refused = timed.gptctl("submit", "--cluster", "./quick.yaml", "--after", first, "--", "x.py")
+    assert refused.returncode == 1
+    assert f"--after {first}: that job is FAILED" in refused.stderr
+    wrong = timed.gptctl("submit", "--cluster", "./quick.yaml", "--after", f"{first}:never", "--", "x.py")
+    assert wrong.returncode == 2
+    assert f"use {first}:ok, {first}:any or {first}:fail" in wrong.stderr

@@ -33,3 +33,20 @@ def test_jobs_wait_for_their_hosts(desk: Desk) -> None:
         assert len(desk.ran(host)) == 3
         await_true(lambda host=host: desk.left(host) == [], 10)
         assert desk.on(host, "ls ~/.local/state/gptctl/queue/*/*.ticket 2> /dev/null") == ""
+
+
+def test_jobs_after_another(desk: Desk) -> None:
+    """The agent of the first host watches the other job there, while nobody is connected."""
+    one = ("--nodes", "1")
+    first = desk.submit_quick(*one, JOB_SECONDS="100")
+    jobs = {when: desk.submit_quick(*one, "--after", f"{first['job']}{when}") for when in ("", ":any", ":fail")}
+    assert desk.json("status", jobs[""]["job"])["reason"] == f"waits for {first['job']} to complete"
+    desk.write_profile("elsewhere", hosts=[{"host": "ssh2"}])
+    refused = desk.run("submit", "--cluster", "elsewhere", "--after", first["job"], "--", "job.py")
+    assert refused.returncode == 2
+    assert f"--after {first['job']}: it runs on quick; a job on elsewhere cannot wait for it" in refused.stderr
+    assert desk.run("cancel", "--now", first["job"]).returncode == 0
+    for when, state in (("", "CANCELLED"), (":any", "COMPLETED"), (":fail", "COMPLETED")):
+        facts = desk.wait(jobs[when]["job"], "CANCELLED", "COMPLETED", "FAILED")
+        assert facts["state"] == state, facts
+    assert len(desk.ran("ssh1")) == 3
