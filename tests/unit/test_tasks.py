@@ -66,6 +66,8 @@ OTHERS = {
     "quantization, older": (f"{QUANTIZATION}\n", "Quantization"),
     "quantization, first era": ("PreTraining: {quantization: {use_qat: True, weight_bits: 8}}\n", "quantization"),
     "pruning": (f"Compress:\n  pretrained: ./model\n  {PRUNE}\n", "Prune"),
+    # FleetX's file has its model in Global, by a mistake of indentation
+    "pruning, misplaced": (f"Global:\n  Model:\n  vocab_size: 50304\n  hidden_size: 9\nModel: {{num_layers: 1, num_attention_heads: 7}}\nCompress:\n  {PRUNE}\n", "Prune"),
     "pruning, older": (f"{PRUNE}\n", "Prune"),
     "ernie": ("Model: {module: ErnieModule, binary_head: True}\n", "ErnieModule"),
     "moe": (

@@ -60,6 +60,7 @@ class Reading:
         self.emptied: set[str] = set()  # written without a value
         self.bad = {path for finding in found for path in _doubtful(finding)}
         self.ignored: dict[str, Place] = {}  # keys that only other programs use
+        self.is_other_task = False  # refused as a whole: see tasks.py
 
     def refuse(self, path: str, node: Node, kind: Kind, faults: Iterable[BadValue]) -> None:
         self.bad.add(path)

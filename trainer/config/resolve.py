@@ -109,11 +109,10 @@ def read_run(
     """Read the sections of a run config, and those of another program (`others`)."""
     tree, is_other_task = set_aside(apply_switches(tree, found), found)
     reading = Reading(found, {**sections(), **(others or {})})
-    refused = list(found)
+    reading.is_other_task, refused = is_other_task, list(found)
     read_root(tree, reading, unread)
     if is_other_task:
-        # The keys of another task are its own business: one line is enough.
-        found[:] = refused
+        found[:] = refused  # what its keys mean is a question of that task
         return reading
     if reading.ignored:
         keys = ", ".join(f"{key} ({place})" for key, place in reading.ignored.items())
@@ -137,6 +136,8 @@ def read_run(
 def resolve(reading: Reading, machines: Machines | None) -> Resolved:
     derived = derive(reading.values, reading.emptied, machines)
     run = build(RunConfig, derived.values)
+    if reading.is_other_task:
+        return Resolved(run, in_order(reading.found), _origins(reading, derived))
     dp_written = DEGREE_KEYS["dp"] in reading.values
     world = reading.valid_findings(_check_world(run, reading, machines, dp_written))
     # If dp could not be derived, findings that depend on it would only confuse: drop them.
@@ -160,10 +161,8 @@ def resolve(reading: Reading, machines: Machines | None) -> Resolved:
     }
     derived.values.update(switched_off)
     derived.origins.update(dict.fromkeys(switched_off, "no effect in this layout"))
-    origins = {path: _origin(path, reading, derived) for path in paths_of(RunConfig)}
-    return Resolved(
-        build(RunConfig, derived.values), in_order([*reading.found, *world, *judged]), origins
-    )
+    findings = in_order([*reading.found, *world, *judged])
+    return Resolved(build(RunConfig, derived.values), findings, _origins(reading, derived))
 
 
 def _check_world(
@@ -219,6 +218,10 @@ def _proposal(wish: Layout, reading: Reading, machines: Machines, dp_written: bo
         names = "; ".join(str(layout) for layout in fitting)
         return f"layouts that fit with other batch sizes: {names}"
     return "no layout with this many GPUs fits this model"
+
+
+def _origins(reading: Reading, derived: Derived) -> dict[str, str]:
+    return {path: _origin(path, reading, derived) for path in paths_of(RunConfig)}
 
 
 def _origin(path: str, reading: Reading, derived: Derived) -> str:
