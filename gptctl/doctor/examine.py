@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gptctl.backends.slurm.client import SlurmError
+from gptctl.backends.slurm.client import SlurmClient, SlurmError
 from gptctl.doctor import local_node, slurm_checks
 from gptctl.doctor.node_rows import EnginePython, ExpectedNode, engine_row, port_row
 from gptctl.doctor.probe import (
@@ -29,7 +29,7 @@ from gptctl.doctor.probe import (
 )
 from gptctl.doctor.rows import Row, is_wrong, notice, ok, profile_row, wrong
 from gptctl.doctor.signals import signals_blocked, signals_interrupt
-from gptctl.doctor.slurm_job import run_on_nodes
+from gptctl.doctor.slurm_job import DoctorFolder, run_on_nodes
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import read_json, read_text
 from gptctl.planning.build import Site
@@ -204,7 +204,8 @@ def _examine_slurm(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
     request.say("querying Slurm …")
     rows: list[Row] = []
     try:
-        status = slurm_checks.check_slurm(cluster)
+        client = SlurmClient()
+        status = slurm_checks.check_slurm(cluster, client)
         rows += status.rows
         if not status.answers:
             return DoctorReport(cluster.name, rows, is_in_reach=False)
@@ -249,7 +250,8 @@ def _slurm_rows(
     plan = plan_probe(request.name, request.site, folder, nodes, per_node, device)
     write_scripts(folder, plan, request.site, BATCH_SCRIPT, ENGINE_SCRIPT)
     tracker = ArrivalTracker(folder, nodes)
-    rows = [run_on_nodes(folder, nodes, request.timeout, tracker, request.say)]
+    place = DoctorFolder(folder, str(folder))
+    rows = [run_on_nodes(SlurmClient(), place, nodes, request.timeout, tracker, request.say)]
     if (folder / "hosts").exists():  # the batch script has started
         expected = ExpectedNode(per_node if is_gpu else 0, per_node, has_peers=nodes > 1)
         rows += collect_rows(folder, node_names(folder, nodes), tracker, expected)

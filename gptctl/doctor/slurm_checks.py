@@ -1,19 +1,15 @@
-"""Query Slurm from this machine: commands, controller, partitions, GPUs, accounting.
+"""Query Slurm, here or on its login host: commands, controller, partitions, GPUs, accounting.
 
 It submits nothing.
 """
 
 from __future__ import annotations
 
-import os
-import pwd
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gptctl.backends.slurm import client
-from gptctl.backends.slurm.client import SlurmError
+from gptctl.backends.slurm.client import SlurmClient, SlurmError
 from gptctl.doctor.rows import Row, notice, ok, warning, wrong
 from gptctl.spec.cluster import PYXIS, Cluster
 from gptctl.text import count
@@ -103,9 +99,9 @@ class SlurmStatus(NamedTuple):
         return 0
 
 
-def check_slurm(cluster: Cluster) -> SlurmStatus:
-    rows = [*_command_rows(), *_pyxis_rows(cluster)]
-    controller = _controller_row()
+def check_slurm(cluster: Cluster, client: SlurmClient) -> SlurmStatus:
+    rows = [*_command_rows(client), *_pyxis_rows(cluster, client)]
+    controller = _controller_row(client)
     rows.append(controller)
     if controller.state == "wrong":  # every other command would time out
         return SlurmStatus(tuple(rows), answers=False)
@@ -115,17 +111,17 @@ def check_slurm(cluster: Cluster) -> SlurmStatus:
     rows.append(row)
     if own:
         rows.append(gpu_row(own, cluster))
-    accounting = _accounting_row()
-    rows += [accounting, *(_account_rows(cluster) if accounting.state == "ok" else ())]
+    accounting = _accounting_row(client)
+    rows += [accounting, *(_account_rows(cluster, client) if accounting.state == "ok" else ())]
     return SlurmStatus(tuple(rows), tuple(own))
 
 
-def _command_rows() -> Iterator[Row]:
+def _command_rows(client: SlurmClient) -> Iterator[Row]:
     versions: dict[str, list[str]] = {}
     broken: dict[str, list[str]] = {}
     missing = []
     for name in COMMANDS:
-        if not shutil.which(name):
+        if not client.has(name):
             missing += [name] if name in REQUIRED_COMMANDS else []
             continue
         try:
@@ -134,7 +130,8 @@ def _command_rows() -> Iterator[Row]:
             # Such as a library that is missing: sbatch would fail in the same way.
             broken.setdefault(getattr(error, "detail", "no version"), []).append(name)
     if missing:
-        fix = "load Slurm's module, or add its commands to PATH; run gptctl on a login node"
+        fix = "load Slurm's module, or add its commands to PATH; run gptctl on a login node, or "
+        fix += "set login in the profile"
         yield wrong("commands", f"not found: {', '.join(missing)}", fix)
     if broken:
         yield wrong("commands", _by_command(broken), "fix what these commands report")
@@ -145,7 +142,7 @@ def _command_rows() -> Iterator[Row]:
         yield ok("commands", found)
 
 
-def _pyxis_rows(cluster: Cluster) -> Iterator[Row]:
+def _pyxis_rows(cluster: Cluster, client: SlurmClient) -> Iterator[Row]:
     if cluster.container.image and cluster.container.runtime == PYXIS:
         try:
             yield pyxis_row(client.run("srun", "--help"))
@@ -170,7 +167,7 @@ def _by_command(texts: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{', '.join(names)}: {text}" for text, names in texts.items())
 
 
-def _controller_row() -> Row:
+def _controller_row(client: SlurmClient) -> Row:
     fix = "run scontrol ping; if it keeps failing, ask your cluster administrators"
     try:
         answer = client.run("scontrol", "ping")
@@ -253,8 +250,8 @@ def gpu_row(own: Sequence[SinfoLine], cluster: Cluster) -> Row:
     return ok(check, found)
 
 
-def _accounting_row() -> Row:
-    if not shutil.which("sacct"):
+def _accounting_row(client: SlurmClient) -> Row:
+    if not client.has("sacct"):
         return notice("accounting", "sacct is not installed here", WITHOUT_ACCOUNTING)
     try:
         client.run("sacct", "-X", "-n", "-P", "-S", "now", "-o", "JobID")
@@ -265,12 +262,12 @@ def _accounting_row() -> Row:
     return ok("accounting", "sacct works")
 
 
-def _account_rows(cluster: Cluster) -> Iterator[Row]:
+def _account_rows(cluster: Cluster, client: SlurmClient) -> Iterator[Row]:
     """Nothing, if the accounting does not know the accounts of this user."""
     if not cluster.account:
         return
-    user = pwd.getpwuid(os.getuid()).pw_name  # not $USER: su and sudo may leave another name in it
     try:
+        user = client.run("id", "-un").strip()  # not $USER: su and sudo may leave another name
         text = client.run("sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=account")
     except SlurmError:
         return

@@ -5,12 +5,15 @@ The job is always cancelled at the end. If gptctl is killed, Slurm drops it at i
 
 from __future__ import annotations
 
+import os.path
 import secrets
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from gptctl.backends.slurm import client
-from gptctl.backends.slurm.client import SlurmError
+from gptctl.backends.slurm.client import SlurmClient, SlurmError
 from gptctl.backends.slurm.queue import ACTIVE_STATES, PENDING_STATES, QueuedJob, find_submitted
 from gptctl.doctor.probe import BATCH_SCRIPT, MINUTES, ArrivalTracker
 from gptctl.doctor.rows import Row, ok, wrong
@@ -27,12 +30,25 @@ CANCEL_TIMEOUT = 60.0
 NOT_SHARED = "run_root must be one folder that every node and this machine can see"
 
 
+class DoctorFolder(NamedTuple):
+    """The doctor's folder on this machine, and where its job sees it."""
+
+    here: Path
+    there: str
+    pull: Callable[[], None] = lambda: None  # copies what nodes wrote, if the two differ
+
+
 def run_on_nodes(
-    folder: Path, nodes: int, timeout: float, tracker: ArrivalTracker, say: Say
+    client: SlurmClient,
+    folder: DoctorFolder,
+    nodes: int,
+    timeout: float,
+    tracker: ArrivalTracker,
+    say: Say,
 ) -> Row:
     """Run the job, and return a row about it; what the nodes wrote is in the folder."""
     name = f"gptctl-doctor-{secrets.token_hex(4)}"
-    job = DoctorJob(name, folder, timeout, tracker, say)
+    job = DoctorJob(name, client, folder, timeout, tracker, say)
     say(f"requesting {count(nodes, 'node')} from Slurm …")
     try:
         # If Ctrl-C killed sbatch, nobody would know whether there is a job.
@@ -48,9 +64,16 @@ class DoctorJob:
     """A job that is found by its name, since sbatch may fail to report its id."""
 
     def __init__(
-        self, name: str, folder: Path, timeout: float, tracker: ArrivalTracker, say: Say
+        self,
+        name: str,
+        client: SlurmClient,
+        folder: DoctorFolder,
+        timeout: float,
+        tracker: ArrivalTracker,
+        say: Say,
     ) -> None:
-        self.name, self.folder, self.timeout = name, folder, timeout
+        self.name, self.client, self.timeout = name, client, timeout
+        self.folder, self.run_dir, self._pull = folder
         self.tracker, self.say = tracker, say
         self.submit_error: SlurmError | None = None  # sbatch got no answer: there may be a job
         self._submitted = self._waiting_until = self._answered = time.monotonic()
@@ -67,7 +90,7 @@ class DoctorJob:
         ]
         self.tracker.not_before = time.time()
         try:
-            client.run("sbatch", "--parsable", *options, str(self.folder / BATCH_SCRIPT))
+            self.client.run("sbatch", "--parsable", *options, f"{self.run_dir}/{BATCH_SCRIPT}")
         except SlurmError as error:
             if not error.is_doubtful:
                 raise
@@ -76,7 +99,7 @@ class DoctorJob:
         self._submitted = self._waiting_until = self._answered = time.monotonic()
 
     def find(self) -> QueuedJob | None:
-        jobs = find_submitted(self.name, str(self.folder))
+        jobs = find_submitted(self.client, self.name, self.run_dir)
         if not jobs:
             return None
         self.submit_error = None
@@ -86,7 +109,7 @@ class DoctorJob:
         """Poll the folder all the time, and Slurm now and then, until the job has ended."""
         queried = float("-inf")
         while True:
-            self.tracker.poll()
+            self._poll()
             self._show_progress()
             if self._has_finished():
                 return self._started_row()
@@ -95,6 +118,12 @@ class DoctorJob:
                 if row := self._query():
                     return row
             time.sleep(0.1)
+
+    def _poll(self) -> None:
+        # If that fails, the query of Slurm does, too, and reports it.
+        with suppress(SlurmError):
+            self._pull()
+        self.tracker.poll()
 
     def _query(self) -> Row | None:
         now = time.time()  # before the query: the job may start while Slurm answers
@@ -151,14 +180,14 @@ class DoctorJob:
         """The job has ended, but its last files may still be on their way."""
         deadline = time.monotonic() + SETTLE_TIME
         while time.monotonic() < deadline:
-            self.tracker.poll()
+            self._poll()
             if self._has_finished():
                 return self._started_row()
             if reason := read_text(self.folder / "head.failed").strip():
                 fix = "set master_interface in the profile, or fix how node names resolve"
                 return wrong("job", reason, fix)
             if job.exit_code >> 8 == CANNOT_CREATE:
-                found = f"{self.folder.parent} does not exist"
+                found = f"{os.path.dirname(self.run_dir)} does not exist"
                 return wrong("run_root", found, NOT_SHARED, job.nodes)
             time.sleep(0.2)
         if job.state == "COMPLETED":
@@ -202,6 +231,6 @@ class DoctorJob:
         if job.state != "COMPLETING" and not self._has_finished():
             self._show(f"cancelling job {job.id} …")
             if job.state in ACTIVE_STATES:  # a plain scancel would wait for the script to exit
-                client.run("scancel", "--full", "--signal=KILL", job.id)
-            client.run("scancel", f"--name={self.name}", job.id)
+                self.client.run("scancel", "--full", "--signal=KILL", job.id)
+            self.client.run("scancel", f"--name={self.name}", job.id)
         return False

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gptctl.backends.ssh.launcher import pack
 from gptctl.doctor.node_rows import Arrival, clock_row
 from gptctl.doctor.rows import Row, ok, wrong
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.remote.archive import pack
 from gptctl.remote.connection import Connection, JumpHosts
 from gptctl.remote.host_error import HostError
 from gptctl.remote.parallel import in_parallel

@@ -61,6 +61,7 @@ class LaunchPlan(NamedTuple):
     engine_python: str = ""  # runs the engine on nodes; empty: see templates/parts/engine.sh.j2
     submit_python: str = ""  # the interpreter that gptctl was submitted with
     srun_container: tuple[str, ...] = ()  # options of srun: a node runs in a container (pyxis)
+    login: str = ""  # the host through which gptctl submits; empty: it submits where it runs
     # The fields of StartConditions.
     queue: bool = False
     group: str = ""

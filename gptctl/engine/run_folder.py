@@ -186,15 +186,7 @@ class RunFolder:
             stream.write(json.dumps(result.as_json()).encode() + b"\n")
 
     def result(self) -> Result | None:
-        # Hosts of an ssh job send this file: use nothing of it that has the wrong type.
-        found = read_json(self.path / RESULT)
-        if not found or found.get("state") not in FINAL:
-            return None
-        reason, ended = found.get("reason"), found.get("ended")
-        # One line: a host must not be able to forge rows of `gptctl list`.
-        text = one_line(reason, LONGEST_REASON) if isinstance(reason, str) else ""
-        when = ended if is_time(ended) else 0.0
-        return Result(found["state"], text, when, cause_from(found.get("failure")))
+        return parse_result(read_json(self.path / RESULT))
 
     def exit_codes(self, attempt: int, nodes: Iterable[int]) -> dict[int, int]:
         """Return the exit codes that these nodes have recorded."""
@@ -347,6 +339,18 @@ class RunFolder:
 def read_plan(folder: Path) -> LaunchPlan:
     """Read plan.json; raise KeyError if it is missing or damaged."""
     return LaunchPlan.from_json(read_json(folder / PLAN) or {})
+
+
+def parse_result(found: Mapping[str, Any] | None) -> Result | None:
+    """Return the content of result.json, or None if it is missing or damaged."""
+    # Hosts of an ssh job send this file: use nothing of it that has the wrong type.
+    if not found or found.get("state") not in FINAL:
+        return None
+    reason, ended = found.get("reason"), found.get("ended")
+    # One line: a host must not be able to forge rows of `gptctl list`.
+    text = one_line(reason, LONGEST_REASON) if isinstance(reason, str) else ""
+    when = ended if is_time(ended) else 0.0
+    return Result(found["state"], text, when, cause_from(found.get("failure")))
 
 
 def newest_checkpoint(output_dir: str) -> int:

@@ -37,7 +37,7 @@ def run_preflight(
         *check_program(checked, plan, site),
         *_check_data(checked, site),
         # Folders of remote hosts, and interpreters of other machines, cannot be seen from here.
-        *(_check_run_root(checked.cluster, site) if traits.shares_files else ()),
+        *(_check_run_root(checked.cluster, site) if checked.cluster.sees_files else ()),
         *(_check_interpreter(plan) if traits.is_one_machine else ()),
         *_check_secrets(plan),
         *backend.preflight(checked, plan),
@@ -114,11 +114,11 @@ def _check_files(files: Sequence[str], program: Path | None, site: Site) -> Iter
 
 def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
     """Check that what the bundled trainer reads exists, and that it overwrites nothing."""
-    # ssh hosts have other files than this machine: their agents check when the job starts.
+    # Other machines have other files: the job checks them when it starts.
     if (
         checked.launch.entrypoint != "trainer"
         or checked.resolved is None
-        or not checked.cluster.traits.shares_files
+        or not checked.cluster.sees_files
     ):
         return
     for name, path in checked.inputs.items():

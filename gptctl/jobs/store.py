@@ -54,6 +54,8 @@ class JobRecord(NamedTuple):
     folder: str = ""  # where gptctl was started; empty in records of older versions
     # How the backend identifies the job; empty until the backend has accepted it.
     handle: Mapping[str, Any] = NOTHING
+    login: str = ""  # the login host of its cluster; empty: gptctl runs on the cluster
+    remote_dir: str = ""  # the job's folder, as its nodes see it; empty: local_dir
     schema: int = SCHEMA
 
     @property
@@ -302,7 +304,7 @@ def _read(file: Path) -> JobRecord:
     record = JobRecord(**known)
     wrong = [
         name
-        for name in ("id", "name", "local_dir", "log_dir", "kind", "folder")
+        for name in "id name local_dir log_dir kind folder login remote_dir".split()
         if not isinstance(getattr(record, name), str)
     ]
     wrong += [

@@ -102,8 +102,8 @@ def _digest(checked: Checked, site: Site, overrides: Sequence[Override], backend
     # Equal jobs have equal ids, so that a dry run prints the id that the next submit uses.
     plan = backend.plan(checked, site, overrides=overrides)
     known = [plan.as_json(), frozen_config(checked, site)["resolved"]]
-    # ssh hosts may have jobs of other users and machines, whose ids must differ.
-    if not checked.cluster.traits.shares_files:
+    # Other machines may have jobs of other users and installations, whose ids must differ.
+    if not checked.cluster.sees_files:
         known.append({"mark": installation_id()})
     text = json.dumps(known, sort_keys=True)
     return f"{zlib.crc32(text.encode()) & 0xFFFFFF:06x}"
@@ -217,6 +217,8 @@ def _add_record(prepared: Prepared, store: Store, backend: Backend) -> tuple[Pre
             config=prepared.site.absolute(str(checked.path)) if checked.path else "",
             output_dir=_path_here(plan.output_dir, plan, backend),
             token=os.urandom(8).hex(),
+            login=plan.login,
+            remote_dir=plan.remote_dir,
         )
         if store.add(record):
             return prepared, record

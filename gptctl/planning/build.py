@@ -122,6 +122,7 @@ def build_plan(
         engine_python=os.path.expanduser(cluster.engine_python or ""),
         submit_python=site.python,
         srun_container=_srun_container(checked, site, identity, work_dir),
+        login=cluster.login.host if cluster.login else "",
     )
 
 
@@ -267,7 +268,8 @@ def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
     defaults = asdict(Cluster())
     changed = {name: value for name, value in asdict(cluster).items() if value != defaults[name]}
     # Key files are read on this machine, from any folder.
-    for keys in (changed, *changed.get("hosts", ())):
+    login = [changed["login"]] if changed.get("login") else []
+    for keys in (changed, *changed.get("hosts", ()), *login):
         for name in ("identity_file", "known_hosts"):
             if keys.get(name):
                 keys[name] = os.path.abspath(os.path.expanduser(keys[name]))

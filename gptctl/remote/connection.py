@@ -1,4 +1,4 @@
-"""Connections to the hosts of an ssh cluster. The only module that imports paramiko.
+"""Connections to ssh hosts and login hosts. The only module that imports paramiko.
 
 A host key that is not pinned is never accepted, and the user's ssh agent is never forwarded.
 """
@@ -14,7 +14,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -79,7 +79,7 @@ def routes(cluster: Cluster) -> list[Route]:
     def lookup(name: str) -> dict[str, Any]:
         return _options_of(config, name)
 
-    return all_or_none(in_parallel(lambda host: route_to(host, cluster, lookup), cluster.hosts))
+    return all_or_none(in_parallel(lambda host: route_to(host, cluster, lookup), cluster.ssh_hosts))
 
 
 def _read_config() -> paramiko.SSHConfig:
@@ -132,7 +132,7 @@ class Connection:
         with host_errors(self.route), self._in_time(ANSWER_TIMEOUT):
             channel = self._transport.open_session(timeout=self.route.timeout)
             channel.settimeout(ANSWER_TIMEOUT)
-            channel.exec_command(f"echo {shlex.quote(START_MARKER)}; {shlex.join(command)}")
+            channel.exec_command(command_line(command))
         return channel
 
     def run(
@@ -146,7 +146,7 @@ class Connection:
                 channel.sendall(stdin)
             # The command may read its stdin to the end.
             channel.shutdown_write()
-            out = self._output(channel).partition(f"{START_MARKER}\n".encode())[2]
+            out = output_of(self._output(channel))
             err = remaining_stderr(channel)
             return CommandResult(channel.recv_exit_status(), out, err.strip())
 
@@ -174,32 +174,54 @@ class Connection:
 
     def listed(self, folder: str) -> list[Entry]:
         """List a folder, including names that are not UTF-8; return nothing if it is missing."""
-        try:
-            found = self.files.listdir_attr(folder)
-        except FileNotFoundError:
-            return []
-        # paramiko cannot decode a name that is not UTF-8.
-        except UnicodeDecodeError:
-            return self._listed_by_find(folder)
-        return [
-            Entry(each.filename, each.st_mode or 0, each.st_size or 0, each.st_mtime or 0)
-            for each in found
-        ]
-
-    def _listed_by_find(self, folder: str) -> list[Entry]:
-        depth = ["-mindepth", "1", "-maxdepth", "1"]
-        words = ["find", folder, *depth, "-printf", r"%f\0%y\0%s\0%Ts\0"]
-        fields = os.fsdecode(self.run(words).out).split("\0")
-        kinds = {"f": stat.S_IFREG, "d": stat.S_IFDIR}
-        # Four fields for each entry; the rest after the last one is empty.
-        each = zip(*(fields[start::4] for start in range(4)))
-        return [
-            Entry(name, kinds.get(kind, 0), int(size), int(changed))
-            for name, kind, size, changed in each
-        ]
+        return listed(self.files, self.run, folder)
 
     def close(self) -> None:
         self._client.close()
+
+
+def listed(files: Files, run: Callable[[Sequence[str]], CommandResult], folder: str) -> list[Entry]:
+    try:
+        found = files.listdir_attr(folder)
+    except FileNotFoundError:
+        return []
+    # paramiko cannot decode a name that is not UTF-8.
+    except UnicodeDecodeError:
+        return _listed_by_find(run, folder)
+    return [
+        Entry(each.filename, each.st_mode or 0, each.st_size or 0, each.st_mtime or 0)
+        for each in found
+    ]
+
+
+def _listed_by_find(run: Callable[[Sequence[str]], CommandResult], folder: str) -> list[Entry]:
+    depth = ["-mindepth", "1", "-maxdepth", "1"]
+    words = ["find", folder, *depth, "-printf", r"%f\0%y\0%s\0%Ts\0"]
+    fields = os.fsdecode(run(words).out).split("\0")
+    kinds = {"f": stat.S_IFREG, "d": stat.S_IFDIR}
+    # Four fields for each entry; the rest after the last one is empty.
+    each = zip(*(fields[start::4] for start in range(4)))
+    return [
+        Entry(name, kinds.get(kind, 0), int(size), int(changed))
+        for name, kind, size, changed in each
+    ]
+
+
+def files_over(pipe: Any) -> Files:
+    """SFTP over an object with `send`, `recv` and `close`."""
+    import paramiko
+
+    return paramiko.SFTPClient(pipe)
+
+
+def command_line(command: Sequence[str]) -> str:
+    """The command as the login shell of a host gets it, with a mark before its output."""
+    return f"echo {shlex.quote(START_MARKER)}; {shlex.join(command)}"
+
+
+def output_of(printed: bytes) -> bytes:
+    """What a command printed, without what the login shell printed before."""
+    return printed.partition(f"{START_MARKER}\n".encode())[2]
 
 
 def remaining_stderr(channel: Channel, timeout: float = 5.0) -> str:

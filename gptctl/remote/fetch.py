@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 
 from gptctl.engine.atomic_files import private_files
 from gptctl.jobs.store import JobRecord
-from gptctl.remote.connection import Connection
 from gptctl.remote.copy_files import CHUNK, Part, copy_rest, is_up_to_date, resume
 from gptctl.remote.host_error import HostError
+from gptctl.remote.link import LinkConnection
 from gptctl.remote.log_sync import HostSync, LogSync, is_synced
 from gptctl.reporting import Fetched, Progress, Say, ShowProgress
 from trainer.errors import OUT_OF_REACH, UserError
@@ -108,7 +108,7 @@ def _files_of(host: HostSync, here: Path, checkpoints: bool, say: Say) -> Iterat
 
 
 def _below(
-    connection: Connection, remote: str, local: Path, checkpoints: bool, say: Say
+    connection: LinkConnection, remote: str, local: Path, checkpoints: bool, say: Say
 ) -> Iterator[Part]:
     links = []
     for entry in connection.listed(remote):
@@ -209,7 +209,7 @@ def _resume_copy(host: HostSync, part: Part, unfinished: Path, done: Progress) -
         raise HostError(host.route.name, message, "fetch again")
 
 
-def _opened(connection: Connection, part: Part) -> Any:
+def _opened(connection: LinkConnection, part: Part) -> Any:
     try:
         return connection.files.open(os.fsencode(part.remote), "rb")
     except FileNotFoundError:

@@ -14,7 +14,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,37 +23,30 @@ from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.contract import NO_SUCH_JOB, OUTCOME, RESULT, STILL_RUNNING, UNRECOVERABLE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.messages import parse_message
-from gptctl.engine.run_folder import RunFolder, read_json
+from gptctl.engine.run_folder import Result, RunFolder, parse_result, read_json
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.answers import is_answer
-from gptctl.remote.connection import (
-    CommandResult,
-    Connection,
-    Files,
-    JumpHosts,
-    host_errors,
-    routes,
-)
+from gptctl.remote.connection import CommandResult, Files
 from gptctl.remote.copy_files import Part, copy_rest, is_up_to_date, resume
 from gptctl.remote.host_error import HostError
+from gptctl.remote.link import HostLink, LinkConnection
 from gptctl.remote.parallel import in_parallel
-from gptctl.remote.route import Route
 from gptctl.remote.scripts import remote_command
-from gptctl.spec.cluster import cluster_of_job
 from gptctl.text import clock_time
 from trainer.errors import OUT_OF_REACH, UserError
 
 MAX_AGE = 3.0  # seconds for which the last answer of the hosts is used
 COPY_EVERY = 0.5  # seconds between two copies of new log lines while a job is followed
 STATUS_EVERY = 5.0  # seconds between two queries of its processes
-RETRY_DELAYS = (1.0, 15.0)  # seconds until an unreachable host is tried again: first, maximum
 REMOVE_TIMEOUT = 600.0  # seconds: a folder may hold many checkpoints
 MAX_WHOLE = 1 << 20  # bytes of a file that is copied whole
+BATCH_LOG = "batch.log"
 MAX_PROBLEM = 200  # characters of a host's error message
 _ATTEMPT = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
 # Names come from other machines: only these are accepted, and none can leave the folder.
 GROWS = re.compile(
-    r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|metrics\.jsonl", re.ASCII
+    r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|metrics\.jsonl|batch\.log",
+    re.ASCII,
 )
 _WHOLE = re.compile(
     rf"endpoint\.json|hosts|{UNRECOVERABLE_FILE}|{OUTCOME}|node\.\d{{1,7}}\.(exit|pid)"
@@ -69,54 +62,26 @@ class HostSync:
         self,
         record: JobRecord,
         plan: LaunchPlan,
-        route: Route,
+        link: HostLink,
         node: int,
-        jump_hosts: JumpHosts,
+        has_agent: bool = True,
     ) -> None:
-        self.record, self.plan, self.route, self.node = record, plan, route, node
-        self._jump_hosts = jump_hosts
+        self.record, self.plan, self.node, self.route = record, plan, node, link.route
+        self._link, self._has_agent = link, has_agent
         self.unreachable_reason = "not contacted yet"  # why it is unreachable
         self.status: dict[str, Any] | None = None  # its last answer; None: its folder is missing
         self.has_result = False
-        self._connection: Connection | None = None
-        self._connect_error: HostError | None = None  # of the last try to connect, if it failed
-        self._pause, self._try_at = 0.0, 0.0  # until the next try
-        self._copying = threading.Lock()
+        self._copying = link.copying
 
     @contextmanager
-    def connected(self) -> Iterator[Connection]:
-        """Use the open connection, or open one; close it if it fails."""
+    def connected(self) -> Iterator[LinkConnection]:
         try:
-            self._connection = self._connection or self._connect()
-            with host_errors(self.route):
-                yield self._connection
+            with self._link.connected() as connection:
+                yield connection
             self.unreachable_reason = ""
         except HostError as error:
-            self.close()
             self.unreachable_reason = error.detail
             raise
-
-    def _connect(self) -> Connection:
-        began = time.monotonic()
-        # Right after a failure do not try again: every caller would wait for the same timeout.
-        if self._connect_error and began < self._try_at:
-            raise self._connect_error
-        try:
-            connection = Connection(self.route, self._jump_hosts)
-            self._connect_error, self._pause = None, 0.0
-            return connection
-        except HostError as error:
-            now = time.monotonic()
-            # Back off, by at least twice the time that the failed try took.
-            shortest, longest = RETRY_DELAYS
-            self._pause = min(longest, max(shortest, 2 * self._pause, 2 * (now - began)))
-            self._connect_error, self._try_at = error, now + self._pause
-            raise
-
-    def close(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection:
-            connection.close()
 
     def ask(self, *command: str, timeout: float = 60.0) -> dict[str, Any] | None:
         """Run a command of `host_commands`; return None if nothing of the job is on the host."""
@@ -149,10 +114,15 @@ class HostSync:
             raise HostError(self.route.name, problem[:MAX_PROBLEM])
 
     def update_status(self) -> None:
-        self.status = self.ask("status")
+        if self._has_agent:
+            self.status = self.ask("status")
+            return
+        # A scheduler knows the state of its jobs: only check that the host can be reached.
+        with self.connected():
+            return
 
     def list_names(self, folder: str) -> list[str]:
-        with self.connected() as connection:
+        with self._copying, self.connected() as connection:
             return [entry.name for entry in connection.listed(folder)]
 
     def copy_new(self) -> None:
@@ -160,12 +130,20 @@ class HostSync:
         # Only one thread at a time may append to a copy.
         with self._copying, self.connected() as connection:
             for part in self._parts(connection):
-                copy = _append if GROWS.fullmatch(part.local.name) else _replace
+                copy = _append if self._grows(part.local) else _replace
                 # It may have been removed since it was listed.
                 with suppress(FileNotFoundError):
                     copy(connection.files, part)
 
-    def _parts(self, connection: Connection) -> Iterator[Part]:
+    def _grows(self, file: Path) -> bool:
+        # Slurm's log is moved to the folder of the next attempt, and then there may be a new one.
+        return bool(GROWS.fullmatch(file.name)) and file != self._batch_log
+
+    @property
+    def _batch_log(self) -> Path:
+        return Path(self.record.log_dir, BATCH_LOG)
+
+    def _parts(self, connection: LinkConnection) -> Iterator[Part]:
         for remote, local in (
             (self.plan.remote_dir, self.record.local_dir),
             (self.plan.log_dir, self.record.log_dir),
@@ -176,6 +154,9 @@ class HostSync:
                         connection, f"{remote}/{entry.name}", Path(local, entry.name)
                     )
                 self.has_result |= entry.name == RESULT
+                if entry.name == BATCH_LOG and stat.S_ISREG(entry.mode):
+                    changed = (entry.size, entry.changed)
+                    yield Part(f"{remote}/{BATCH_LOG}", self._batch_log, *changed)
         # With c10d, torchrun itself numbers the nodes: rank 0 may be on any host.
         has_first_rank = self.node == 0 or self.plan.form == "c10d"
         if self.plan.output_dir and has_first_rank:
@@ -189,11 +170,20 @@ class HostSync:
             part = Part(remote, local, found.st_size or 0, found.st_mtime or 0)
             _replace(connection.files, part)
 
+    def read_result(self) -> Result | None:
+        """Read the result of the job on the first host, without copying it."""
+        with self._copying, self.connected() as connection:
+            try:
+                with connection.files.open(f"{self.plan.remote_dir}/{RESULT}", "rb") as source:
+                    return parse_result(parse_message(source.read(MAX_WHOLE)))
+            except FileNotFoundError:
+                return None
+
     def wait_for_next_try(self) -> None:
-        time.sleep(max(0.0, self._try_at - time.monotonic()))
+        self._link.wait_for_next_try()
 
 
-def _parts_of(connection: Connection, remote: str, local: Path) -> Iterator[Part]:
+def _parts_of(connection: LinkConnection, remote: str, local: Path) -> Iterator[Part]:
     for entry in connection.listed(remote):
         # No symbolic links: they could point to any file of the host.
         if is_synced(entry.name) and stat.S_ISREG(entry.mode):
@@ -229,15 +219,20 @@ def _replace(files: Files, part: Part) -> None:
 class LogSync:
     """All hosts of a job. Of several gptctl processes one writes the copies, and all read them."""
 
-    def __init__(self, record: JobRecord, jump_hosts: JumpHosts) -> None:
+    def __init__(
+        self,
+        record: JobRecord,
+        links: Sequence[HostLink],
+        is_shared: bool = False,
+        has_agents: bool = True,
+    ) -> None:
+        """`is_shared`: all hosts have the same files; `has_agents`: hosts know the job's state."""
         self.record = record
         self.plan = _plan_in(record.run_folder)
-        cluster = cluster_of_job(record.run_folder)
-        used = routes(cluster)[: record.nodes]
         self.hosts = [
-            HostSync(record, self.plan, route, node, jump_hosts) for node, route in enumerate(used)
+            HostSync(record, self.plan, link, node, has_agents) for node, link in enumerate(links)
         ]
-        self.with_files = self.hosts[:1] if cluster.shared_fs else self.hosts
+        self.with_files = self.hosts[:1] if is_shared else self.hosts
         self._refreshed = float("-inf")
         self._stopped: threading.Event | None = None  # set while followers run
         self._followers: list[threading.Thread] = []
@@ -259,6 +254,18 @@ class LogSync:
         host.update_status()
         if may_write and host in self.with_files:
             host.copy_new()
+
+    def final_result(self) -> Result | None:
+        """Copy all that an ended job wrote, and return its result; raise HostError if lost."""
+        folder = RunFolder(self.record.local_dir)
+        if not folder.result() and self._may_write():
+            with private_files():
+                self.hosts[0].copy_new()
+                self._copy_result()
+            if not self._stopped:
+                self._give_up_lock()
+        # Another gptctl process may be the one that writes the copies.
+        return folder.result() or self.hosts[0].read_result()
 
     def _copy_result(self) -> None:
         """Copy the result last: whoever sees it here may rely on all files written before it."""

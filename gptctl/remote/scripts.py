@@ -9,6 +9,11 @@ from gptctl.spec.resources import folder
 
 # --norc: bash that is started by sshd would read ~/.bashrc, which is meant for terminals.
 BASH = ("bash", "--norc", "-c")
+# The environment of a login: Slurm's commands may be found only there.
+LOGIN_BASH = ("bash", "-l", "-c")
+# Printed by the commands themselves: a login shell may print something of its own first.
+LOGIN_MARKER = "gptctl login"
+_MARK = f"echo '{LOGIN_MARKER}'; echo '{LOGIN_MARKER}' >&2"
 _USES = re.compile(r"^# uses (\S+)$", re.MULTILINE)
 # After these the command continues in the next line. The last one is a pattern of `case`.
 _OPEN_END = re.compile(r"(\bthen|\bdo|\belse|\bin|[{(|&]|;;|^[^()]*\))$")
@@ -17,6 +22,21 @@ _OPEN_END = re.compile(r"(\bthen|\bdo|\belse|\bin|[{(|&]|;;|^[^()]*\))$")
 def remote_command(name: str, *arguments: str) -> list[str]:
     """Return the command that runs a script of templates/remote with these arguments."""
     return [*BASH, one_line(name), "gptctl", *arguments]
+
+
+def login_command(*command: str) -> list[str]:
+    """Return the command that runs another one in the environment of a login."""
+    return [*LOGIN_BASH, f'{_MARK}; exec "$@"', "gptctl", *command]
+
+
+def login_script(name: str, *arguments: str) -> list[str]:
+    """Like `remote_command`, in the environment of a login."""
+    return [*LOGIN_BASH, f"{_MARK}; {one_line(name)}", "gptctl", *arguments]
+
+
+def after_login(text: str) -> str:
+    """What such a command printed, without what the login shell printed before."""
+    return text.partition(f"{LOGIN_MARKER}\n")[2] or text.partition(LOGIN_MARKER)[2]
 
 
 @cache

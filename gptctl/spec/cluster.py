@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.spec.cluster_kinds import KINDS, ClusterKind
+from gptctl.spec.cluster_kinds import CONNECTION_KEYS, KINDS, ClusterKind
 from gptctl.spec.launch import MAX_PER_NODE, OWN_KEY, SLURM_WORD, is_set_by_gptctl
 from gptctl.spec.resources import choose, named_files
 from trainer.config.kinds import (
@@ -31,7 +31,7 @@ from trainer.config.kinds import (
 )
 from trainer.config.read import Reading, build, read_section
 from trainer.config.record import record
-from trainer.config.tree import Map, Node, read_file
+from trainer.config.tree import Map, Node, Scalar, read_file
 from trainer.errors import OUT_OF_REACH, Finding, Place, Rule, UserError, errors_in, in_order
 
 HOSTS = Rule("P001", "an ssh cluster must list its hosts, each once", uses=("kind", "hosts"))
@@ -57,6 +57,9 @@ PYXIS_FORM = Rule(
     uses=("container.runtime", "container.image", "container.binds"),
 )
 SBATCH = Rule("P004", "sbatch must not contain an option that gptctl sets itself", uses=("sbatch",))
+LOGIN = Rule(
+    "P005", "only a cluster with a scheduler has a login host", uses=("kind", "login", "hosts")
+)
 
 PYXIS = "pyxis"
 # SRC[:DST[:FLAGS]], where pyxis separates flags by +.
@@ -119,6 +122,23 @@ class HostEntry:
         return {"anyOf": [{"type": "string"}, section_schema(Host)]}
 
 
+class LoginEntry:
+    """The login host of the profile: like an entry of `hosts`, or `USER@HOST`."""
+
+    def read(self, node: Node) -> Host:
+        user, at, name = node.text.rpartition("@") if isinstance(node, Scalar) else ("", "", "")
+        if not at:
+            return HostEntry().read(node)
+        words = {"host": name, "user": user}
+        items: dict[str, Node] = {
+            key: Scalar(word, node.place, True) for key, word in words.items()
+        }
+        return HostEntry().read(Map(items, node.place))
+
+    def schema(self) -> dict[str, Any]:
+        return HostEntry().schema()
+
+
 @record(frozen=True)
 class Container:
     """The container in which the ranks run; gptctl's engine stays outside of it."""
@@ -179,6 +199,12 @@ class Cluster:
         r"[A-Za-z0-9._@-]{1,32}",
         "an interface",
     )
+    login: Host | None = key(
+        LoginEntry(),
+        None,
+        "slurm: the login host, if gptctl runs on a machine without Slurm: [USER@]HOST, or a "
+        "mapping as in hosts",
+    )
     # All kinds: where files are, and what runs before the ranks.
     run_root: str = file_path(
         "./runs", "folder of all runs, one subfolder per job; the same path on every machine"
@@ -187,14 +213,14 @@ class Cluster:
     container: Container = section(Container, "run the ranks in a container")
     # ssh clusters.
     hosts: tuple[Host, ...] = key(Words(HostEntry()), (), "ssh: the hosts, in node order")
-    identity_file: str | None = file_path(None, "ssh: private key; empty: the ssh config's")
+    identity_file: str | None = file_path(None, "ssh, login: private key; empty: the ssh config's")
     known_hosts: str | None = file_path(
-        None, "ssh: file of known host keys; empty: the ssh config's"
+        None, "ssh, login: file of known host keys; empty: the ssh config's"
     )
     shared_fs: bool = boolean(False, "ssh: run_root is a folder that all hosts share")
     start_timeout: float = number(30.0, "ssh: seconds to wait for a host while a job starts", low=1)
     allow_proxy_command: bool = boolean(
-        False, "ssh: allow ProxyCommand of the ssh config, which runs on this machine"
+        False, "ssh, login: allow ProxyCommand of the ssh config, which runs on this machine"
     )
     # All kinds: interpreters and environment.
     python: str | None = file_path(
@@ -213,6 +239,16 @@ class Cluster:
     @property
     def traits(self) -> ClusterKind:
         return KINDS[self.kind]
+
+    @property
+    def ssh_hosts(self) -> tuple[Host, ...]:
+        """The machines that gptctl itself connects to."""
+        return (self.login,) if self.login else self.hosts
+
+    @property
+    def sees_files(self) -> bool:
+        """Whether this machine sees the files of the nodes."""
+        return self.traits.shares_files and not self.login
 
 
 class Profile(NamedTuple):
@@ -274,6 +310,7 @@ def cluster_of_job(folder: Path) -> Cluster:
 def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
     yield from _check_hosts(cluster)
     yield from _check_run_root(cluster)
+    yield from _check_login(cluster)
     yield from _check_keys(cluster, reading)
     yield from _check_container(cluster)
 
@@ -285,6 +322,15 @@ def _check_hosts(cluster: Cluster) -> Iterator[Finding]:
         twice = next((name for name, port in hosts if hosts.count((name, port)) > 1), "")
         message = f"{twice} is listed twice" if hosts else "no hosts are listed"
         yield HOSTS.found("hosts", None, message, "list every host once, in node order")
+
+
+def _check_login(cluster: Cluster) -> Iterator[Finding]:
+    # An error: without it gptctl would run the job somewhere else than on that cluster.
+    if cluster.login and not cluster.traits.has_queue:
+        queued = ", ".join(kind for kind, traits in KINDS.items() if traits.has_queue)
+        message = f"a cluster of kind {cluster.kind} has no login host"
+        hint = "list the host in hosts" if cluster.traits.has_hosts else f"set kind: {queued}"
+        yield LOGIN.found("login", cluster.login.host, message, f"delete it, or {hint}")
 
 
 def _check_run_root(cluster: Cluster) -> Iterator[Finding]:
@@ -306,9 +352,13 @@ def _check_keys(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
     # A key of another kind is often a copy and paste error: the profile still works without it.
     for kind, traits in KINDS.items():
         for name in traits.keys if traits is not cluster.traits else ():
-            if name in reading.values:
+            if name in reading.values and name != "login":
                 message = f"it is for clusters of kind {kind}, but this one is {cluster.kind}"
                 yield FOREIGN_KEY.found(name, None, message, "delete it, or change kind")
+    for name in CONNECTION_KEYS if cluster.traits.is_one_machine else ():
+        if name in reading.values:
+            message = f"it is for clusters that are reached by ssh, but this one is {cluster.kind}"
+            yield FOREIGN_KEY.found(name, None, message, "delete it, or change kind")
 
 
 def _check_container(cluster: Cluster) -> Iterator[Finding]:

@@ -21,6 +21,9 @@ class ClusterKind(NamedTuple):
     runtimes: tuple[str, ...] = ()  # of containers: those that no other kind has
 
 
+# Profile keys of all clusters that gptctl reaches by ssh.
+CONNECTION_KEYS = ("identity_file", "known_hosts", "allow_proxy_command")
+
 KINDS: dict[str, ClusterKind] = {
     "local": ClusterKind("gptctl.backends.local:LocalBackend", is_one_machine=True),
     "slurm": ClusterKind(
@@ -28,7 +31,7 @@ KINDS: dict[str, ClusterKind] = {
         has_queue=True,
         keys=(
             *("partition", "account", "gpu_request", "cpus_per_task", "sbatch"),
-            "master_interface",
+            *("master_interface", "login"),
         ),
         styles=("sbatch", "srun-script", "loop"),
         runtimes=("pyxis",),
@@ -37,9 +40,6 @@ KINDS: dict[str, ClusterKind] = {
         "gptctl.backends.ssh.backend:SshBackend",
         has_hosts=True,
         shares_files=False,
-        keys=(
-            *("hosts", "identity_file", "known_hosts", "shared_fs"),
-            *("start_timeout", "allow_proxy_command"),
-        ),
+        keys=("hosts", "shared_fs", "start_timeout"),
     ),
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.lab.accounting import Accounting
 from tests.lab.clients import Clients
-from tests.lab.machines import HEAD_ADDRESS, HERE, LabError, Machine, Machines, await_true
+from tests.lab.machines import HEAD, HEAD_ADDRESS, HERE, LabError, Machine, Machines, await_true
 from tests.lab.proxy import Mode
 from tests.lab.slurm import PORT, PROXY_PORT, Settings, Slurm
 from tests.lab.sshd import Sshd
@@ -32,6 +32,7 @@ class Lab:
         grace: int = 20,
         user_signal: bool = True,
         kill_wait: int = 5,
+        laptop: bool = False,
     ) -> None:
         if not 0 <= nodes <= MAX_NODES:
             raise ValueError(f"nodes is {nodes}, and must be 0 (no Slurm) to {MAX_NODES}")
@@ -40,6 +41,8 @@ class Lab:
         if ssh:
             self.hosts.append(Machine("bastion", "ssh", ("10.77.0.100", "10.78.0.254")))
             self.hosts.append(Machine("private1", "ssh", ("10.78.0.1",)))
+        # Reaches the head by ssh, and nothing else.
+        self.laptops = [Machine("laptop", "laptop", ("10.77.0.200",))] if laptop else []
         self._settings = Settings(accounting, grace, user_signal, kill_wait)
 
     def __enter__(self) -> Lab:
@@ -48,7 +51,7 @@ class Lab:
         self.slurm = Slurm(self.machines, self.nodes, self._settings)
         self.clients = Clients(self.machines)
         self.accounting = Accounting(self.machines)
-        self.sshd = Sshd(self.machines, self.hosts)
+        self.sshd = Sshd(self.machines, [*self.hosts, *([HEAD] if self.laptops else [])])
         self._proxy: subprocess.Popen[str] | None = None
         self._orders = 0
         self.machines.open()
@@ -76,19 +79,21 @@ class Lab:
             (self.folder / name).mkdir()
         for name in ("shared", "tmp"):  # for all users
             (self.folder / name).chmod(0o1777)
-        write_names(self.folder / "etc", [*self.nodes, *self.hosts])
+        write_names(self.folder / "etc", [*self.nodes, *self.hosts, *self.laptops])
         self.clients.write_files()
         if self.nodes:
             self.slurm.write_files()
-        if self.hosts:
+        if self.sshd.hosts:
             self.sshd.write_files()
 
     def _start(self) -> None:
         self.machines.power_on_head()
-        self.machines.power_on([*self.nodes, *self.hosts])
-        if self.hosts:
+        self.machines.power_on([*self.nodes, *self.hosts, *self.laptops])
+        if self.sshd.hosts:
             self.sshd.give_keys()
-            self.sshd.start([host.name for host in self.hosts])
+            self.sshd.start([host.name for host in self.sshd.hosts])
+        for machine in self.laptops:
+            self.sshd.give_keys(machine.name)
         if self.nodes:
             self._start_munge()
             if self._settings.accounting:
@@ -107,7 +112,7 @@ class Lab:
     # Commands
 
     def argv(self, name: str, *command: str, **how: Any) -> list[str]:
-        """Wrap a command to run on a machine: head (the login node), node1…, ssh1…, bastion, private1."""
+        """Wrap a command to run on a machine: head (the login node), node1…, ssh1…, bastion, private1, laptop."""
         return self.machines.argv(name, *command, **how)
 
     def run(self, name: str, *command: str, **how: Any) -> subprocess.CompletedProcess[str]:

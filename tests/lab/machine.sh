@@ -1,6 +1,6 @@
 #!/bin/bash
 # Pid 1 of one machine: `machine.sh NAME KIND FOLDER PATH…` gives it a name and its own view of the file system, says
-# "ready", and from then on only reaps. KIND is head, node or ssh; FOLDER is the lab's; each PATH must stay visible.
+# "ready", and from then on only reaps. KIND is head, node, ssh or laptop; FOLDER is the lab's; each PATH must stay visible.
 # The other machines start with a copy of the head's mounts: they share them unless they mount something over them.
 set -euo pipefail
 name=$1 kind=$2 folder=$3 keep=("${@:4}")
@@ -66,6 +66,15 @@ node)
     ;;
 ssh)
     make_homes
+    ;;
+laptop)
+    # Not a part of the cluster: no Slurm, and none of the cluster's folders.
+    make_homes
+    mount -t tmpfs lab "$folder/shared"
+    mount -t tmpfs lab /etc/slurm
+    for client in "$folder"/clients/*; do
+        mount --bind /dev/null "/usr/bin/${client##*/}"
+    done
     ;;
 esac
 

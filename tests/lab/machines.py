@@ -41,7 +41,7 @@ def await_true(condition: Callable[[], Any], what: str, seconds: float = 30) -> 
 
 class Machine(NamedTuple):
     name: str
-    kind: str  # head, node or ssh: see machine.sh
+    kind: str  # head, node, ssh or laptop: see machine.sh
     addresses: tuple[str, ...]
 
     @property

@@ -42,14 +42,14 @@ class Sshd:
             (self.folder / f"{host.name}.conf").write_text(CONF.format(name=host.name, **paths))
         self.known_hosts.write_text("".join(known))
 
-    def give_keys(self) -> None:
-        """On the head, `ssh ssh1` is enough for both users."""
+    def give_keys(self, machine: str = "head") -> None:
+        """On this machine, `ssh ssh1` is enough for both users."""
         for user, home in USERS.items():
             for file, name in ((self.key, "id_ed25519"), (self.known_hosts, "known_hosts")):
                 self.machines.run(
-                    "head", "install", "-D", "-m600", "-o", user, str(file), f"{home}/.ssh/{name}", check=True
+                    machine, "install", "-D", "-m600", "-o", user, str(file), f"{home}/.ssh/{name}", check=True
                 )
-            self.machines.run("head", "chown", user, f"{home}/.ssh", check=True)
+            self.machines.run(machine, "chown", user, f"{home}/.ssh", check=True)
 
     def start(self, names: list[str]) -> None:
         for name in names:

@@ -75,7 +75,7 @@ def test_the_number_of_another_job_is_not_ours(
     backend: SlurmBackend, record: JobRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend.queue.jobs = {"7": SEEN._replace(state="COMPLETED", work_dir="/another")}
-    monkeypatch.setattr(slurm_queue, "query_sacct", lambda jobs: {})
+    monkeypatch.setattr(slurm_queue, "query_sacct", lambda client, jobs: {})
     assert backend.state(record).state == "LOST"
 
 
@@ -100,7 +100,7 @@ def test_a_job_of_another_folder_in_the_accounting_is_not_ours(
     backend: SlurmBackend, record: JobRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = slurm_queue.AccountingRecord("COMPLETED", 0, 0, "n1", "/another")
-    monkeypatch.setattr(slurm_queue, "query_sacct", lambda jobs: {"7": known})
+    monkeypatch.setattr(slurm_queue, "query_sacct", lambda client, jobs: {"7": known})
     assert backend.state(record).state == "LOST"
     assert backend.state(record._replace(local_dir="/another")).state == "COMPLETED"
 
@@ -112,7 +112,7 @@ def test_the_accounting_may_be_late(backend: SlurmBackend, record: JobRecord, mo
         {job: slurm_queue.AccountingRecord(state, 0, 0, "", record.local_dir) for job, state in said.items()}
         for said in answers
     ]
-    monkeypatch.setattr(slurm_queue, "query_sacct", lambda jobs: records.pop(0))
+    monkeypatch.setattr(slurm_queue, "query_sacct", lambda client, jobs: records.pop(0))
     fresh, states = record._replace(created=time.time()), []
     for _ in answers:
         backend.queue._queried = dict.fromkeys(backend.queue._queried, float("-inf"))  # some seconds later
@@ -146,9 +146,9 @@ def test_what_is_taken_back(
     if has_run:
         folder.attempt(0).mkdir()
     jobs = [SEEN._replace(id=job, reason=reason, work_dir=record.local_dir) for job, reason in queue]
-    monkeypatch.setattr(backend_module, "find_submitted", lambda token, run_dir: jobs)
+    monkeypatch.setattr(backend_module, "find_submitted", lambda client, token, run_dir: jobs)
     ended: list[str] = []
-    monkeypatch.setattr(slurm, "run", lambda *command: ended.extend(command[1:]) or "")
+    monkeypatch.setattr(slurm.SlurmClient, "run", lambda self, *command: ended.extend(command[1:]) or "")
     assert backend.abandon(record) is is_undone
     assert ended == cancelled
 

@@ -6,31 +6,38 @@ submission is in doubt by its token, and a job without the claim does nothing, e
 
 from __future__ import annotations
 
-import io
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import redirect_stderr, suppress
-from shutil import which
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from gptctl.backends import Backend, JobState, half_submitted, recorded_state
-from gptctl.backends.slurm import client
-from gptctl.backends.slurm.client import SlurmError
+from gptctl.backends.slurm.access import Access
+from gptctl.backends.slurm.cancelling import (
+    STOP_TIMEOUT,
+    ask_to_save,
+    cancel_jobs,
+    try_to_run,
+    unfinished_jobs,
+    wait_until_ended,
+)
+from gptctl.backends.slurm.client import SlurmClient, SlurmError
+from gptctl.backends.slurm.direct_access import DirectAccess
 from gptctl.backends.slurm.node_steps import step_on_node
 from gptctl.backends.slurm.options import sbatch_options
 from gptctl.backends.slurm.queue import Queue, QueuedJob, find_submitted
 from gptctl.backends.slurm.states import STATES, state_after_end, state_in_queue
-from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import BATCH_SCRIPT, LAUNCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.processes import clean_environment
 from gptctl.engine.run_folder import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site, log_dir_of
 from gptctl.planning.container import NOT_MOUNTABLE
-from gptctl.reporting import Say
+from gptctl.reporting import Fetched, Say, ShowProgress
 from gptctl.spec.check import Checked
+from gptctl.spec.cluster import Cluster, cluster_of_job
+from gptctl.spec.resources import home
 from trainer.errors import OUT_OF_REACH, Finding, Rule, UserError
 
 ACCEPTED = Rule("S008", "the scheduler must accept the job")
@@ -39,8 +46,10 @@ BACKSLASH = Rule("S009", "paths of a Slurm job must not contain a backslash: Slu
 
 SEND_TIMEOUT = 60.0  # seconds for which an unreachable controller is tried again
 REQUEST_DELAY = 3.0  # seconds after which Slurm has processed a request that was still on its way
-STOP_TIMEOUT = 60.0  # seconds
 ACCOUNTING_DELAY = 3600.0  # seconds until the accounting knows a job, if it ever will
+
+if TYPE_CHECKING:
+    from gptctl.backends.slurm.login_access import LoginAccess
 
 T = TypeVar("T")
 
@@ -50,14 +59,43 @@ class SlurmBackend(Backend):
 
     def __init__(self, say: Say) -> None:
         self._say = say
-        self.queue = Queue()
+        self.direct = DirectAccess()
+        self._logins: dict[str, LoginAccess] = {}  # with open connections
+
+    @property
+    def queue(self) -> Queue:
+        return self.direct.queue
+
+    def access(self, record: JobRecord) -> Access:
+        """How this job's cluster is reached."""
+        return self.login(cluster_of_job(record.run_folder)) if record.login else self.direct
+
+    def login(self, cluster: Cluster) -> LoginAccess:
+        """Access through a login host: one connection for all jobs of this command."""
+        from gptctl.backends.slurm.login_access import LoginAccess
+
+        how = repr((cluster.login, cluster.identity_file, cluster.known_hosts))
+        if how not in self._logins:
+            self._logins[how] = LoginAccess(cluster, self._say)
+        return self._logins[how]
+
+    def client(self, cluster: Cluster) -> SlurmClient:
+        return self.login(cluster).client if cluster.login else self.direct.client
 
     # Before a job is submitted
 
     def plan_defaults(self, checked: Checked, site: Site, identity: JobIdentity) -> PlanDefaults:
         log_dir = log_dir_of(checked.launch, site, identity)
         options = sbatch_options(checked, identity.remote_dir, log_dir)
-        return PlanDefaults(style="sbatch", has_own_port=True, sbatch=options)
+        defaults = PlanDefaults(style="sbatch", has_own_port=True, sbatch=options)
+        if not checked.cluster.login:
+            return defaults
+        # The cluster has neither this interpreter nor the current folder, only what is sent.
+        code = os.path.join(identity.remote_dir, "code") if identity.remote_dir else ""
+        return defaults._replace(python="python", work_dir=code)
+
+    def local_dir(self, plan: LaunchPlan) -> str:
+        return str(home() / "runs" / plan.job_id) if plan.login else plan.remote_dir
 
     def preflight(self, checked: Checked, plan: LaunchPlan) -> Iterator[Finding]:
         for key, path in {"run_root": plan.remote_dir, "Launch.log_dir": plan.log_dir}.items():
@@ -75,12 +113,13 @@ class SlurmBackend(Backend):
     def expected_start(self, checked: Checked, site: Site) -> tuple[list[Finding], str]:
         from gptctl.planning.render import render
 
-        if not which("sbatch"):
+        cluster = checked.cluster
+        if not cluster.login and not self.direct.client.has("sbatch"):
             return [_not_asked(checked, "sbatch is not installed here")], ""
-        folder = os.path.join(site.absolute(checked.cluster.run_root), "validate")
+        folder = os.path.join(site.absolute(cluster.run_root), "validate")
         script = render(self.plan(checked, site, JobIdentity("validate", folder)), BATCH_SCRIPT)
         try:
-            return [], client.would_start(script)
+            return [], self.client(cluster).would_start(script)
         except SlurmError as error:
             # Slurm did not answer: that says nothing about the job.
             if error.is_doubtful or error.is_missing:
@@ -92,21 +131,21 @@ class SlurmBackend(Backend):
     # Submitting
 
     def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
-        with private_files():
-            # Slurm opens its log file there before the job starts.
-            os.makedirs(plan.log_dir, exist_ok=True)
-            os.makedirs(_submitit_folder(plan), exist_ok=True)
+        access, deadline = self.access(record), time.monotonic() + SEND_TIMEOUT
+        self._retried(lambda: access.send_folder(plan, record), deadline)
+        # Sending may have taken longer than Slurm may.
         deadline = time.monotonic() + SEND_TIMEOUT
         # 1. Submit it held: Slurm must not start it before gptctl knows its id.
         job, was_doubtful = self._send_once(plan, record, deadline)
-        handle = {"scheduler_id": job, "host": os.uname().nodename}
+        handle = {"scheduler_id": job, "host": plan.login or os.uname().nodename}
         # 2. Give it the claim: of several Slurm jobs for this folder only this one does anything.
-        if not RunFolder(plan.remote_dir).try_claim(handle):
+        if self._retried(lambda: access.claim(record, handle), deadline) != handle:
             message = f"another gptctl process undid the submission of {plan.job_id}"
             raise UserError(message, "submit it again", OUT_OF_REACH)
         # 3. Remove the others, if a request was repeated because its reply was lost.
         if was_doubtful:
-            _cancel(other.id for other in self._found(record, deadline) if other.id != job)
+            others = [other.id for other in self._found(record, deadline) if other.id != job]
+            self._retried(lambda: cancel_jobs(access, others), deadline)
         # 4. Only now let Slurm start it.
         self._release(job, record, deadline)
         return handle
@@ -116,7 +155,7 @@ class SlurmBackend(Backend):
         was_doubtful = is_reported = False
         while True:
             try:
-                return _sbatch(plan, record), was_doubtful
+                return self.access(record).sbatch(plan, record), was_doubtful
             except SlurmError as error:
                 # Without sbatch nothing was sent.
                 if error.is_missing:
@@ -140,17 +179,18 @@ class SlurmBackend(Backend):
     def _found(self, record: JobRecord, deadline: float) -> list[QueuedJob]:
         """Find the Slurm jobs that were submitted for this record, the oldest first."""
 
+        client = self.access(record).client
+
         def ask() -> list[QueuedJob]:
-            return sorted(
-                find_submitted(record.token, record.local_dir), key=lambda job: int(job.id)
-            )
+            found = find_submitted(client, record.token, _remote_dir(record))
+            return sorted(found, key=lambda job: int(job.id))
 
         return self._retried(ask, deadline)
 
     def _release(self, job: str, record: JobRecord, deadline: float) -> None:
         def release() -> None:
             try:
-                client.run("scontrol", "release", job)
+                self.access(record).client.run("scontrol", "release", job)
             # The reply may have been lost after Slurm released the job.
             except SlurmError:
                 found = [seen for seen in self._found(record, deadline) if seen.id == job]
@@ -175,10 +215,9 @@ class SlurmBackend(Backend):
 
     def abandon(self, record: JobRecord) -> bool:
         """Remove a job that was submitted but not released from the queue."""
-        folder = RunFolder(record.local_dir)
+        access, folder = self.access(record), RunFolder(record.local_dir)
         # Without the claim the job does nothing, even if it cannot be removed now.
-        folder.try_claim({"abandoned": True})
-        owner = (folder.claimed_by() or {}).get("scheduler_id")
+        owner = access.claim(record, {"abandoned": True}).get("scheduler_id")
         try:
             jobs = self._found(record, time.monotonic())
         except SlurmError as error:
@@ -189,20 +228,33 @@ class SlurmBackend(Backend):
         has_begun = any(job.id == owner and not job.is_held for job in jobs)
         if owner and owner not in {job.id for job in jobs}:
             # Slurm has forgotten it after it ran, or lost it before it was released.
+            access.update(record)
             has_begun = folder.attempts() > 0 or folder.result() is not None
-        _cancel(job.id for job in jobs if job.id != owner or not has_begun)
+        cancel_jobs(access, (job.id for job in jobs if job.id != owner or not has_begun))
+        if not has_begun:
+            access.remove_folder(record)
         return not has_begun
 
     # States
 
     def prefetch_states(self, records: Sequence[JobRecord]) -> None:
-        self.queue.refresh()
-        # `state` reports the error for each job.
-        with suppress(SlurmError):
-            ids = [record.handle.get("scheduler_id") for record in records]
-            self.queue.query_accounting([job for job in ids if job])
+        by_access: dict[Access, list[JobRecord]] = {}
+        for record in records:
+            # `state` reports the error for each job.
+            with suppress(UserError):
+                by_access.setdefault(self.access(record), []).append(record)
+        for access, own in by_access.items():
+            access.queue.refresh()
+            with suppress(SlurmError):
+                ids = [record.handle.get("scheduler_id") for record in own]
+                access.queue.query_accounting([job for job in ids if job])
 
     def state(self, record: JobRecord) -> JobState:
+        try:
+            access = self.access(record)
+        # The job's folder here or the user's ssh config is damaged.
+        except UserError as error:
+            return JobState(UNKNOWN, error.message)
         folder = RunFolder(record.local_dir)
         claim = folder.claimed_by() or dict(record.handle)
         job = claim.get("scheduler_id")
@@ -210,68 +262,90 @@ class SlurmBackend(Backend):
             return JobState(CANCELLED, "abandoned before it was submitted")
         if not job:
             return half_submitted(record)
-        self.queue.refresh()
-        seen = self.queue.jobs.get(job)
-        # A controller that lost its state assigns the same ids again: compare the folder, too.
-        if seen and seen.work_dir == record.local_dir:
-            return self._with_outage(state_in_queue(seen, folder, record))
-        if self.queue.silent_since is not None:
-            return self._with_outage(JobState(UNKNOWN))
-        # The job may have ended between the caller's check and this one.
-        if result := folder.result():
-            return recorded_state(result)
-        return self._forgotten(job, folder, record)
+        try:
+            state = self._known_state(job, folder, record, access)
+        # The cluster was reachable a moment ago, but its last answer is not complete.
+        except SlurmError as error:
+            return JobState(UNKNOWN, f"{error.detail}{access.last_known(record)}")
+        if access.queue.silent_since is None:
+            access.remember(record, state)
+        return state
 
-    def _forgotten(self, job: str, folder: RunFolder, record: JobRecord) -> JobState:
+    def _known_state(
+        self, job: str, folder: RunFolder, record: JobRecord, access: Access
+    ) -> JobState:
+        access.update(record)
+        access.queue.refresh()
+        seen = access.queue.jobs.get(job)
+        # A controller that lost its state assigns the same ids again: compare the folder, too.
+        if seen and seen.work_dir == _remote_dir(record):
+            # A job that has ended is judged by what it wrote, so all of that must be here.
+            if STATES.get(seen.state) not in (PENDING, RUNNING):
+                access.final_result(record)
+            state = state_in_queue(seen, folder, record)
+            return self._with_outage(state, record, access)
+        if access.queue.silent_since is not None:
+            return self._with_outage(JobState(UNKNOWN), record, access)
+        # The job may have ended between the caller's check and this one.
+        if result := access.final_result(record):
+            return recorded_state(result)
+        return self._forgotten(job, folder, record, access)
+
+    def _forgotten(
+        self, job: str, folder: RunFolder, record: JobRecord, access: Access
+    ) -> JobState:
         """Return the state of a job that the controller does not know any more."""
         try:
-            known = self.queue.record(job)
+            known = access.queue.record(job)
         except SlurmError as error:
             reason = "it is not in the queue any more, and sacct does not answer"
             return JobState(UNKNOWN, f"{reason}: {error.detail}")
-        if known and known.work_dir == record.local_dir:
+        if known and known.work_dir == _remote_dir(record):
             return state_after_end(known, folder, record)
-        if self.queue.has_accounting and time.time() - record.created < ACCOUNTING_DELAY:
+        if access.queue.has_accounting and time.time() - record.created < ACCOUNTING_DELAY:
             reason = f"job {job} is not in the queue any more, and not in the accounting yet"
             return JobState(UNKNOWN, reason)
         where = "" if folder.path.is_dir() else f", and its folder {record.local_dir} is missing"
         reason = f"Slurm does not know job {job} any more, and it recorded no result{where}"
         return JobState(LOST, reason)
 
-    def _with_outage(self, state: JobState) -> JobState:
+    def _with_outage(self, state: JobState, record: JobRecord, access: Access) -> JobState:
         """Add to the last known state that Slurm does not answer, if so."""
-        if self.queue.silent_since is None:
+        queue = access.queue
+        if queue.silent_since is None:
             return state
-        since = time.strftime("%H:%M:%S", time.localtime(self.queue.silent_since))
-        reason = f"Slurm has not answered since {since}: {self.queue.last_error}"
-        return JobState(state.state if state.state in (PENDING, RUNNING) else UNKNOWN, reason)
+        since = time.strftime("%H:%M:%S", time.localtime(queue.silent_since))
+        reason = f"Slurm has not answered since {since}: {queue.last_error}"
+        if state.state in (PENDING, RUNNING):
+            return JobState(state.state, reason)
+        return JobState(UNKNOWN, f"{reason}{access.last_known(record)}")
 
     # Cancelling
 
     def cancel(self, record: JobRecord, now: bool) -> None:
-        folder = RunFolder(record.local_dir)
+        access, folder = self.access(record), RunFolder(record.local_dir)
         has_folder = folder.path.is_dir()
         if has_folder:
             # Has no effect if a Slurm job has the claim; else no Slurm job can get it any more.
-            folder.try_claim({"abandoned": True})
-            folder.cancel(now)
+            access.claim(record, {"abandoned": True})
+            access.forbid_attempts(record, now)
         jobs = {job.id: job for job in self._found(record, time.monotonic() + STOP_TIMEOUT)}
         claimed = (folder.claimed_by() or {}).get("scheduler_id")
         # A cluster may hide jobs from squeue. The name: ids are used again after some years.
         if claimed and claimed not in jobs and not folder.result():
-            _try("scancel", f"--name={record.name}", claimed)
+            try_to_run(access, "scancel", f"--name={record.name}", claimed)
         is_running = any(job.state == "RUNNING" for job in jobs.values())
         if is_running and has_folder and not now:
-            self._ask_to_save(jobs, record)
-        self.queue.refresh(now=True)
-        unfinished = [job.id for job in self._unfinished(set(jobs))]
+            ask_to_save(jobs, record, access)
+        access.queue.refresh(now=True)
+        unfinished = [job.id for job in unfinished_jobs(set(jobs), access)]
         if unfinished:
             # --full: the batch script and its child processes, too.
             if now:
-                _try("scancel", "--signal=KILL", "--full", *unfinished)
-            client.run("scancel", *unfinished)
-        self._wait_until_ended(set(jobs), record)
-        if has_folder and not folder.result():
+                try_to_run(access, "scancel", "--signal=KILL", "--full", *unfinished)
+            access.client.run("scancel", *unfinished)
+        wait_until_ended(set(jobs), record, access)
+        if has_folder and not access.final_result(record):
             folder.finish(CANCELLED, "")
 
     def node_command(
@@ -279,33 +353,32 @@ class SlurmBackend(Backend):
     ) -> list[str]:
         return step_on_node(RunFolder(record.local_dir), node, words, has_terminal)
 
-    def _unfinished(self, jobs: set[str]) -> list[QueuedJob]:
-        known = [self.queue.jobs[job] for job in jobs if job in self.queue.jobs]
-        return [job for job in known if STATES.get(job.state) in (PENDING, RUNNING)]
+    # Files: with a login host, what is on this machine is a copy
 
-    def _ask_to_save(self, jobs: dict[str, QueuedJob], record: JobRecord) -> None:
-        """Ask the engine to let the ranks save, and wait until it has recorded the result."""
-        _try("scancel", "--signal=USR1", "--batch", *jobs)
-        deadline = time.monotonic() + STOP_TIMEOUT
-        while time.monotonic() < deadline and not RunFolder(record.local_dir).result():
-            # A job that was killed records no result: check that it still runs.
-            self.queue.refresh()
-            if self.queue.silent_since is None and not any(map(self._is_running, jobs)):
-                return
-            time.sleep(0.2)
+    def following(self, record: JobRecord) -> AbstractContextManager[None]:
+        return self._login_of(record).following(record) if record.login else nullcontext()
 
-    def _is_running(self, job: str) -> bool:
-        return job in self.queue.jobs and STATES.get(self.queue.jobs[job].state) == RUNNING
+    def catch_up(self, record: JobRecord) -> list[str]:
+        return self._login_of(record).catch_up(record) if record.login else []
 
-    def _wait_until_ended(self, jobs: set[str], record: JobRecord) -> None:
-        deadline = time.monotonic() + STOP_TIMEOUT
-        while time.monotonic() < deadline:
-            self.queue.refresh(now=True)
-            if self.queue.silent_since is None and not self._unfinished(jobs):
-                return
-            time.sleep(1)
-        message = f"{record.id} did not stop within {STOP_TIMEOUT:.0f} s"
-        raise UserError(message, f"check again: gptctl status {record.id}", OUT_OF_REACH)
+    def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
+        if record.login:
+            return self._login_of(record).checkpoints(record)
+        return super().checkpoints(record)
+
+    def remove(self, record: JobRecord) -> None:
+        if record.login:
+            self._login_of(record).remove(record)
+
+    def fetch(
+        self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
+    ) -> Fetched:
+        if record.login:
+            return self._login_of(record).fetch(record, target, checkpoints, show)
+        return super().fetch(record, target, checkpoints, show)
+
+    def _login_of(self, record: JobRecord) -> LoginAccess:
+        return self.login(cluster_of_job(record.run_folder))
 
 
 def _not_asked(checked: Checked, why: str) -> Finding:
@@ -315,63 +388,6 @@ def _not_asked(checked: Checked, why: str) -> Finding:
     return rule.found("Launch.cluster", checked.cluster.name, message, hint)
 
 
-def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
-    from submitit import SlurmExecutor
-    from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-    # The token comes first; a comment of the user is kept.
-    comment = " ".join(filter(None, [record.token, plan.sbatch.get("comment", "")]))
-    script = os.path.join(plan.remote_dir, BATCH_SCRIPT)
-
-    class ScriptExecutor(SlurmExecutor):
-        """Submits our script instead of a pickled function."""
-
-        def _make_submission_file_text(self, command: str, uid: str) -> str:
-            with open(script, encoding="utf-8") as file:
-                return file.read()
-
-        def _make_submission_command(self, submission_file_path: Any) -> list[str]:
-            # On the command line, so that the script is exactly what --dry-run printed.
-            own = ["--hold", f"--comment={comment}"]
-            return [*_clean_prefix(), "sbatch", *own, str(submission_file_path)]
-
-    try:
-        # submitit prints the errors that it raises.
-        with private_files(), redirect_stderr(io.StringIO()):
-            executor = ScriptExecutor(_submitit_folder(plan))
-            return str(executor._submit_command("").job_id)
-    except (FailedJobError, FailedSubmissionError) as error:
-        said = client.error_text(str(error)) or "sbatch was killed"
-        raise client.failure(said) from None
-    # submitit raises it where srun is not installed.
-    except RuntimeError as error:
-        said = f"Slurm is not installed here: {error}"
-        raise SlurmError(said, is_doubtful=False, is_missing=True) from None
-
-
-def _submitit_folder(plan: LaunchPlan) -> str:
-    """Return the folder where submitit keeps the script as it was submitted."""
-    return os.path.join(plan.remote_dir, "submitit")
-
-
-def _clean_prefix() -> list[str]:
-    """Drop variables that sbatch would take for the job's own."""
-    # submitit starts sbatch with the environment of this process, so `env` has to remove them.
-    clean = clean_environment()
-    dropped = [word for name in os.environ if name not in clean for word in ("-u", name)]
-    changed = [f"{name}={value}" for name, value in clean.items() if value != os.environ[name]]
-    return ["env", *dropped, *changed]
-
-
-def _cancel(jobs: Iterable[str]) -> None:
-    if ids := list(jobs):
-        client.run("scancel", *ids)
-
-
-def _try(*command: str) -> None:
-    """Run a command whose refusal does not matter, such as a signal to a job that has ended."""
-    try:
-        client.run(*command)
-    except SlurmError as error:
-        if error.is_doubtful:
-            raise
+def _remote_dir(record: JobRecord) -> str:
+    """The job's folder, as Slurm knows it."""
+    return record.remote_dir or record.local_dir

@@ -1,10 +1,16 @@
-"""Run Slurm's commands, and tell refused requests from those that may have succeeded."""
+"""Run Slurm's commands, and tell refused requests from those that may have succeeded.
+
+Where they run is the caller's choice: on this machine, or on a login host.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from shutil import which
+from typing import NamedTuple
 
 from gptctl.engine.processes import clean_environment
 from trainer.errors import OUT_OF_REACH, UserError
@@ -27,28 +33,37 @@ class SlurmError(UserError):
     `is_doubtful`: Slurm may have processed the request; `is_missing`: Slurm is not installed here.
     """
 
-    def __init__(self, said: str, is_doubtful: bool, is_missing: bool = False) -> None:
-        hint = "`sinfo` shows partitions and limits; `gptctl doctor --cluster NAME` checks more"
+    def __init__(
+        self, said: str, is_doubtful: bool, is_missing: bool = False, hint: str = ""
+    ) -> None:
+        usual = "`sinfo` shows partitions and limits; `gptctl doctor --cluster NAME` checks more"
         if is_missing:
-            hint = "run this command on a login node of the cluster"
+            usual = "run this command on a login node of the cluster, or set login in its profile"
         elif is_doubtful:
-            hint = "try again later; `scontrol ping` shows whether the controller is up"
-        super().__init__(f"Slurm: {said}", hint, OUT_OF_REACH)
+            usual = "try again later; `scontrol ping` shows whether the controller is up"
+        super().__init__(f"Slurm: {said}", hint or usual, OUT_OF_REACH)
         self.detail, self.is_doubtful, self.is_missing = said, is_doubtful, is_missing
 
 
-def run(*command: str) -> str:
-    """Run a command and return what it prints; raise SlurmError with its message if it fails."""
-    return _done(command).stdout
+class ClientResult(NamedTuple):
+    """How a command exited, and what it printed. A negative code: it was killed."""
+
+    code: int
+    out: str
+    err: str
 
 
-def _done(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
+# Runs a command with this stdin; raises SlurmError if there is no result.
+Execute = Callable[[Sequence[str], str], ClientResult]
+
+
+def execute_here(command: Sequence[str], stdin: str) -> ClientResult:
     # Variables of a surrounding job would change what the command does.
     environment = clean_environment()
     try:
         done = subprocess.run(
             command,
-            input=text,
+            input=stdin,
             capture_output=True,
             timeout=TIMEOUT,
             env=environment,
@@ -61,12 +76,46 @@ def _done(command: Sequence[str], text: str | None = None) -> subprocess.Complet
     except subprocess.TimeoutExpired:
         said = f"{command[0]} got no answer in {TIMEOUT:.0f} s"
         raise SlurmError(said, is_doubtful=True) from None
-    if done.returncode:
-        said = error_text(done.stderr or done.stdout)
-        said = said or f"{command[0]} exited with code {done.returncode}"
-        # A command that was killed may have sent its request before.
-        raise failure(said, is_killed=done.returncode < 0)
-    return done
+    return ClientResult(done.returncode, done.stdout, done.stderr)
+
+
+class SlurmClient:
+    """Slurm's commands, on this machine or wherever `execute` runs them."""
+
+    def __init__(self, execute: Execute = execute_here) -> None:
+        self._execute = execute
+        self.is_here = execute is execute_here
+
+    @property
+    def my_jobs(self) -> str:
+        """The option of squeue for the jobs of this user."""
+        # --me is newer than some clusters, but this machine does not know the user's id elsewhere.
+        return f"--user={os.getuid()}" if self.is_here else "--me"
+
+    def run(self, *command: str) -> str:
+        """Return what a command prints; raise SlurmError with its message if it fails."""
+        return self._done(command).out
+
+    def has(self, command: str) -> bool:
+        """Whether a command is installed."""
+        if self.is_here:
+            return which(command) is not None
+        return not self._execute(["bash", "-c", 'command -v "$1"', "bash", command], "").code
+
+    def would_start(self, script: str) -> str:
+        """Return when and where Slurm would start a batch script; raise SlurmError if never."""
+        # With --test-only sbatch prints its answer to stderr.
+        said = error_text(self._done(["sbatch", "--test-only"], script).err)
+        return re.sub(r"^Job \d+ to start at (\S+)T", r"would start at \1 ", said)
+
+    def _done(self, command: Sequence[str], stdin: str = "") -> ClientResult:
+        done = self._execute(command, stdin)
+        if done.code:
+            said = error_text(done.err or done.out)
+            said = said or f"{command[0]} exited with code {done.code}"
+            # A command that was killed may have sent its request before.
+            raise failure(said, is_killed=done.code < 0)
+        return done
 
 
 def failure(said: str, is_killed: bool = False) -> SlurmError:
@@ -81,10 +130,3 @@ def error_text(text: str) -> str:
     """Return the error messages of a command in one line, without the name of the command."""
     lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in text.splitlines()]
     return "; ".join(dict.fromkeys(line for line in lines if line))
-
-
-def would_start(script: str) -> str:
-    """Return when and where Slurm would start a batch script; raise SlurmError if it rejects it."""
-    # With --test-only sbatch prints its answer to stderr.
-    said = error_text(_done(["sbatch", "--test-only"], script).stderr)
-    return re.sub(r"^Job \d+ to start at (\S+)T", r"would start at \1 ", said)

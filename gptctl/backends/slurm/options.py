@@ -5,7 +5,7 @@ from __future__ import annotations
 import os.path
 from typing import Any
 
-from gptctl.engine.launch_plan import seconds_of
+from gptctl.engine.launch_plan import LaunchPlan, seconds_of
 from gptctl.spec.check import Checked
 from gptctl.spec.launch import Launch, Slurm
 
@@ -47,6 +47,11 @@ def sbatch_options(checked: Checked, run_dir: str, log_dir: str) -> dict[str, st
         name for name, value in written.items() if value in ("True", "true") and name != "comment"
     }
     return {name: "" if name in flags else value for name, value in written.items()}
+
+
+def submitted_comment(plan: LaunchPlan, token: str) -> str:
+    """Return the comment of the Slurm job: the token comes first; one of the user is kept."""
+    return " ".join(filter(None, [token, plan.sbatch.get("comment", "")]))
 
 
 def is_requeued(launch: Launch) -> bool:

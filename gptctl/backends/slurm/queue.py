@@ -5,12 +5,11 @@ Only their text formats are used: unlike JSON, they are the same in every versio
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gptctl.backends.slurm.client import SlurmError, run
+from gptctl.backends.slurm.client import SlurmClient, SlurmError
 
 QUERY_INTERVAL = 5.0  # seconds between two queries
 SQUEUE_FIELDS = tuple(
@@ -74,12 +73,12 @@ class QueuedJob(NamedTuple):
         return AccountingRecord(self.state, code, signal, self.nodes, self.work_dir)
 
 
-def query_squeue() -> dict[str, QueuedJob]:
+def query_squeue(client: SlurmClient) -> dict[str, QueuedJob]:
     """Return all jobs of this user that the controller knows, including ended ones."""
     # One query for all jobs: a busy controller suffers from many.
     form = ",".join(f"{field}:{SEPARATOR}" for field in SQUEUE_FIELDS)
-    mine = f"--user={os.getuid()}"
-    lines = run("squeue", "--noheader", "--states=all", mine, f"--Format={form}").splitlines()
+    options = ("--noheader", "--states=all", client.my_jobs, f"--Format={form}")
+    lines = client.run("squeue", *options).splitlines()
     seen = [_parse_job(line.split(SEPARATOR)) for line in lines]
     return {job.id: job for job in seen if job}
 
@@ -100,10 +99,11 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def query_sacct(ids: Sequence[str]) -> dict[str, AccountingRecord] | None:
+def query_sacct(client: SlurmClient, ids: Sequence[str]) -> dict[str, AccountingRecord] | None:
     """Return what the accounting knows about the last run of jobs; None without accounting."""
     try:
-        text = run("sacct", "-X", "-P", "-n", "-j", ",".join(ids), "-o", ",".join(SACCT_FIELDS))
+        options = ("-X", "-P", "-n", "-j", ",".join(ids), "-o", ",".join(SACCT_FIELDS))
+        text = client.run("sacct", *options)
     except SlurmError as error:
         if error.is_missing or "is disabled" in error.detail:
             return None
@@ -123,7 +123,8 @@ def query_sacct(ids: Sequence[str]) -> dict[str, AccountingRecord] | None:
 class Queue:
     """The last answer of the controller, and when it stopped answering, if it did."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: SlurmClient) -> None:
+        self._client = client
         self.jobs: Mapping[str, QueuedJob] = {}
         self.silent_since: float | None = None
         self.last_error = ""
@@ -137,7 +138,7 @@ class Queue:
         if not now and time.monotonic() - self._asked < QUERY_INTERVAL:
             return
         try:
-            self.jobs = query_squeue()
+            self.jobs = query_squeue(self._client)
             self.silent_since = None
         # Keep the old answer: the last known state is better than none.
         except SlurmError as error:
@@ -150,7 +151,7 @@ class Queue:
         now = time.monotonic()
         unknown = [job for job in jobs if job not in self.jobs and not self._is_settled(job, now)]
         if unknown:
-            found = query_sacct(unknown)
+            found = query_sacct(self._client, unknown)
             self.has_accounting = found is not None
             self._records |= found or {}
             self._queried |= dict.fromkeys(unknown, now)
@@ -166,11 +167,11 @@ class Queue:
         return self._records.get(job)
 
 
-def find_submitted(token: str, run_dir: str) -> list[QueuedJob]:
+def find_submitted(client: SlurmClient, token: str, run_dir: str) -> list[QueuedJob]:
     """Find the jobs that were submitted with a token, or for a folder."""
     # By folder, too: a plugin of the cluster may rewrite the comment that contains the token.
     return [
         job
-        for job in query_squeue().values()
+        for job in query_squeue(client).values()
         if token in job.comment.split() or job.work_dir == run_dir
     ]

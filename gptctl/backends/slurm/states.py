@@ -116,7 +116,8 @@ def state_after_end(end: AccountingRecord, folder: RunFolder, record: JobRecord)
         reason = "" if folder.cancelled_file.exists() else "with scancel"
         return _with_result_saved(JobState(CANCELLED, reason), folder)
     if end.signal == SCRIPT_FAILED and not folder.attempts():
-        where = f"on {end.nodes or 'a node'}: check that the nodes see {record.local_dir}"
+        seen = record.remote_dir or record.local_dir
+        where = f"on {end.nodes or 'a node'}: check that the nodes see {seen}"
         hint = f"gptctl doctor --cluster {record.cluster}"
         reason = f"Slurm could not start the job script {where}: {hint}"
         return _with_result_saved(JobState(kind, reason), folder)

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gptctl.backends import Backend, JobState, half_submitted, recorded_state
@@ -28,12 +29,14 @@ from gptctl.engine.run_folder import (
 )
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
-from gptctl.remote.connection import JumpHosts
+from gptctl.remote.connection import Connection, JumpHosts, routes
 from gptctl.remote.host_error import HostError
+from gptctl.remote.link import HostLink
 from gptctl.remote.log_sync import HostSync, LogSync
 from gptctl.remote.parallel import in_parallel
 from gptctl.reporting import Fetched, Say, ShowProgress
 from gptctl.spec.check import Checked
+from gptctl.spec.cluster import cluster_of_job
 from gptctl.spec.resources import home
 from trainer.errors import OUT_OF_REACH, UserError
 
@@ -64,7 +67,12 @@ class SshBackend(Backend):
 
     def sync_of(self, record: JobRecord) -> LogSync:
         if record.id not in self._syncs:
-            self._syncs[record.id] = LogSync(record, self._jump_hosts)
+            cluster = cluster_of_job(record.run_folder)
+            used = routes(cluster)[: record.nodes]
+            links = [
+                HostLink(route, partial(Connection, route, self._jump_hosts)) for route in used
+            ]
+            self._syncs[record.id] = LogSync(record, links, cluster.shared_fs)
         return self._syncs[record.id]
 
     def watched_folder(self, record: JobRecord, checked: Checked) -> str | None:

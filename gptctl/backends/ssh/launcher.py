@@ -8,21 +8,19 @@ not committed roll back by themselves (`agent.py`), at the latest when their lea
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.messages import MAX_BUFFER, parse_message
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.answers import is_commit
+from gptctl.remote.archive import MIN_SPEED, pack, secrets_of
 from gptctl.remote.connection import (
     START_MARKER,
     Channel,
@@ -41,12 +39,7 @@ from gptctl.spec.cluster import cluster_of_job
 from gptctl.text import count
 from trainer.errors import UserError
 
-# Hosts do not need these, and the profile may name other machines.
-NOT_SENT = ("cluster.json", "git.json", "templates")
-
 UNEXPECTED = "unexpected reply from its agent"
-
-MIN_SPEED = 50_000  # bytes per second at which a job's folder must arrive
 
 
 class AgentClient:
@@ -186,7 +179,7 @@ class Launcher:
 
     def _begin(self, agents: Sequence[AgentClient]) -> None:
         archive = pack(self.folder)
-        hello = {"key": self.key, "secrets": _secrets(self.plan)}
+        hello = {"key": self.key, "secrets": secrets_of(self.plan)}
 
         def begin(agent: AgentClient) -> None:
             owns_folder = not self.profile.shared_fs or agent.node == 0
@@ -249,20 +242,3 @@ class LeaseRenewer:
 
     def stop(self) -> None:
         self._stopped.set()
-
-
-def pack(folder: Path) -> bytes:
-    """Pack what a host needs of a job's folder."""
-    stream = io.BytesIO()
-    # A low level: the folder is small, and speed matters more than size.
-    with tarfile.open(fileobj=stream, mode="w:gz", compresslevel=3) as archive:
-        for entry in sorted(folder.iterdir()):
-            if entry.name not in NOT_SENT:
-                archive.add(entry, entry.name)
-    return stream.getvalue()
-
-
-def _secrets(plan: LaunchPlan) -> dict[str, str]:
-    """Return the secrets from this environment; those in files are read on the hosts."""
-    names = [source["env"] for source in plan.secrets.values() if "env" in source]
-    return {name: os.environ[name] for name in names if name in os.environ}

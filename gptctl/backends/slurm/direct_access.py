@@ -1,0 +1,110 @@
+"""gptctl runs on the cluster: Slurm's commands are here, and nodes see the folders of jobs.
+
+The only module that imports submitit.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from contextlib import redirect_stderr
+from typing import Any
+
+from gptctl.backends import JobState
+from gptctl.backends.slurm import client
+from gptctl.backends.slurm.client import SlurmClient, SlurmError
+from gptctl.backends.slurm.options import submitted_comment
+from gptctl.backends.slurm.queue import Queue
+from gptctl.engine.atomic_files import private_files
+from gptctl.engine.contract import BATCH_SCRIPT
+from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.processes import clean_environment
+from gptctl.engine.run_folder import Result, RunFolder
+from gptctl.jobs.store import JobRecord
+
+
+class DirectAccess:
+    """See `Access`. The job's folder on this machine is the one that its nodes use."""
+
+    def __init__(self) -> None:
+        self.client = SlurmClient()
+        self.queue = Queue(self.client)
+
+    def send_folder(self, plan: LaunchPlan, record: JobRecord) -> None:
+        with private_files():
+            # Slurm opens its log file there before the job starts.
+            os.makedirs(plan.log_dir, exist_ok=True)
+            os.makedirs(_submitit_folder(plan), exist_ok=True)
+
+    def sbatch(self, plan: LaunchPlan, record: JobRecord) -> str:
+        return _sbatch(plan, record)
+
+    def claim(self, record: JobRecord, claim: Mapping[str, Any]) -> dict[str, Any]:
+        folder = RunFolder(record.local_dir)
+        folder.try_claim(claim)
+        return folder.claimed_by() or {}
+
+    def forbid_attempts(self, record: JobRecord, now: bool) -> None:
+        RunFolder(record.local_dir).cancel(now)
+
+    def remove_folder(self, record: JobRecord) -> None:
+        return
+
+    def update(self, record: JobRecord) -> None:
+        return
+
+    def final_result(self, record: JobRecord) -> Result | None:
+        return RunFolder(record.local_dir).result()
+
+    def remember(self, record: JobRecord, state: JobState) -> None:
+        return
+
+    def last_known(self, record: JobRecord) -> str:
+        return ""
+
+
+def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
+    from submitit import SlurmExecutor
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    script = os.path.join(plan.remote_dir, BATCH_SCRIPT)
+
+    class ScriptExecutor(SlurmExecutor):
+        """Submits our script instead of a pickled function."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            with open(script, encoding="utf-8") as file:
+                return file.read()
+
+        def _make_submission_command(self, submission_file_path: Any) -> list[str]:
+            # On the command line, so that the script is exactly what --dry-run printed.
+            own = ["--hold", f"--comment={submitted_comment(plan, record.token)}"]
+            return [*_clean_prefix(), "sbatch", *own, str(submission_file_path)]
+
+    try:
+        # submitit prints the errors that it raises.
+        with private_files(), redirect_stderr(io.StringIO()):
+            executor = ScriptExecutor(_submitit_folder(plan))
+            return str(executor._submit_command("").job_id)
+    except (FailedJobError, FailedSubmissionError) as error:
+        said = client.error_text(str(error)) or "sbatch was killed"
+        raise client.failure(said) from None
+    # submitit raises it where srun is not installed.
+    except RuntimeError as error:
+        said = f"Slurm is not installed here: {error}"
+        raise SlurmError(said, is_doubtful=False, is_missing=True) from None
+
+
+def _submitit_folder(plan: LaunchPlan) -> str:
+    """Return the folder where submitit keeps the script as it was submitted."""
+    return os.path.join(plan.remote_dir, "submitit")
+
+
+def _clean_prefix() -> list[str]:
+    """Drop variables that sbatch would take for the job's own."""
+    # submitit starts sbatch with the environment of this process, so `env` has to remove them.
+    clean = clean_environment()
+    dropped = [word for name in os.environ if name not in clean for word in ("-u", name)]
+    changed = [f"{name}={value}" for name, value in clean.items() if value != os.environ[name]]
+    return ["env", *dropped, *changed]

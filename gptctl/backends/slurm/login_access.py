@@ -1,0 +1,228 @@
+"""gptctl runs on a machine without Slurm: everything goes through a login host, by ssh.
+
+The job's folder is on the cluster; the one on this machine is a copy, like that of an ssh job.
+A request whose reply was lost is repeated, so each of them may arrive twice: the scripts of
+templates/remote make sure that it takes effect once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+from gptctl.backends import JobState
+from gptctl.backends.slurm.client import (
+    TIMEOUT,
+    ClientResult,
+    SlurmClient,
+    SlurmError,
+    error_text,
+    failure,
+)
+from gptctl.backends.slurm.options import submitted_comment
+from gptctl.backends.slurm.queue import Queue
+from gptctl.engine.atomic_files import private_files, replacing
+from gptctl.engine.contract import BATCH_SCRIPT, NO_SUCH_JOB
+from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.messages import parse_message
+from gptctl.engine.run_folder import (
+    PENDING,
+    RUNNING,
+    Result,
+    RunFolder,
+    is_scheduler_id,
+    is_time,
+    read_json,
+)
+from gptctl.jobs.store import JobRecord
+from gptctl.remote.archive import MIN_SPEED, pack, secrets_of
+from gptctl.remote.connection import CommandResult
+from gptctl.remote.host_error import HostError
+from gptctl.remote.log_sync import LogSync
+from gptctl.remote.login import login_link
+from gptctl.remote.scripts import after_login, login_command, login_script, remote_command
+from gptctl.reporting import Fetched, Say, ShowProgress
+from gptctl.spec.cluster import Cluster
+from gptctl.text import clock_time
+
+LAST_STATE = "last-state.json"  # in the job's folder on this machine
+REMEMBER_EVERY = 60.0  # seconds after which an unchanged state is recorded again
+NOT_FOUND = 127  # the exit code of bash if a command does not exist
+TRY_LATER = 75  # submit_job.sh: an earlier request may still reach sbatch
+
+
+class LoginAccess:
+    """See `Access`. All jobs of this login host share one connection."""
+
+    def __init__(self, cluster: Cluster, say: Say) -> None:
+        self._link, self._say = login_link(cluster), say
+        self.host = self._link.route.name
+        self.client = SlurmClient(self._execute)
+        self.queue = Queue(self.client)
+        self._syncs: dict[str, LogSync] = {}  # by job id
+        self._requests = 0
+
+    # Commands
+
+    @contextmanager
+    def _host_errors(self) -> Iterator[None]:
+        """Report what happens to the connection as the backend expects it of Slurm."""
+        try:
+            yield
+        except HostError as error:
+            said = f"login host {self.host}: {error.detail}"
+            # If the connection was lost, the request may have arrived.
+            hint = error.hint or f"check that you can log in: ssh {self.host}"
+            raise SlurmError(said, error.is_lost, hint=hint) from None
+
+    def _run(
+        self, command: Sequence[str], stdin: bytes = b"", timeout: float = TIMEOUT
+    ) -> CommandResult:
+        with self._host_errors(), self._link.connected() as connection:
+            done = connection.run(command, stdin, timeout)
+            # There is no exit code if the connection was lost, or the command was killed.
+            if done.code < 0:
+                raise HostError(self.host, "lost the connection", is_lost=True)
+            return done
+
+    def _execute(self, command: Sequence[str], stdin: str) -> ClientResult:
+        return self._login_result(command[0], self._run(login_command(*command), stdin.encode()))
+
+    def _login_result(self, program: str, done: CommandResult) -> ClientResult:
+        if done.code == NOT_FOUND:
+            hint = f"check that it is in PATH: ssh {self.host} bash -lc 'command -v {program}'"
+            said = f"{program} is not installed on login host {self.host}"
+            raise SlurmError(said, is_doubtful=False, is_missing=True, hint=hint)
+        out = after_login(done.out.decode(errors="replace"))
+        return ClientResult(done.code, out, after_login(done.err))
+
+    def _script(self, name: str, record: JobRecord, *words: str) -> CommandResult:
+        return self._run(remote_command(name, record.remote_dir, record.token, *words))
+
+    def _checked(self, done: CommandResult) -> CommandResult:
+        if done.code:
+            said = done.err.partition("\n")[0] or f"exit code {done.code}"
+            hint = "check run_root in the cluster profile, and the free space there"
+            raise SlurmError(f"login host {self.host}: {said}", is_doubtful=False, hint=hint)
+        return done
+
+    # Submitting
+
+    def send_folder(self, plan: LaunchPlan, record: JobRecord) -> None:
+        self._say(f"sending the job to {self.host} …")
+        archive = pack(record.run_folder)
+        limit = TIMEOUT + len(archive) / MIN_SPEED
+        sizes = (str(len(archive)), f"{limit:.0f}")
+        words = (plan.remote_dir, record.token, *sizes, plan.log_dir, *plan.inputs)
+        done = self._checked(self._run(remote_command("place_job.sh", *words), archive, limit))
+        for path in done.out.decode(errors="replace").splitlines():
+            # Nodes may see file systems that the login host does not.
+            self._say(f"warning: {path} does not exist on {self.host}")
+
+    def sbatch(self, plan: LaunchPlan, record: JobRecord) -> str:
+        self._requests += 1
+        comment = submitted_comment(plan, record.token)
+        words = (record.remote_dir, record.token, str(self._requests), comment, BATCH_SCRIPT)
+        # Over stdin: other users of the host can read the arguments of every process.
+        secrets = "".join(f"{name}={value}\0" for name, value in secrets_of(plan).items())
+        done = self._run(login_script("submit_job.sh", *words), secrets.encode())
+        result = self._login_result("sbatch", done)
+        if result.code == TRY_LATER:
+            said = f"another request is still running on {self.host}"
+            raise SlurmError(said, is_doubtful=True)
+        if result.code:
+            said = error_text(result.err) or f"sbatch exited with code {result.code}"
+            raise failure(said)
+        job = result.out.strip().partition(";")[0]
+        if not is_scheduler_id(job):
+            said = f"unexpected reply of sbatch on {self.host}: {result.out.strip()[:80]!r}"
+            raise SlurmError(said, is_doubtful=True)
+        return job
+
+    def claim(self, record: JobRecord, claim: Mapping[str, Any]) -> dict[str, Any]:
+        done = self._script("claim_job.sh", record, json.dumps(claim))
+        # Without its folder the job cannot start.
+        found = {"abandoned": True} if done.code == NO_SUCH_JOB else self._claim_in(done)
+        # Nothing else must overwrite it here: state and logs are read from this folder.
+        folder = RunFolder(record.local_dir)
+        with private_files(), suppress(FileNotFoundError):
+            folder.try_claim(found)
+        return folder.claimed_by() or found
+
+    def _claim_in(self, done: CommandResult) -> dict[str, Any]:
+        found = parse_message(self._checked(done).out)
+        if found is None:
+            raise SlurmError(f"login host {self.host}: the claim is damaged", is_doubtful=False)
+        return found
+
+    def remove_folder(self, record: JobRecord) -> None:
+        self._checked(self._script("withdraw_job.sh", record))
+
+    def forbid_attempts(self, record: JobRecord, now: bool) -> None:
+        self._checked(self._script("cancel_job.sh", record, "now" if now else "gently"))
+        with private_files():
+            RunFolder(record.local_dir).cancel(now)
+
+    # Files
+
+    def sync_of(self, record: JobRecord) -> LogSync:
+        if record.id not in self._syncs:
+            self._syncs[record.id] = LogSync(record, [self._link], has_agents=False)
+        return self._syncs[record.id]
+
+    def update(self, record: JobRecord) -> None:
+        self.sync_of(record).refresh()
+
+    def final_result(self, record: JobRecord) -> Result | None:
+        with self._host_errors():
+            return self.sync_of(record).final_result()
+
+    def following(self, record: JobRecord) -> AbstractContextManager[None]:
+        return self.sync_of(record).keep_updated()
+
+    def catch_up(self, record: JobRecord) -> list[str]:
+        folder = RunFolder(record.local_dir)
+        if not record.handle or (folder.result() and not folder.not_copied_file.exists()):
+            return []
+        sync = self.sync_of(record)
+        sync.refresh()
+        return [f"{problem}; its logs here are incomplete" for problem in sync.unreachable()]
+
+    def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
+        sync = self.sync_of(record)
+        return sync.plan.output_dir, sync.hosts[0].list_names(sync.plan.output_dir)
+
+    def remove(self, record: JobRecord) -> None:
+        """Remove the folder of a job that has ended."""
+        with self._host_errors():
+            self.sync_of(record).hosts[0].remove_folder()
+
+    def fetch(
+        self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
+    ) -> Fetched:
+        from gptctl.remote.fetch import fetch
+
+        return fetch(record, self.sync_of(record), target, checkpoints, self._say, show)
+
+    # The last known state
+
+    def remember(self, record: JobRecord, state: JobState) -> None:
+        if state.state not in (PENDING, RUNNING):
+            return
+        known = read_json(record.run_folder / LAST_STATE) or {}
+        now = time.time()
+        is_recent = is_time(known.get("seen")) and now - known["seen"] < REMEMBER_EVERY
+        if known.get("state") == state.state and is_recent:
+            return
+        text = json.dumps({"state": state.state, "seen": now})
+        with suppress(OSError), private_files(), replacing(record.run_folder / LAST_STATE) as file:
+            file.write(text.encode())
+
+    def last_known(self, record: JobRecord) -> str:
+        known = read_json(record.run_folder / LAST_STATE) or {}
+        if known.get("state") not in (PENDING, RUNNING) or not is_time(known.get("seen")):
+            return ""
+        return f"; last known state: {known['state']} at {clock_time(known['seen'])}"
