@@ -17,6 +17,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
+import trainer
 from gptctl import engine
 from gptctl.engine.contract import ENGINE_FILE, STARTUP_FOLDER
 from gptctl.engine.launch_plan import LaunchPlan
@@ -136,10 +137,7 @@ def _copy_code(code: Path, checked: Checked, site: Site) -> None:
     code.mkdir()
     # Every rank starts through rank_log.py, which writes its log.
     shutil.copyfile(os.path.join(site.trainer, "rank_log.py"), code / "rank_log.py")
-    # rank_log.py adds this folder to the search path: Python runs sitecustomize.py at its start.
-    startup = code.parent / STARTUP_FOLDER
-    startup.mkdir()
-    shutil.copyfile(os.path.join(site.trainer, "stack_dumps.py"), startup / "sitecustomize.py")
+    _copy_startup(code.parent / STARTUP_FOLDER)
     if checked.launch.entrypoint == "trainer":
         shutil.copytree(site.trainer, code / "trainer", ignore=_NOT_CODE)
         return
@@ -154,6 +152,14 @@ def _copy_code(code: Path, checked: Checked, site: Site) -> None:
     _check_size(wanted)
     for source in wanted:
         _copy(source, code)
+
+
+def _copy_startup(folder: Path) -> None:
+    """rank_log.py adds this folder to the search path: Python runs sitecustomize.py first."""
+    folder.mkdir()
+    # Ours, not the one of the job's own code, which may be older: it belongs to the engine.
+    source = Path(trainer.__file__).parent / "stack_dumps.py"
+    shutil.copyfile(source, folder / "sitecustomize.py")
 
 
 def _copy(source: Path, code: Path) -> None:
