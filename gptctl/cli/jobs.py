@@ -212,7 +212,8 @@ def cancel(session: Session, jobs: tuple[str, ...], now: bool, as_json: bool) ->
     if as_json:
         ui.print_json(answers)
     else:
-        ui.print_text("\n".join(f"{answer['job']}: {answer['state']}" for answer in answers))
+        for answer in answers:
+            ui.print_state(answer["job"], answer["state"])
     for problem in problems:
         ui.print_error(problem)
     # The most serious problem decides, as if the jobs had been stopped one by one.
@@ -262,7 +263,7 @@ def wait_for(
         with session.backend_of(record).following(record):
             state = _wait_until_final(session, record, timeout)
     if not quiet:
-        ui.print_text(f"{record.id}: {state}")
+        ui.print_state(record.id, str(state))
     return exit_code(state)
 
 

@@ -255,6 +255,8 @@ def print_metrics(rows: list[Row], tail: int | None = None, as_json: bool = Fals
     from gptctl.logs.measured import metric_table, with_all_names
     from gptctl.text import count
 
+    if not rows:
+        ui.say("no step was logged yet; scripts need log lines in FleetX's style")
     rows = rows if tail is None else rows[max(0, len(rows) - tail) :]
     # JSON keeps full numbers; the table rounds them.
     if as_json:
@@ -295,7 +297,7 @@ def show_failure(
     # The state comes first: the first rank to exit did not cause a time limit or a cancellation.
     state = session.state_of(record)
     if not options["as_json"]:
-        ui.print_text(f"{record.id}: {state}")
+        ui.print_state(record.id, str(state))
     print_failure(files, options["attempt"], options["as_json"], record.id, **state.as_json())
     # The report was printed, so the command succeeded, whatever the job did.
     return 0

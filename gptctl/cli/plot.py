@@ -26,7 +26,7 @@ NOT_METRICS = ("job", "attempt", "step", "time", "max_steps")
         "gptctl plot --metric loss --metric valid_loss",
     )
 )
-@click.argument("jobs", nargs=-1, shell_complete=complete_job, metavar="[JOB]...")
+@click.argument("jobs", nargs=-1, shell_complete=complete_job, metavar="[JOBS...]")
 @click.option(
     "--metric",
     "metrics",
@@ -41,9 +41,9 @@ NOT_METRICS = ("job", "attempt", "step", "time", "max_steps")
 def plot(session: Session, jobs: tuple[str, ...], metrics: tuple[str, ...], as_json: bool) -> None:
     """Draw the loss, or another metric, over the steps of jobs.
 
-    Without JOB: the latest job of this folder, or else your latest. Several jobs are drawn into one
+    Without a job: the latest one of this folder, or else your latest. Several jobs are drawn into one
     chart. A job that continues others is drawn as one run with them; where steps overlap, the later
-    job counts. JOB can also be the path of a metrics.jsonl or of a log file. For scripts, the log
+    job counts. A job can also be the path of a metrics.jsonl or of a log file. For scripts, the log
     lines in FleetX's style are read.
     """
     from gptctl.cli import ui

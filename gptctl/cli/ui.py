@@ -250,6 +250,18 @@ def _styled(name: str, text: str) -> Any:
     return styled
 
 
+def print_state(job: str, state: str) -> None:
+    """Print `gpt-3f9a2c: FAILED: …`; the state is coloured on a terminal."""
+    if not sys.stdout.isatty():
+        print_text(f"{job}: {state}")
+        return
+    from rich.text import Text
+
+    line = Text.assemble(clean(job), ": ", _styled("state", clean(state)))
+    # soft_wrap: let the terminal wrap, so that a copied path has no line break.
+    _console().print(line, soft_wrap=True)
+
+
 def print_table(
     title: str,
     columns: Sequence[str | Column],

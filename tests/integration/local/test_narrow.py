@@ -83,6 +83,11 @@ def test_the_list_of_jobs(desk: Desk, columns: int) -> None:
     assert text.count(CLOCK[:10]) == text.count(CLOCK)
 
 
+def test_the_end_of_a_job_is_coloured(desk: Desk) -> None:
+    run = desk.show(40, "wait", "char-gpt-ok")
+    assert run.text == "char-gpt-ok: \x1b[32mCOMPLETED\x1b[0m\r\n"
+
+
 def test_colours_can_be_switched_off(desk: Desk) -> None:
     assert not re.search(r"\x1b\[(3[1-6])m", desk.show(80, "list", NO_COLOR="1").text)
 
