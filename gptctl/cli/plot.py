@@ -41,10 +41,10 @@ NOT_METRICS = ("job", "attempt", "step", "time", "max_steps")
 def plot(session: Session, jobs: tuple[str, ...], metrics: tuple[str, ...], as_json: bool) -> None:
     """Draw the loss, or another metric, over the steps of jobs.
 
-    Without a job: the latest one of this folder, or else your latest. Several jobs are drawn into one
-    chart. A job that continues others is drawn as one run with them; where steps overlap, the later
-    job counts. A job can also be the path of a metrics.jsonl or of a log file. For scripts, the log
-    lines in FleetX's style are read.
+    Without a job: the latest one of this folder, or else your latest. Several jobs are drawn into
+    one chart. A job that continues others is drawn as one run with them; where steps overlap, the
+    later job counts. A job can also be the path of a metrics.jsonl or of a log file. For scripts,
+    the log lines in FleetX's style are read.
     """
     from gptctl.cli import ui
 
