@@ -48,7 +48,8 @@ _LAUNCH_FILE = re.compile(r"(.*/)?(torch|paddle)/distributed/(fleet/)?(launch|ru
 _PYTHON = re.compile(r"python[0-9.]*")
 _PADDLE_SCRIPT = re.compile(r"(.*/)?(run_pretrain\w*|tools/train)\.py")
 # Before the program, these change nothing that a job would miss.
-_TRANSPARENT = frozenset("env exec nohup time command unbuffer".split())
+_TRANSPARENT = frozenset("env exec eval nohup time command unbuffer".split())
+_PRINT = frozenset("echo printf which type".split())
 _CONTAINERS = frozenset("singularity apptainer docker podman enroot".split())
 _PREPARES = frozenset("module source . conda micromamba spack ml cd".split())
 _SECRET = re.compile(r"(?i).*(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIAL).*")
@@ -188,12 +189,13 @@ def _without_rank(launch: _Launch) -> tuple[object, ...]:
 def _cut(command: ShellCommand) -> _Launch | None:
     """Cut a command into wrapper, launcher and program; None if it starts no training."""
     words = command.words
-    for at, word in enumerate(words):
+    for at, word in enumerate(words if words[0] not in _PRINT else ()):
         name = os.path.basename(word)
         if name in ("torchrun", "fleetrun"):
             return _with_launcher(command, words[:at], words[at + 1 :])
-        if _PYTHON.fullmatch(name) or (not is_known(word) and at == 0):
-            return _python(command, words[:at], words[at + 1 :])
+        is_python = _PYTHON.fullmatch(name) or (not is_known(word) and at == 0)
+        if is_python and (launch := _python(command, words[:at], words[at + 1 :])):
+            return launch
     return None
 
 
@@ -243,7 +245,7 @@ def _ranks_by_srun(tasks: Sequence[Flag], is_slurm: bool, launch: _Launch) -> Ma
     if tasks:
         value, source = tasks[-1].value, tasks[-1].source
         mapped.overrides.append(set_key("Launch.gpus_per_node", value, source))
-    elif launch.launcher is None and not is_slurm:
+    elif launch.launcher is None and not is_slurm and set(launch.before) <= _TRANSPARENT:
         mapped.overrides.append(set_key("Launch.gpus_per_node", "1", "python"))
     return mapped
 

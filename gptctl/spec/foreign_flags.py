@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -33,8 +34,9 @@ class Flag(NamedTuple):
     @property
     def number(self) -> int | None:
         """Its value as a positive integer; None if it is anything else."""
-        is_number = self.value.isascii() and self.value.isdigit() and len(self.value) < 19
-        return int(self.value) or None if is_number else None
+        digits = without_underscores(self.value)
+        is_number = digits.isascii() and digits.isdigit() and len(digits) < 19
+        return int(digits) or None if is_number else None
 
 
 class Unmapped(NamedTuple):
@@ -53,6 +55,11 @@ class Mapped(NamedTuple):
 
 NO_COUNTERPART = "no counterpart"
 NOT_KNOWN = "its value is known only when a shell runs the script"
+
+
+def without_underscores(text: str) -> str:
+    """A number without the underscores that Python accepts in it, such as 146_484_375."""
+    return text.replace("_", "") if re.fullmatch(r"[0-9]+(_[0-9]+)+", text) else text
 
 
 def set_key(key: str, value: str, source: str) -> Override:

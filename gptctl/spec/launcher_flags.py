@@ -153,6 +153,9 @@ def map_slurm(flags: Sequence[Flag]) -> Mapped:
             if re.search(r"[A-Za-z]", flag.value.removeprefix("gpu:")):
                 reason = "set as gpus_per_node; the type of GPU belongs in the cluster profile"
                 mapped.unmapped.append(Unmapped(flag.source, reason))
+        elif name == "job-name" and not re.fullmatch(JOB_NAME, flag.value):
+            reason = "a job's name has letters, digits and ._- only: use --name"
+            mapped.unmapped.append(Unmapped(flag.source, reason))
         elif name in SBATCH_KEYS:
             # `-N 2-4` is a range, as in `--nodes 2:4`.
             value = flag.value.replace("-", ":") if name == "nodes" else flag.value

@@ -15,6 +15,7 @@ from gptctl.spec.foreign_flags import (
     Mapped,
     Unmapped,
     set_key,
+    without_underscores,
 )
 from trainer.config import Override
 
@@ -174,7 +175,8 @@ def _map_one(flag: Flag, mapped: Mapped) -> None:
     elif meaning is not None:
         mapped.overrides.extend(set_key(key, text, flag.source) for key, text in meaning.items())
     elif flag.name in KEYS:
-        mapped.overrides.append(set_key(KEYS[flag.name], flag.value, flag.source))
+        value = without_underscores(flag.value)
+        mapped.overrides.append(set_key(KEYS[flag.name], value, flag.source))
     elif flag.name in ALWAYS_SO:
         mapped.unmapped.append(Unmapped(flag.source, "not needed here"))
     elif f"{flag.name} {flag.value}" not in ONLY_VALUES and flag.name not in TOGETHER:

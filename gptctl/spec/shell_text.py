@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from trainer.errors import WRONG_USAGE, UserError
@@ -47,7 +47,11 @@ class ShellScript(NamedTuple):
 
     def shown(self, word: str) -> str:
         """The word as the user wrote it."""
-        return _MARKED.sub(lambda match: self.unknown[int(match[1])], word)
+        return _shown(word, self.unknown)
+
+
+def _shown(word: str, unknown: Sequence[str]) -> str:
+    return _MARKED.sub(lambda match: unknown[int(match[1])], word)
 
 
 def is_known(word: str) -> bool:
@@ -109,7 +113,7 @@ class _Reader:
     def fail(self, what: str, start: int) -> UserError:
         line = self.text.count("\n", 0, start) + 1
         hint = "give one complete command, or a shell script"
-        return UserError(f"line {line}: {what}", hint, WRONG_USAGE)
+        return UserError(f"line {line}: {_shown(what, self.unknown)}", hint, WRONG_USAGE)
 
     def simple_command(self) -> tuple[list[str], dict[str, str]]:
         """The words up to the next operator, and the variables set before the first word."""
@@ -237,6 +241,8 @@ class _Reader:
                 self.at = match.end()
             elif character == "'":
                 fields.add(self.single_quoted())
+            elif self.text.startswith('"$@"', self.at):
+                self.at += 4  # no word, where a script gets no arguments
             elif character == '"':
                 self.double_quoted(fields)
             elif character == "\\":
@@ -289,7 +295,11 @@ class _Reader:
         if match := _VARIABLE.match(self.text, start + 1):
             self.at = match.end()
             return self.value_of(match[0], start)
-        if self.text[start + 1 : start + 2] in tuple("0123456789@*#?$!-"):
+        following = self.text[start + 1 : start + 2]
+        if following in ("@", "*"):
+            self.at += 2
+            return []
+        if following in tuple("0123456789#?$!-"):
             return [self.mark(start, start + 2)]
         self.at += 1
         return ["$"]

@@ -143,6 +143,22 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
         },
         "HF_TOKEN MASTER_ADDR module --master_addr --node_rank",
     ),
+    (
+        '#SBATCH --ntasks-per-node=8 --nodes=2\n#SBATCH -J "odd name"\nDIR=`pwd`\n'
+        f'options=" {SIZES} --train-samples 146_484_352 --global-batch-size 5_12 --lr-decay-style cosine"\n'
+        'run_cmd="python -u ${DIR}/pretrain_gpt.py ${options}"\necho $run_cmd\n'
+        'srun -l --container-image nvcr.io/x:1 --output=$DIR/log sh -c "${run_cmd}"\n',
+        {
+            "Launch.nodes": 2,
+            "Launch.gpus_per_node": 8,
+            "Global.global_batch_size": 512,
+            "Engine.max_steps": 286102,
+            "Launch.entrypoint": "trainer",
+        },
+        "-J -l --container-image --output",
+    ),
+    ("mpirun -np 8 python train.py", {"Launch.entrypoint": "train.py"}, "mpirun"),
+    ("run_cmd='torchrun --nproc_per_node 2 t.py'; eval $run_cmd \"$@\"", {"Launch.gpus_per_node": 2}, ""),
     # python alone
     ("python train.py --lr 1", {"Launch.gpus_per_node": 1, "Launch.args": ("--lr", "1")}, ""),
     ("python -u -m trainer --max_steps 3 Global.seed=7", {"Engine.max_steps": 3, "Global.seed": 7}, ""),

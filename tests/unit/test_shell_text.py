@@ -33,6 +33,7 @@ j",
         "P '' \"\" a'' ''b x=y '#' a#b",
         "P a;P b|cat; P c && P d; (P f); ! P g",
         "E=; P $E\"$E\" $E",
+        'P "$@" a $@ $*',
     ],
 )  # fmt: skip
 def test_words_are_those_of_bash(text: str) -> None:
@@ -43,10 +44,10 @@ def test_words_are_those_of_bash(text: str) -> None:
 
 
 def test_what_only_a_shell_knows_is_marked_and_shown_as_written() -> None:
-    text = 'H=$(hostname | head -n "1)")\nP `date` $1 "$@" $UNSET ${A%.*} x-$H:29 "a $(b \'c)\' d) e" $((H * 2))'
+    text = 'H=$(hostname | head -n "1)")\nP `date` $1 $? $UNSET ${A%.*} x-$H:29 "a $(b \'c)\' d) e" $((H * 2))'
     script = read_script(text, {})
     (words,) = words_of(script)
-    assert words[1:5] == ["`date`", "$1", "$@", "$UNSET"]
+    assert words[1:5] == ["`date`", "$1", "$?", "$UNSET"]
     assert words[5:] == ["${A%.*}", 'x-$(hostname | head -n "1)"):29', "a $(b 'c)' d) e", "$((H * 2))"]
 
 
