@@ -55,14 +55,15 @@ def _entry(name: str, kind: object, node: Node, depth: int) -> Iterator[str]:
         return
     line = f"{indent}{_quoted(name)}: {_value(node)}"
     origin = _one_line(node.place.file)[:MAX_COMMENT]
-    yield f"{line:<44}  # {origin}".rstrip() if origin else line
+    yield f"{line:<44}  # {origin}" if origin else line
 
 
 def _value(node: Node) -> str:
     if isinstance(node, List):
         return f"[{', '.join(_value(item) for item in node.items)}]"
     assert isinstance(node, Scalar)
-    return _quoted(node.text)
+    # `--decay_steps None` empties the key; a script's argument `None` is a text.
+    return "" if node.is_empty and not node.quoted else _quoted(node.text)
 
 
 def _quoted(text: str) -> str:

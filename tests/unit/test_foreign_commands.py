@@ -157,6 +157,11 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
         },
         "-J -l --container-image --output",
     ),
+    (
+        "python run_pretrain.py --decay_steps None --max_steps 9",
+        {"Optimizer.lr.decay_steps": 9, "Engine.max_steps": 9},
+        "",
+    ),
     ("mpirun -np 8 python train.py", {"Launch.entrypoint": "train.py"}, "mpirun"),
     ("run_cmd='torchrun --nproc_per_node 2 t.py'; eval $run_cmd \"$@\"", {"Launch.gpus_per_node": 2}, ""),
     # python alone
