@@ -129,6 +129,8 @@ _OTHER_MODELS = """
 """.split()
 REASONS = {
     "rampup-batch-size": f"{NO_COUNTERPART}: the full batch is used from the first step",
+    "ddp-bucket-size": "a number of elements: set Distributed.bucket_cap_mb",
+    "save-retain-interval": "set Engine.save_load.keep_last, a number of checkpoints",
     "tokenizer-type": "not needed: the data contains token ids",
     "vocab-file": "not needed: the data contains token ids",
     "merge-file": "not needed: the data contains token ids",
