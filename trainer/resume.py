@@ -14,6 +14,7 @@ import torch
 from trainer.checkpoint import Checkpoints, Facts
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.snapshot import load_snapshot, save_snapshot
+from trainer.config.continuation import model_differences
 from trainer.config.sections import Model, RunConfig
 from trainer.errors import UserError
 from trainer.mesh import Mesh
@@ -21,12 +22,6 @@ from trainer.metrics import Log
 from trainer.model import GPT, build_model
 from trainer.slices import shapes, whole
 from trainer.state import Progress, Training
-
-# What must be equal to load a checkpoint; dropout, recomputation and layout may change.
-MODEL_KEYS = (
-    "num_layers hidden_size num_attention_heads ffn_hidden_size vocab_size "
-    "vocab_size_divisible_unit max_position_embeddings"
-).split()
 
 
 def output_dir(run: RunConfig) -> Path:
@@ -37,7 +32,7 @@ def how_to_resume() -> str:
     """The shortest way to resume this run later."""
     # gptctl gives every job an output folder of its own: `auto` would find it empty.
     job = os.environ.get("GPTCTL_JOB")
-    return f"gptctl submit --resume {job}" if job else "set Engine.save_load.ckpt_dir: auto"
+    return f"gptctl resume {job}" if job else "set Engine.save_load.ckpt_dir: auto"
 
 
 @contextmanager
@@ -225,12 +220,7 @@ def _check_same_model(t: Training, facts: Facts, where: Path) -> None:
     """Raise UserError if a checkpoint belongs to another model, even if the shapes match."""
     if problem := _invalid_facts(t, facts):
         raise UserError(f"cannot load {where}: {problem}", "use a checkpoint of this program")
-    there, here = facts["config"]["Model"], asdict(t.run.Model)
-    different = [
-        f"{key} is {there.get(key)} there, {here[key]} here"
-        for key in MODEL_KEYS
-        if there.get(key) != here[key]
-    ]
+    different = model_differences(facts["config"]["Model"], asdict(t.run.Model))
     # With the same number of other characters, all shapes match, but the tokens mean other things.
     vocabulary = t.splits.characters.vocabulary if t.splits.characters else None
     if not different and facts["vocabulary"] != vocabulary:

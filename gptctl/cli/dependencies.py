@@ -73,10 +73,10 @@ def slurm_dependencies(dependencies: Sequence[Dependency]) -> list[str]:
     return [":".join([kind, *jobs]) for kind, jobs in ids.items()]
 
 
-def refuse_foreign(dependencies: Sequence[Dependency], checked: Checked) -> None:
+def refuse_foreign(session: Session, after: Sequence[str], checked: Checked) -> None:
     """Refuse a job that waits in Slurm's queue for a job that Slurm does not know."""
-    for typed, record, _ in dependencies:
-        if checked.cluster.traits.has_queue and "scheduler_id" not in record.handle:
+    for typed, record, _ in unmet(after, session) if checked.cluster.traits.has_queue else ():
+        if "scheduler_id" not in record.handle:
             raise UserError(*cannot_wait(typed, record, checked), WRONG_USAGE)
 
 

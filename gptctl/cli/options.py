@@ -62,6 +62,18 @@ def job_argument(required: bool) -> Callable[[F], F]:
 
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+follow_option = click.option(
+    "-f", "--follow", is_flag=True, help="Follow the logs; exit with the job's status."
+)
+wait_option = click.option(
+    "--wait",
+    "wait_for_it",
+    is_flag=True,
+    help="Wait until the job ends; exit with the job's status.",
+)
+queue_option = click.option(
+    "--queue", is_flag=True, help="Wait until the machines are free, instead of starting at once."
+)
 override_option = click.option(
     "-o",
     "--override",
@@ -93,8 +105,8 @@ class OptionWithAliases(click.Option):
         return click.Option.get_help_record(shown, ctx)
 
 
-def config_options(verb: F) -> F:
-    """Add CONFIG and the options that set its layout and cluster."""
+def layout_options(verb: F) -> F:
+    """Add the options that set the layout and the cluster of a job."""
     # Decorators apply from the bottom up: the last one here comes first on the help page.
     for option in (
         override_option,
@@ -112,6 +124,15 @@ def config_options(verb: F) -> F:
             metavar="N",
             help="Set the number of nodes, or MIN:MAX.",
         ),
+    ):
+        verb = option(verb)
+    return verb
+
+
+def config_options(verb: F) -> F:
+    """Add CONFIG and the options that set its layout and cluster."""
+    for option in (
+        layout_options,
         click.option("-c", "--config", "config_option", metavar="CONFIG", help="Same as CONFIG."),
         click.argument("config", required=False, type=click.Path()),
     ):
@@ -149,7 +170,7 @@ SECTIONS = {
     "Layout": ("nodes", "gpus_per_node", "cluster", "devices", "overrides"),
     "Job": (
         *("follow", "wait_for_it", "name", "time", "max_restarts", "resume", "queue", "after"),
-        "config_option",
+        *("code", "config_option"),
     ),
     "Run": ("dry_run", "variables", "log_dir", "style", "template", "node", "as_json"),
     "Slurm": (
@@ -160,7 +181,7 @@ SECTIONS = {
 
 
 def launch_options(verb: F) -> F:
-    """Add the options that `submit` and `render` share; `SECTIONS` orders them."""
+    """Add the options that all verbs that launch jobs share; `SECTIONS` orders them."""
     # The values stay text here: config rules check them together, and report every mistake at once.
     for option in (
         click.option("--devices", "--gpus", metavar="0,1,…", help="Use these GPUs on every node."),
@@ -375,33 +396,47 @@ def check_arguments(
     return check_config(find_config(named), typed_overrides(flags, overrides))
 
 
-def check_job(
+def launch_overrides(
     session: Session,
-    config: str | None,
-    config_option: str | None,
     overrides: tuple[str, ...],
     variables: tuple[str, ...],
     script: tuple[str, ...],
     sbatch_options: tuple[str, ...],
     after: tuple[str, ...],
     **flags: str | bool | None,
+) -> list[Override]:
+    """Turn everything that was typed for a job into overrides of its config."""
+    from gptctl.cli.dependencies import unmet, with_dependencies
+
+    if after:
+        sbatch_options = with_dependencies(sbatch_options, unmet(after, session))
+    return typed_overrides(flags, overrides, variables, script, sbatch_options)
+
+
+def check_job(
+    session: Session,
+    config: str | None,
+    config_option: str | None,
+    after: tuple[str, ...],
+    more: Sequence[Override] = (),
+    **typed: Any,
 ) -> tuple[Checked, list[Override]]:
-    """Check the config of a job; return it with the overrides for its trainer."""
-    from gptctl.cli.dependencies import refuse_foreign, unmet, with_dependencies
+    """Check the config of a job; return it with the overrides for its trainer.
+
+    `more` overrides come from gptctl itself.
+    """
+    from gptctl.cli.dependencies import refuse_foreign
     from gptctl.spec.check import check_config, find_config
     from gptctl.spec.program_words import read_program
 
-    dependencies = unmet(after, session) if after else []
-    if after:
-        sbatch_options = with_dependencies(sbatch_options, dependencies)
-    typed = typed_overrides(flags, overrides, variables, script, sbatch_options)
-    program = read_program(script)
+    overrides = launch_overrides(session, after=after, **typed)
+    program = read_program(typed["script"])
     named = one_config(config, config_option, program.config)
     # A script and flags need no config; config.yaml in this folder may have nothing to do with it.
     path = None if program.needs_no_config and not named else find_config(named)
-    checked = check_config(path, typed)
+    checked = check_config(path, [*overrides, *more])
     checked = checked._replace(findings=in_order([*checked.findings, *program.notices]))
     # The cluster is known only now: the config may name it.
-    refuse_foreign(dependencies, checked)
+    refuse_foreign(session, after, checked)
     # The trainer gets its own arguments and `-o`: flags set keys of Launch, which it does not read.
-    return checked, [*program.keys, *typed_overrides({}, overrides)]
+    return checked, [*program.keys, *typed_overrides({}, typed["overrides"]), *more]

@@ -1,4 +1,4 @@
-"""The verbs that start jobs, or print how to start them: submit, render and rerun.
+"""The verbs that start a config, or print how to start it: submit and render.
 
 Imports inside a verb keep `--help` and completion fast: a verb loads what it uses.
 """
@@ -18,27 +18,19 @@ from gptctl.cli.options import (
     check_job,
     config_options,
     examples,
-    job_argument,
+    follow_option,
     launch_options,
-    override_option,
+    queue_option,
+    wait_option,
 )
 from gptctl.cli.session import Session
-from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
+from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
+    from gptctl.jobs.resume import ResumePoint
     from gptctl.jobs.store import JobRecord
     from gptctl.jobs.submit import Prepared
     from gptctl.spec.check import Checked
-
-follow_option = click.option(
-    "-f", "--follow", is_flag=True, help="Follow the logs; exit with the job's status."
-)
-wait_option = click.option(
-    "--wait",
-    "wait_for_it",
-    is_flag=True,
-    help="Wait until the job ends; exit with the job's status.",
-)
 
 
 @click.command(
@@ -51,10 +43,10 @@ wait_option = click.option(
 )
 @config_options
 @launch_options
-@click.option("--resume", metavar="JOB", help="Resume from the newest checkpoint of that job.")
 @click.option(
-    "--queue", is_flag=True, help="Wait until the machines are free, instead of starting at once."
+    "--resume", metavar="JOB", help="Start this config from the newest checkpoint of that job."
 )
+@queue_option
 @click.option("--dry-run", is_flag=True, help="Print what would run; start nothing.")
 @follow_option
 @wait_option
@@ -82,15 +74,10 @@ def submit(
     from gptctl.cli.dependencies import start_conditions
     from gptctl.jobs.submit import prepare, this_site
 
-    # Checked first: a contradiction must not cost a query to the scheduler.
-    if dry_run and (follow or wait_for_it):
-        message = "--dry-run cannot be combined with --follow or --wait"
-        raise UserError(message, "omit one of them", WRONG_USAGE)
-    if resume is not None:
-        # As an override it is checked, recorded and shown like any other value.
-        checkpoints = resumable_output(resume, session)
-        arguments["overrides"] += (f"Engine.save_load.ckpt_dir={checkpoints}",)
-    checked, overrides = check_job(session, **arguments)
+    refuse_contradiction(dry_run, follow, wait_for_it)
+    point = resume_point(session, resume) if resume is not None else None
+    more = point.overrides if point else ()
+    checked, overrides = check_job(session, **arguments, more=more)
     templates = template_places(template, checked.path)
     # A dry run prepares the job exactly as a submit does, so that it shows what would really run.
     conditions = start_conditions(session, checked, arguments["after"], queue)
@@ -102,6 +89,7 @@ def submit(
         overrides,
         templates,
         conditions=conditions,
+        resumes=point,
     )
     if dry_run:
         show_dry_run(prepared, as_json)
@@ -162,48 +150,6 @@ def render(
         ui.print_exactly(text)
 
 
-@click.command(
-    cls=LaunchCommand,
-    epilog=examples(
-        "gptctl rerun gpt-3f9a2c --follow", "gptctl rerun gpt-3f9a2c -o Engine.max_steps=2000"
-    ),
-)
-@job_argument(required=True)
-@override_option
-@follow_option
-@wait_option
-@as_json_option
-@click.pass_obj
-def rerun(
-    session: Session,
-    job: str,
-    overrides: tuple[str, ...],
-    follow: bool,
-    wait_for_it: bool,
-    as_json: bool,
-    script: tuple[str, ...],
-) -> int:
-    """Submit a job again from its saved files.
-
-    The new job uses the same config, cluster profile and code, in its own run folder.
-    """
-    from gptctl.jobs.rerun import prepare_rerun
-    from trainer.config import Override
-
-    # A script after -- belongs to every LaunchCommand, but here the job has its own.
-    if script:
-        raise UserError(
-            "rerun runs the job's own script",
-            "to change its arguments, use -o Launch.args=…",
-            WRONG_USAGE,
-        )
-    # Parse before searching for the job: a mistake in -o is reported without touching the store.
-    typed = [Override.parse(text) for text in overrides]
-    record = session.find(job)
-    prepared = prepare_rerun(record, session.store, session.backends, typed)
-    return submit_and_follow(session, prepared, as_json, follow, wait_for_it)
-
-
 def template_places(template: str | None, config: Path | None) -> list[Path]:
     """Find the user's templates: the named one, then the folder `templates` beside the config."""
     # A named template must exist and be used: falling back to the bundled one would hide a typo.
@@ -232,22 +178,17 @@ def refuse_waiting(checked: Checked, after: Sequence[str]) -> None:
         raise UserError(message, "use gptctl submit, or omit --after", WRONG_USAGE)
 
 
-def resumable_output(job: str, session: Session) -> str:
-    """Return the output folder of a job that has ended and left a checkpoint."""
-    record = session.find(job)
-    # gptctl does not know what a user's own script saves, or where.
-    if not record.output_dir:
-        hint = "only the bundled trainer can resume"
-        raise UserError(f"{record.id} did not run the bundled trainer", hint, WRONG_USAGE)
-    # Two jobs would train from the same point, and the old one may still write checkpoints.
-    if not session.is_over(record):
-        hint = f"stop it first: gptctl cancel {record.id}"
-        raise UserError(f"{record.id} is still running", hint, ANSWER_IS_NO)
-    folder, names = session.backend_of(record).checkpoints(record)
-    if not any(name.startswith("step_") for name in names):
-        hint = "submit without --resume"
-        raise UserError(f"no checkpoint of {record.id} in {folder}", hint)
-    return folder
+def refuse_contradiction(dry_run: bool, follow: bool, wait_for_it: bool) -> None:
+    # Checked first: a contradiction must not cost a query to the scheduler.
+    if dry_run and (follow or wait_for_it):
+        message = "--dry-run cannot be combined with --follow or --wait"
+        raise UserError(message, "omit one of them", WRONG_USAGE)
+
+
+def resume_point(session: Session, job: str) -> ResumePoint:
+    from gptctl.jobs.resume import find_resume_point
+
+    return find_resume_point(session.find(job), session.store, session.backends)
 
 
 def show_dry_run(prepared: Prepared, as_json: bool) -> None:
@@ -255,13 +196,22 @@ def show_dry_run(prepared: Prepared, as_json: bool) -> None:
 
     plan = prepared.plan
     if as_json:
-        ui.print_json({"plan": plan.as_json(), "scripts": prepared.scripts})
+        facts = {"plan": plan.as_json(), "scripts": prepared.scripts}
+        ui.print_json({**facts, "continues": prepared.continues, "notes": prepared.notes})
         return
-    ui.print_findings(prepared.findings, to_stderr=True)
+    print_notes(prepared)
     for name, text in prepared.scripts.items():
         # The titles go to stderr: stdout has the scripts only.
         ui.say(f"# {plan.remote_dir}/{name}, cluster {plan.cluster}, nodes: {plan.nnodes}")
         ui.print_exactly(text)
+
+
+def print_notes(prepared: Prepared) -> None:
+    from gptctl.cli import ui
+
+    ui.print_findings(prepared.findings, to_stderr=True)
+    for note in prepared.notes:
+        ui.say(note)
 
 
 def submit_and_follow(
@@ -271,8 +221,8 @@ def submit_and_follow(
     from gptctl.jobs import report
     from gptctl.jobs.submit import submit as send
 
-    # Warnings before the job starts: the user can still press Ctrl-C.
-    ui.print_findings(prepared.findings, to_stderr=True)
+    # Before the job starts: the user can still press Ctrl-C.
+    print_notes(prepared)
     sent = send(prepared, session.store, session.backends)
     # Ctrl-C came after the point of no return: the job exists, and the user must know.
     if sent.was_interrupted:

@@ -1,7 +1,7 @@
 """The folder of a job: where each of its files is, and what they tell about the state of the job.
 
-config.json  cluster.json  plan.json  launch.sh  job.sbatch  agent.sh  engine.pyz  code/  git.json
-                      frozen when the job is submitted
+config.json  written.json  cluster.json  plan.json  launch.sh  job.sbatch  agent.sh  engine.pyz
+code/  git.json       frozen when the job is submitted
 claim.json            who runs it (a supervisor, a Slurm job), or that it was abandoned
 attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  unrecoverable
                       hosts  start-checkpoint (the newest checkpoint at its start)  failed

@@ -22,6 +22,8 @@ from gptctl import engine
 from gptctl.engine.contract import ENGINE_FILE, STARTUP_FOLDER
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.jobs.module_source import module_source
+from gptctl.jobs.written import WRITTEN
+from gptctl.jobs.written import as_json as written_json
 from gptctl.planning.build import Site, cluster_as_json
 from gptctl.spec.check import NO_PATH, Checked
 from gptctl.spec.summary import as_json
@@ -57,6 +59,9 @@ def freeze(
         folder / "config.json",
         json.dumps(frozen_config(checked, site), indent=1, ensure_ascii=False) + "\n",
     )
+    if checked.tree is not None:
+        written = written_json(checked.tree, site.folder)
+        _write(folder / WRITTEN, json.dumps(written, ensure_ascii=False) + "\n")
     _write(
         folder / "cluster.json",
         json.dumps(cluster_as_json(checked.cluster), indent=1, ensure_ascii=False) + "\n",

@@ -51,6 +51,7 @@ def row(record: JobRecord, backends: Backends) -> dict[str, Any]:
         "cluster": record.cluster,
         "nodes": record.nodes,
         "world_size": record.world,
+        "continues": record.continues or None,
         "scheduler_id": record.handle.get("scheduler_id"),
         "created": record.created,
         **(
@@ -80,6 +81,7 @@ def submitted(record: JobRecord, endpoint: str) -> dict[str, Any]:
         "nodes": record.nodes,
         "gpus_per_node": record.per_node,
         "world_size": record.world,
+        "continues": record.continues or None,
         "endpoint": endpoint,
         "scheduler_id": record.handle.get("scheduler_id"),
         "run_dir": record.local_dir,
@@ -151,6 +153,7 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("scheduler", f"job {facts['scheduler_id']}" if facts["scheduler_id"] else ""),
         ("hosts", " ".join(facts["hosts"])),
+        ("continues", facts["continues"] or ""),
         # On lines of their own: a narrow window must not break a time.
         ("created", clock_time(facts["created"])),
         ("ended", clock_time(facts["ended"]) if facts["ended"] else ""),

@@ -1,76 +1,179 @@
-"""Prepare the same job again, from the folder of its first run alone."""
+"""Prepare a job again from the folder of its first run: as it was, varied, or resumed."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptctl.backends import Backends
+from gptctl.engine.launch_plan import START_AT_ONCE, StartConditions
 from gptctl.engine.run_folder import read_json
+from gptctl.jobs.resume import CKPT_DIR, find_resume_point
 from gptctl.jobs.store import JobRecord, Store
-from gptctl.jobs.submit import Prepared, prepare
+from gptctl.jobs.submit import Prepared, prepare, this_site
+from gptctl.jobs.written import Written, node_at, read_written, with_absolute_paths, without
 from gptctl.planning.build import Site
-from gptctl.spec.check import Checked, check_config
+from gptctl.spec.check import Checked, check_config, check_tree
 from gptctl.spec.cluster_kinds import KINDS
 from trainer.config import Override
-from trainer.errors import OUT_OF_REACH, UserError
+from trainer.config.layers import with_overrides
+from trainer.config.tree import Map
+from trainer.errors import OUT_OF_REACH, Finding, UserError
+
+OUTPUT_DIR, CLUSTER = "Engine.save_load.output_dir", "Launch.cluster"
+ENTRYPOINT = "Launch.entrypoint"
+# Options of sbatch that name jobs of that time: Slurm would reject them, or wait for nothing.
+OUTDATED = ("Launch.slurm.extra.dependency", "Launch.slurm.extra.kill-on-invalid-dep")
+
+
+class Changes(NamedTuple):
+    """How the new job differs from the first one."""
+
+    overrides: Sequence[Override] = ()
+    resume: bool = False  # continue from its newest checkpoint
+    current_code: bool = False  # use the trainer or script as it is now, not as it was
+    templates: Sequence[Path] = ()  # in front of the job's own
 
 
 def prepare_rerun(
-    record: JobRecord, store: Store, backends: Backends, overrides: Sequence[Override]
+    record: JobRecord,
+    store: Store,
+    backends: Backends,
+    changes: Changes,
+    conditions: Callable[[Checked], StartConditions] = lambda checked: START_AT_ONCE,
 ) -> Prepared:
     """Prepare the job of a record again, with its own code, config, profile and templates."""
-    folder = record.run_folder
     # The user's own files may have changed: everything is read from the job's folder.
-    before = _frozen_plan(folder)
-    traits = KINDS.get(record.kind)
-    site = Site(before["work_dir"], before["python"], str(folder / "code" / "trainer"))
-    # Interpreters of other machines, or found by PATH, cannot be checked from here.
-    is_here = traits is not None and traits.is_one_machine and os.path.isabs(before["python"])
-    if is_here and not os.access(before["python"], os.X_OK):
-        raise UserError(
-            f"the interpreter of {record.id} is missing: {before['python']}",
-            "submit its config again",
-        )
-    # A new folder: the rerun must not overwrite the checkpoints of the first run.
-    kept = [Override("Engine.save_load.output_dir", "", "a folder of its own")]
-    # The profile as it was: the one of that name may have changed since.
-    kept += [
-        Override(
-            "Launch.cluster", str(folder / "cluster.json"), "the job's own profile", verbatim=True
-        )
+    before = _frozen_plan(record.run_folder)
+    written = read_written(record.run_folder)
+    site = _site(record, before, written, changes.current_code)
+    point = find_resume_point(record, store, backends) if changes.resume else None
+    overrides = _without_own_script(changes, before)
+    is_other_code = any(override.key == ENTRYPOINT for override in overrides)
+    kept = [
+        *_output_folder(written, changes.resume),
+        *([] if changes.current_code or is_other_code else _frozen_code(record, before)),
+        *(point.overrides if point else []),
     ]
-    # A script and its files were copied into one folder; the rerun copies them from there.
-    if not record.output_dir:
-        script = os.path.basename(before["program"][1])
-        files = sorted(
-            entry for entry in os.listdir(folder / "code") if entry not in (script, "rank_log.py")
-        )
-        kept.append(
-            Override(
-                "Launch.entrypoint",
-                str(folder / "code" / script),
-                "the job's own code",
-                verbatim=True,
-            )
-        )
-        kept.append(
-            Override(
-                "Launch.files",
-                tuple(str(folder / "code" / file) for file in files),
-                "the job's own code",
-            )
-        )
-        site = site._replace(trainer=str(folder / "code"))
-    checked = _with_first_origins(check_config(folder / "config.json", [*kept, *overrides]), folder)
-    # Without overrides it is the same job, so it gets the same id with the next number.
-    base = "" if overrides else re.sub(r"(-[0-9a-f]{6})-\d+$", r"\1", record.id)
-    prepared = prepare(checked, store, backends, site, overrides, [folder / "templates"], base)
+    checked = _check(record, written, kept, overrides)
+    # Without changes it is the same job, so it gets the same id with the next number.
+    is_same = not changes.overrides and not changes.resume and not changes.current_code
+    base = re.sub(r"(-[0-9a-f]{6})-\d+$", r"\1", record.id) if is_same else ""
+    templates = [*changes.templates, record.run_folder / "templates"]
+    prepared = prepare(
+        checked,
+        store,
+        backends,
+        site,
+        changes.overrides,
+        templates,
+        base,
+        conditions=conditions(checked),
+        resumes=point,
+    )
+    if not point and _starts_where(record, checked):
+        prepared = prepared._replace(continues=record.continues)
+    if changes.current_code:
+        return prepared
     # The code is that of the first run, so the state of git is too.
-    return prepared._replace(git=read_json(folder / "git.json") or {})
+    return prepared._replace(git=read_json(record.run_folder / "git.json") or {})
+
+
+def _site(
+    record: JobRecord, before: Mapping[str, Any], written: Written | None, current_code: bool
+) -> Site:
+    """Where the first job was submitted, with its interpreter and its code."""
+    traits, python = KINDS.get(record.kind), before.get("submit_python") or before["python"]
+    # Interpreters of other machines, or found by PATH, cannot be checked from here.
+    is_here = traits is not None and traits.is_one_machine and os.path.isabs(python)
+    if is_here and not os.access(python, os.X_OK):
+        raise UserError(
+            f"the interpreter of {record.id} is missing: {python}", "submit its config again"
+        )
+    code = record.run_folder / "code"
+    own = str(code / "trainer" if record.output_dir else code)
+    trainer = this_site().trainer if current_code else own
+    return Site(written.folder if written else before["work_dir"], python, trainer)
+
+
+def _output_folder(written: Written | None, resume: bool) -> list[Override]:
+    """Give a rerun a folder of its own: it must not overwrite the first run's checkpoints."""
+    if resume or (written and node_at(written.tree, OUTPUT_DIR) is None):
+        return []
+    return [Override(OUTPUT_DIR, "", "a folder of its own")]
+
+
+def _without_own_script(changes: Changes, before: Mapping[str, Any]) -> list[Override]:
+    """The overrides, without one that names the job's own script: its frozen copy is used."""
+    return [
+        override
+        for override in changes.overrides
+        if changes.current_code
+        or override.key != ENTRYPOINT
+        or os.path.basename(str(override.value)) != _script(before)
+    ]
+
+
+def _script(before: Mapping[str, Any]) -> str:
+    """The file name of the job's script. Jobs of a module or of the trainer have none."""
+    name = os.path.basename(before["program"][1])
+    return "" if name.startswith("-") else name
+
+
+def _frozen_code(record: JobRecord, before: Mapping[str, Any]) -> list[Override]:
+    """Take a program and its files from the job's folder: gptctl copied all of them into one."""
+    if record.output_dir:  # the bundled trainer, see `_site`
+        return []
+    code, origin, script = record.run_folder / "code", "the job's own code", _script(before)
+    files = sorted(entry for entry in os.listdir(code) if entry not in (script, "rank_log.py"))
+    kept = [Override("Launch.files", tuple(str(code / file) for file in files), origin)]
+    # A module keeps its name: it is found among these files.
+    if script:
+        kept.append(Override(ENTRYPOINT, str(code / script), origin, verbatim=True))
+    return kept
+
+
+def _check(
+    record: JobRecord,
+    written: Written | None,
+    kept: Sequence[Override],
+    overrides: Sequence[Override],
+) -> Checked:
+    """Check what was written with these changes; derived values are derived again."""
+    folder = record.run_folder
+    # The profile as it was: the one of that name may have changed since.
+    own_profile = folder / "cluster.json"
+    if written is None:
+        profile = Override(CLUSTER, str(own_profile), "the job's own profile", verbatim=True)
+        checked = check_config(folder / "config.json", [profile, *kept, *overrides])
+        return _with_first_origins(checked, folder)
+    found: list[Finding] = []
+    tree = with_overrides(_without_outdated(written.tree), [*kept, *overrides], found)
+    sources = {override.source for override in overrides}
+    tree = with_absolute_paths(tree, sources, this_site().folder)
+    is_moved = any(override.key == CLUSTER for override in overrides)
+    path = Path(record.config) if record.config else None
+    return check_tree(path, tree, found, None if is_moved else own_profile)
+
+
+def _starts_where(record: JobRecord, checked: Checked) -> bool:
+    """Whether a rerun starts from the same checkpoint as the job itself."""
+    before = (read_json(record.run_folder / "config.json") or {}).get("resolved", {})
+    start = before.get("Engine", {}).get("save_load", {}).get("ckpt_dir")
+    return bool(start) and checked.inputs.get(CKPT_DIR) == start
+
+
+def _without_outdated(tree: Map) -> Map:
+    """Remove dependencies on other jobs that were typed; those in a config file stay."""
+    for key in OUTDATED:
+        node = node_at(tree, key)
+        # Only a file has line numbers.
+        if node is not None and not node.place.line:
+            tree = without(tree, key)
+    return tree
 
 
 def _frozen_plan(folder: Path) -> dict[str, Any]:
@@ -83,7 +186,7 @@ def _frozen_plan(folder: Path) -> dict[str, Any]:
 
 
 def _with_first_origins(checked: Checked, folder: Path) -> Checked:
-    """Give each value of the frozen config the origin that it had in the first run."""
+    """Give each value of a config that an older gptctl froze the origin of the first run."""
     config = str(folder / "config.json")
     first = (read_json(folder / "config.json") or {}).get("origins", {})
 

@@ -50,6 +50,7 @@ class JobRecord(NamedTuple):
     config: str = ""
     output_dir: str = ""  # of the bundled trainer; empty for a script
     submitter: Mapping[str, Any] = NOTHING  # the gptctl process that submits it
+    continues: str = ""  # id of the job whose checkpoint it resumes
     token: str = ""  # marks the folder that belongs to this record
     folder: str = ""  # where gptctl was started; empty in records of older versions
     # How the backend identifies the job; empty until the backend has accepted it.
@@ -304,7 +305,7 @@ def _read(file: Path) -> JobRecord:
     record = JobRecord(**known)
     wrong = [
         name
-        for name in "id name local_dir log_dir kind folder login remote_dir".split()
+        for name in "id name local_dir log_dir kind folder continues login remote_dir".split()
         if not isinstance(getattr(record, name), str)
     ]
     wrong += [

@@ -24,6 +24,7 @@ from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder, read_text
 from gptctl.jobs.freeze import frozen_config
 from gptctl.jobs.preflight import run_preflight
+from gptctl.jobs.resume import ResumePoint, check_resume, differences, resume_notes
 from gptctl.jobs.store import JobRecord, Store, new_record
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import check_syntax, render
@@ -47,6 +48,8 @@ class Prepared(NamedTuple):
     templates: tuple[Path, ...]
     git: Mapping[str, Any] | None = None  # state of the repository; None: read it on submit
     conditions: StartConditions = START_AT_ONCE
+    continues: str = ""  # id of the job whose checkpoint it resumes
+    notes: tuple[str, ...] = ()  # what the user should know before the job starts
 
 
 def this_site() -> Site:
@@ -73,6 +76,7 @@ def prepare(
     templates: Sequence[Path] = (),
     base: str = "",
     conditions: StartConditions = START_AT_ONCE,
+    resumes: ResumePoint | None = None,
 ) -> Prepared:
     """Check, plan and render a job; raise UserError with all findings if it cannot start."""
     if not checked.is_valid:
@@ -81,11 +85,19 @@ def prepare(
     base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides, backend)}"
     plan = _planned(checked, site, store, base, backend, conditions)
     found = [*checked.findings, *run_preflight(checked, plan, site, backend)]
+    found += check_resume(resumes, checked) if resumes else ()
     if errors_in(found):
         raise UserError("the job was not submitted", findings=found)
     scripts = _scripts(plan, templates, backend)
-    places = tuple(templates)
-    return Prepared(checked, site, plan, scripts, tuple(found), base, places, conditions=conditions)
+    prepared = Prepared(checked, site, plan, scripts, tuple(found), base, tuple(templates))
+    prepared = prepared._replace(conditions=conditions)
+    return _resuming(prepared, resumes) if resumes else prepared
+
+
+def _resuming(prepared: Prepared, point: ResumePoint) -> Prepared:
+    now = frozen_config(prepared.checked, prepared.site)["resolved"]
+    notes = resume_notes(point, differences(point, prepared.checked, now))
+    return prepared._replace(continues=point.record.id, notes=tuple(notes))
 
 
 def _scripts(plan: LaunchPlan, templates: Sequence[Path], backend: Backend) -> dict[str, str]:
@@ -216,6 +228,7 @@ def _add_record(prepared: Prepared, store: Store, backend: Backend) -> tuple[Pre
             world=plan.world,
             config=prepared.site.absolute(str(checked.path)) if checked.path else "",
             output_dir=_path_here(plan.output_dir, plan, backend),
+            continues=prepared.continues,
             token=os.urandom(8).hex(),
             login=plan.login,
             remote_dir=plan.remote_dir,

@@ -88,7 +88,7 @@ def next_commands(outcome: Outcome) -> list[str]:
     again = [f"gptctl show {job}", f"gptctl rerun {job} --follow"]
     # `rerun` starts from scratch: with checkpoints, most users want to resume instead.
     is_resumable = outcome.checkpoints and outcome.state != COMPLETED
-    resume = [f"gptctl submit --resume {job} --follow"] if is_resumable else []
+    resume = [f"gptctl resume {job} --follow"] if is_resumable else []
     if outcome.state == FAILED:
         return [f"gptctl logs {job} --failed", *resume, *again]
     if outcome.state != COMPLETED or not outcome.total_steps:

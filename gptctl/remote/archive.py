@@ -10,7 +10,7 @@ from pathlib import Path
 from gptctl.engine.launch_plan import LaunchPlan
 
 # Hosts do not need these, and the profile may name other machines.
-NOT_SENT = ("cluster.json", "git.json", "templates")
+NOT_SENT = ("written.json", "cluster.json", "git.json", "templates")
 MIN_SPEED = 50_000  # bytes per second at which a job's folder must arrive
 
 

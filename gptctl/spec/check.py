@@ -20,6 +20,7 @@ from gptctl.spec.launch import Launch
 from gptctl.spec.launch_rules import check_disks, check_elastic, check_launch, check_spread
 from trainer.config import Override, Resolved, load_tree, read_run, resolve
 from trainer.config.read import Reading, build, paths_of
+from trainer.config.tree import Map
 from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, errors_in, in_order
 from trainer.estimate import GIB, Estimate, estimate, savings
 from trainer.layout import DEGREE_KEYS, Machines
@@ -46,6 +47,7 @@ class Checked(NamedTuple):
     resolved: Resolved | None = None
     estimate: Estimate | None = None
     launch_origins: Mapping[str, str] = MappingProxyType({})
+    tree: Map | None = None  # what was written, before anything was derived
 
     @property
     def name(self) -> str:
@@ -116,9 +118,16 @@ def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
     tree = load_tree(path, overrides, found)
     if tree is None:
         return Checked(path, in_order(found), Launch(), Cluster(), Machines(1, 1))
+    return check_tree(path, tree, found)
+
+
+def check_tree(
+    path: Path | None, tree: Map, found: list[Finding], profile_file: Path | None = None
+) -> Checked:
+    """Check a merged config. `profile_file` is used in place of the profile that it names."""
     reading = read_run(tree, found, others={"Launch": Launch})
     launch = build(Launch, reading.values, "Launch")
-    profile = _profile(launch, reading)
+    profile = _profile(str(profile_file or launch.cluster), reading)
     cluster = profile.cluster if profile else Cluster()
     machines, origin = _machines(launch, cluster, reading)
     # A wrong number of nodes would make every rule about the world size fail: report it alone.
@@ -152,18 +161,18 @@ def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
     launch = replace(launch, gpus_per_node=machines.per_node)
     origins["Launch.gpus_per_node"] = origin
     return Checked(
-        path, in_order(findings), launch, cluster, machines, resolved, estimated, origins
+        path, in_order(findings), launch, cluster, machines, resolved, estimated, origins, tree
     )
 
 
-def _profile(launch: Launch, reading: Reading) -> Profile | None:
+def _profile(name: str, reading: Reading) -> Profile | None:
     try:
-        profile = load_profile(launch.cluster)
+        profile = load_profile(name)
     except UserError as error:
         # A missing profile is a finding like any other: the rest of the config is still checked.
         place = reading.places.get("Launch.cluster")
         reading.found.append(
-            CLUSTER.found("Launch.cluster", launch.cluster, error.message, error.hint, place)
+            CLUSTER.found("Launch.cluster", name, error.message, error.hint, place)
         )
         reading.bad.add("Launch.cluster")
         return None

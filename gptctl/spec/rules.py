@@ -27,6 +27,7 @@ MODULES = (
     "gptctl.spec.launch_rules",
     "gptctl.spec.program_words",
     "gptctl.jobs.preflight",
+    "gptctl.jobs.resume",
     "gptctl.backends.local",
     "gptctl.backends.slurm.backend",
     "gptctl.spec.env_lint",

@@ -465,7 +465,7 @@ def test_a_training_whose_steps_only_evaluations_logged_has_a_summary() -> None:
     assert (rows["loss"], rows["steps"], "speed" in rows) == ("test 6.2500", "20 of 20", False)
 
 
-RESUME, RERUN = "gptctl submit --resume j-1 --follow", "gptctl rerun j-1 --follow"
+RESUME, RERUN = "gptctl resume j-1 --follow", "gptctl rerun j-1 --follow"
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,20 @@ def load_tree(
             return None
         tree = _reported(tree)
         layers = _with_bases(tree, os.fspath(path), [], found)
-    of_overrides = [
-        translate(_override_tree(override, found), found, implies=False) for override in overrides
-    ]
     merged: Node = Map({}, Place(os.fspath(path) if path is not None else "command line"))
     # What a dialect implies comes first, so that anything written in any file wins over it.
     for layer in [layer.implied for layer in layers] + [layer.written for layer in layers]:
         merged = merge(merged, layer, found)
-    for override in of_overrides:
-        merged = merge(merged, override.written, found, empties=True)
+    assert isinstance(merged, Map)
+    return with_overrides(merged, overrides, found)
+
+
+def with_overrides(tree: Map, overrides: Iterable[Override], found: list[Finding]) -> Map:
+    """Merge overrides into a tree; later ones win."""
+    merged: Node = tree
+    for override in overrides:
+        over = translate(_override_tree(override, found), found, implies=False).written
+        merged = merge(merged, over, found, empties=True)
     assert isinstance(merged, Map)
     return merged
 

@@ -241,7 +241,7 @@ def test_cancel_lets_the_trainer_save_and_leaves_no_process(jobs) -> None:
     status = jobs.status(job)
     assert (status["state"], status["trainer"]["state"]) == ("CANCELLED", "stopped")
     assert list((jobs.run_dir(job) / "output").glob("step_*"))
-    assert f"To resume: gptctl submit --resume {job}." in (jobs.run_dir(job) / "logs/attempt-0/workerlog.0").read_text()
+    assert f"To resume: gptctl resume {job}." in (jobs.run_dir(job) / "logs/attempt-0/workerlog.0").read_text()
     assert jobs.gptctl("cancel", job).returncode == 0  # and again: nothing changes
     assert jobs.gptctl("wait", job).returncode == 1
     assert jobs.gptctl("submit", "--resume", job, *SMALL, "-o", "Engine.max_steps=100000", "--dry-run").returncode == 0
