@@ -1,0 +1,133 @@
+"""Continue and vary jobs on this machine: resume, rerun with changes, and a config that starts from another job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.local.test_jobs import SMALL, losses
+
+TRAIN = ("--nodes", "2", "--gpus-per-node", "1", *SMALL, "-o", "Engine.save_load.save_steps=20", "--env", "MY_NAME=a b")
+
+
+@pytest.fixture
+def killed(jobs) -> str:
+    """A job of 400 steps that was killed after some of them, with its own flags."""
+    jobs.gptctl("init")
+    job = jobs.submit(*TRAIN, "-o", "Engine.max_steps=400")
+    jobs.await_text(job, 0, "global step 50,")
+    os.kill(jobs.pid(job, 1), signal.SIGKILL)
+    assert jobs.wait(job, 60) == "FAILED"
+    return job
+
+
+@pytest.fixture
+def stopped(jobs) -> str:
+    """A job of 400 steps with a checkpoint. Its interpreter is a shell script: only gptctl's side is looked at."""
+    jobs.gptctl("init")
+    job = jobs.submit("--cluster", "./quick.yaml", *TRAIN, "-o", "Engine.max_steps=400")
+    assert jobs.wait(job) == "COMPLETED"
+    (jobs.run_dir(job) / "output" / "step_40").mkdir(parents=True)
+    return job
+
+
+def values_of(jobs, job: str) -> dict[str, tuple[object, str]]:
+    rows = json.loads(jobs.gptctl("show", job, "--json").stdout)["values"]
+    return {row["key"]: (row["value"], row["origin"]) for row in rows}
+
+
+def test_resume_is_the_same_run(jobs, killed: str, tmp_path: Path) -> None:
+    """The oracle is the same job, undisturbed: the losses of both parts are equal, step by step. The user's config has
+    changed since, and gptctl is called from another folder."""
+    before = values_of(jobs, killed)
+    (jobs.folder / "config.yaml").write_text("Model: {num_layers: 7}\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    answer = jobs.gptctl("resume", killed, "--wait", "--json", cwd=elsewhere)
+    resumed = json.loads(answer.stdout)
+    assert resumed["state"] == "COMPLETED", answer.stderr
+    assert resumed["continues"] == killed
+    assert f"continues {killed} from step" in answer.stderr
+    assert "with the same config" in answer.stderr
+    now = values_of(jobs, resumed["job"])
+    assert {key for key in now if now[key] != before[key]} == {"Engine.save_load.ckpt_dir"}
+    assert now["Launch.env.MY_NAME"] == ("a b", "--env MY_NAME")
+    whole = json.loads(jobs.gptctl("rerun", killed, "--wait", "--json", cwd=elsewhere).stdout)
+    expected, second = losses(jobs.log(whole["job"], 0)), losses(jobs.log(resumed["job"], 0))
+    assert min(second) % 20 == 1
+    assert {**losses(jobs.log(killed, 0)), **second} == expected
+    assert max(expected) == 400
+
+
+def test_variations_are_derived_again(jobs, stopped: str) -> None:
+    """The oracle is a fresh submit of the same file with the same flags and the change."""
+    changes = ("-o", "Engine.max_steps=500", "--nodes", "1")
+    fresh = json.loads(
+        jobs.gptctl("submit", "--cluster", "./quick.yaml", *TRAIN, *changes, "--dry-run", "--json").stdout
+    )["plan"]
+    again = json.loads(jobs.gptctl("rerun", stopped, *changes, "--dry-run", "--json").stdout)["plan"]
+    same = ("world", "nodes", "program", "env", "python", "work_dir", "max_restarts")
+    assert [again[name] for name in same][:2] == [fresh[name] for name in same][:2] == [1, 1]
+    assert [again[name] for name in same[3:]] == [fresh[name] for name in same[3:]]
+    answer = jobs.gptctl("resume", stopped, *changes, "--dry-run")
+    assert answer.returncode == 0
+    for words in ("world: 2 ranks (2 × 1) → 1 rank (1 × 1)", "Engine.max_steps: 400 → 500", "decay_steps: 400 → 500"):
+        assert words in answer.stderr
+
+
+def test_a_config_that_starts_from_another_job(jobs, stopped: str) -> None:
+    asked = ("submit", "--cluster", "./quick.yaml", "--resume", stopped, *SMALL, "--dry-run")
+    answer = jobs.gptctl(*asked)
+    assert answer.returncode == 0, answer.stderr
+    assert f"continues {stopped} from step" in answer.stderr
+    assert "world: 2 ranks (2 × 1) →" in answer.stderr  # --nodes was not repeated
+    other = jobs.gptctl(*asked, "-o", "Model.hidden_size=64")
+    assert other.returncode == 1
+    assert "S011" in other.stderr
+    assert "hidden_size is 32 there, 64 here" in other.stderr
+    over = jobs.gptctl("resume", stopped, "-o", "Engine.max_steps=20")
+    assert over.returncode == 1
+    assert "S012" in over.stderr
+
+
+def test_a_script_with_other_arguments(jobs) -> None:
+    """The job's own copy of the script runs, unless the code of now is asked for."""
+    script = jobs.folder / "x.py"
+    script.write_text("first = 1")
+    job = jobs.quick("--gpus-per-node", "1", "--env", "A=1")
+    script.write_text("second = 2")
+    cases = [
+        (("--", "2"), "first = 1", ["2"]),
+        (("--", "x.py", "3"), "first = 1", ["3"]),
+        (("--code", "now"), "second = 2", []),
+        (("--code", "now", "--env", "A=2", "--", "--lr", "0.1"), "second = 2", ["--lr", "0.1"]),
+    ]
+    for words, code, arguments in cases:
+        again = json.loads(jobs.gptctl("rerun", job, "--json", *words).stdout)["job"]
+        plan = json.loads((jobs.run_dir(again) / "plan.json").read_text())
+        assert (jobs.run_dir(again) / "code" / "x.py").read_text() == code
+        assert plan["program"][2:] == arguments
+        assert plan["env"]["A"] == ("2" if "A=2" in words else "1")
+    refused = jobs.gptctl("resume", job)
+    assert refused.returncode == 2
+    assert "only the bundled trainer can resume" in refused.stderr
+
+
+def test_an_older_folder_is_still_rerun(jobs) -> None:
+    """Folders of earlier versions have no written.json; damaged ones are refused in one line."""
+    job = jobs.quick()
+    assert jobs.wait(job) == "COMPLETED"
+    written = jobs.run_dir(job) / "written.json"
+    text = written.read_text()
+    for bad in ("{}", '{"folder": 1, "tree": {}}', text.replace('"map"', '"mop"'), "[" * 10_000, ""):
+        written.write_text(bad)
+        answer = jobs.gptctl("rerun", job)
+        assert answer.returncode == 3, bad
+        assert "written.json is damaged" in answer.stderr
+    written.unlink()
+    answer = json.loads(jobs.gptctl("rerun", job, "--wait", "--json").stdout)
+    assert answer["state"] == "COMPLETED"
