@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.backends import Backends
-from gptctl.engine.launch_plan import START_AT_ONCE, StartConditions
+from gptctl.engine.launch_plan import StartConditions
 from gptctl.engine.run_folder import read_json
 from gptctl.jobs.resume import CKPT_DIR, find_resume_point
 from gptctl.jobs.store import JobRecord, Store
-from gptctl.jobs.submit import Prepared, prepare, this_site
+from gptctl.jobs.submit import START_AT_ONCE, Prepared, prepare, this_site
 from gptctl.jobs.written import Written, node_at, read_written, with_absolute_paths, without
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked, check_config, check_tree
