@@ -5,6 +5,7 @@ Pure: numbers and text in, widths out. `ui.py` draws the table.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -13,6 +14,9 @@ GAP = 2  # between two columns
 EDGES = 2  # one character left and one right of the table
 # Characters that a text needs at least. Of a text that is cut, nothing else is shown.
 SHORTEST = {"wrap": 16, "cut": 32}
+
+
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d) (\d\d:\d\d)")
 
 
 class Column(NamedTuple):
@@ -98,11 +102,15 @@ def broken_name(name: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wrap the lines of a text; the rest of a list item is indented like its first line."""
+    """Wrap the lines of a text, but no time in it, nor words that are longer than a line.
+
+    The rest of a list item is indented like its first line.
+    """
     import textwrap
 
     lines = []
-    for line in text.split("\n"):
+    # textwrap does not break a line at this space.
+    for line in _TIME.sub("\\1\u00a0\\2", text).split("\n"):
         start = len(line) - len(line.lstrip(" ·"))
         lines += textwrap.wrap(
             line,
@@ -111,4 +119,4 @@ def wrapped(text: str, width: int) -> str:
             break_long_words=False,
             break_on_hyphens=False,
         ) or [""]
-    return "\n".join(lines)
+    return "\n".join(lines).replace("\u00a0", " ")

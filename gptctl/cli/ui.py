@@ -22,6 +22,7 @@ from gptctl.text import CONTROL, clean
 from trainer.errors import Finding, UserError
 
 LARGEST_CHART = ChartSize(160, 40)
+PAIR_MARGINS = 7  # characters around and between the two columns of `print_pairs`
 SAY_EVERY = 5.0  # seconds between two progress messages in a log
 _COLOURS = {"error": "bold red", "warning": "yellow", "notice": "cyan", "hint": "green"}
 
@@ -226,8 +227,9 @@ def print_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
     )
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")  # not cut: a path can be copied
+    room = terminal_width() - width - PAIR_MARGINS
     for name, text in pairs:
-        table.add_row(name, _styled(name, clean(text)))
+        table.add_row(name, _styled(name, wrapped(clean(text), room)))
     _console().print(table)
 
 

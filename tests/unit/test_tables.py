@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,6 +86,15 @@ def test_list_items_are_wrapped_with_their_indent() -> None:
         "  · activations as in",
         "    Korthikanti et al. 2022",
     ]
+
+
+@pytest.mark.parametrize("width", range(20, 60))
+def test_a_time_in_a_text_is_never_broken(width: int) -> None:
+    text = "2 d 11:58, about 2026-11-20 02:03:12; run folder removed 2026-11-17 15:23:24"
+    lines = wrapped(text, width).split("\n")
+    assert " ".join(lines) == text
+    assert max(map(len, lines)) <= max(width, 20)
+    assert all(line.count("2026-11") == len(re.findall(r"2026-11-\d\d \d\d:", line)) for line in lines)
 
 
 def test_values_are_shown_without_python() -> None:
