@@ -47,13 +47,13 @@ def shell_environment(
 
 def main() -> None:
     run_dir, number, *command = sys.argv[1:]
+    # If the connection breaks, nothing stays here.
+    exit_with_parent()
     plan, folder = read_plan(RunFolder(run_dir).path), RunFolder(run_dir)
     pids = [found.pid for found in live_ranks(folder) if found.node == int(number)]
     environment = shell_environment(plan, os.environ, environment_of(pids[0]) if pids else {})
     command = command or [environment.get("SHELL") or "bash"]
     os.chdir(run_dir)
-    # If the connection breaks, nothing stays here.
-    exit_with_parent()
     # Python and agent.sh ignore it; a shell pipeline needs it.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:

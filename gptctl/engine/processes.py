@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PROC = Path("/proc")
+PARENT_VARIABLE = "GPTCTL_PARENT"  # the process that a command on a node must not outlive
 
 # Variables of a launcher around gptctl, such as a Slurm job: the job would take them for its own.
 _JOB_PREFIXES = tuple(
@@ -127,6 +128,10 @@ def exit_with_parent() -> None:
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGHUP, 0, 0, 0)
+    # It may have exited before: then this process has another parent by now.
+    expected = os.environ.pop(PARENT_VARIABLE, None)
+    if expected is not None and (str(os.getppid()) != expected or expected == "1"):
+        os._exit(128 + signal.SIGHUP)
 
 
 def kill_all(run_dir: str, ancestor: int | None = None, timeout: float = 10.0) -> list[int]:

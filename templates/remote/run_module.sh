@@ -5,4 +5,4 @@
   echo "error: nothing of the job is on this host" >&2
   exit 66
 }
-exec bash --norc "$1/agent.sh" "${@:3}"
+GPTCTL_PARENT=$PPID exec bash --norc "$1/agent.sh" "${@:3}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -91,6 +92,34 @@ def release(run: Run, job: str, nodes: int) -> list[str]:
     done = [run("shell", job, "--node", str(node), "--", "bash", "-c", script) for node in range(nodes)]
     assert [each.returncode for each in done] == [5] * nodes, [each.stderr for each in done]
     return [each.stdout.strip() for each in done]
+
+
+def check_terminal(run: Callable[[str], Any], command: str) -> None:
+    """A shell on a terminal: `script` is one, and what is typed comes from a pipe."""
+    done = run(f"printf 'tty; echo $((40 + 2)); exit 4\\n' | script -qec {shlex.quote(command)} /dev/null")
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "/dev/pts/" in done.stdout
+    assert "42" in done.stdout.split()
+
+
+def check_kill(start: Run, kill: Run, count: Callable[[str], int], job: str, port: int) -> None:
+    """Whoever kills gptctl leaves nothing on node 1; `count` finds processes there by their words."""
+    for words, mark in (
+        (["shell", job, "--node", "1", "--", "sleep", "98765"], "sleep 98765"),
+        (["forward", job, f"{port}:18322", "--node", "1"], f"engine.pyz relay .* {port}"),
+    ):
+        process = start(*words, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+        await_count(count, mark, lambda found: found > 0)
+        kill(process, signal.SIGKILL)
+        process.wait(20)
+        await_count(count, mark, lambda found: found == 0)
+
+
+def await_count(count: Callable[[str], int], mark: str, holds: Callable[[int], bool]) -> None:
+    deadline = time.monotonic() + 40
+    while not holds(count(mark)):
+        assert time.monotonic() < deadline, f"{count(mark)} processes: {mark}"
+        time.sleep(0.2)
 
 
 def fetch_command(url: str) -> list[str]:

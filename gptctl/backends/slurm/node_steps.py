@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import RunFolder, read_plan, read_text
 from gptctl.remote.scripts import remote_command
 from trainer.errors import ANSWER_IS_NO, UserError
@@ -23,6 +24,9 @@ def step_on_node(
         raise UserError(message, "try it again in a moment", ANSWER_IS_NO)
     plan = read_plan(folder.path)
     pythons = (plan.engine_python, plan.submit_python)
+    command = remote_command("run_module_here.sh", plan.remote_dir, *pythons, *words)
+    if words[0] == "node_shell" and plan.srun_container:
+        command = _shell_inside(plan, words[2:])
     return [
         "srun",
         f"--jobid={job}",
@@ -32,5 +36,13 @@ def step_on_node(
         f"--immediate={START_TIMEOUT}",
         # --pty has its own way to pass on the output.
         "--pty" if has_terminal else "--unbuffered",
-        *remote_command("run_module_here.sh", str(folder.path), *pythons, *words),
+        *command,
     ]
+
+
+def _shell_inside(plan: LaunchPlan, command: Sequence[str]) -> list[str]:
+    """The options and words of a shell in a new container like those of the ranks (pyxis)."""
+    # The container of the ranks has no name by which another step could enter it.
+    variables = [f"{name}={value}" for name, value in plan.env.items()]
+    start = ("bash", "-c", 'cd "$0" && exec "$@"', plan.remote_dir)
+    return [*plan.srun_container, "env", *variables, *start, *(command or ["bash"])]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.integration import held_job
-from tests.integration.slurm.login import Login, await_true
+from tests.integration.slurm.login import GPTCTL, Login, await_true
 from tests.lab import Lab
 
 
@@ -31,3 +33,20 @@ def test_stacks_shell_and_forward(lab: Lab) -> None:
     assert hosts == login.json("status", job)["hosts"]
     assert login.wait(job, "COMPLETED")["state"] == "COMPLETED"
     assert "done" in (Path(login.json("status", job)["log_dir"]) / "attempt-0/workerlog.1").read_text()
+
+
+@pytest.mark.long
+def test_terminals_and_killed_sessions(lab: Lab) -> None:
+    login = Login(lab)
+    (login.folder / "held.py").write_text(held_job.PROGRAM)
+    asked = ["--cluster", "lab", "--nodes", "2", "--gpus-per-node", "1", "-o", "Global.device=cpu"]
+    job = json.loads(login.run("submit", "--json", *asked, "--", "held.py").stdout)["job"]
+    ports = held_job.ports(login.run, job, 2)
+    where = {"cwd": str(login.folder), "env": {**login.env, "SHELL": "/bin/bash"}, "check": False}
+    held_job.check_terminal(lambda line: lab.run("head", "bash", "-c", line, **where), f"{GPTCTL} shell {job}")
+
+    def count(mark: str) -> int:
+        return len(lab.run("node2", "pgrep", "-f", mark, check=False).stdout.split())
+
+    held_job.check_kill(login.start, lab.signal, count, job, ports[1])
+    assert login.run("cancel", "--now", job).returncode == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm.login import Login, ran
+from tests.integration.slurm.login import Login, await_true, ran
 from tests.lab import Lab
 
 WRAPPER = """#!/usr/bin/env python3
@@ -50,11 +50,18 @@ def seen(login: Login) -> list[dict[str, str]]:
     return [json.loads(line) for line in (login.folder / "seen").read_text().splitlines()]
 
 
-def test_a_job_runs_in_the_container(login: Login) -> None:
+def test_a_job_and_a_shell_run_in_the_container(login: Login) -> None:
     """One srun with these options starts launch.sh on both nodes, with the endpoint of this attempt."""
-    job = login.submit_quick("--nodes", "2")
+    job = login.submit_quick("--nodes", "2", JOB_SECONDS="100")
+    await_true(lambda: len(ran(job)) == 2, 60)
+    # A shell gets a container of its own, like those of the ranks.
+    shell = login.run("shell", job["job"], "--node", "1", "--", "sh", "-c", "pwd; echo $JOB_SECONDS $(hostname)")
+    assert shell.stdout.splitlines() == [job["run_dir"], f"100 {login.json('status', job['job'])['hosts'][1]}"]
+    assert seen(login)[0] == seen(login).pop()
+    for node in ("0", "1"):
+        login.run("shell", job["job"], "--node", node, "--", "pkill", "-f", "sleep 10[0]")
     login.wait(job["job"], "COMPLETED")
-    assert seen(login) == [
+    assert seen(login)[:1] == [
         {
             "container-image": "reg#a b$(x)",
             "container-mounts": f"/tmp:/tmp:ro,{job['run_dir']}:{job['run_dir']},{login.folder}:{login.folder}",

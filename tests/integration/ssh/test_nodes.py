@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.integration import held_job
-from tests.integration.ssh.desk import ADDRESSES, Desk, await_true
+from tests.integration.ssh.desk import ADDRESSES, GPTCTL, Desk, await_true
 
 
 def test_stacks_shell_and_forward(desk: Desk) -> None:
@@ -26,3 +28,19 @@ def test_stacks_shell_and_forward(desk: Desk) -> None:
     assert desk.wait(job, "COMPLETED")["state"] == "COMPLETED"
     for host in ("ssh1", "private1"):
         await_true(lambda host=host: desk.left(host) == [], 20, lambda host=host: str(desk.left(host)))
+
+
+@pytest.mark.long
+def test_terminals_and_killed_sessions(desk: Desk) -> None:
+    (desk.folder / "held.py").write_text(held_job.PROGRAM)
+    asked = ["--cluster", "hosts", "--nodes", "2", "--gpus-per-node", "1", "-o", "Global.device=cpu"]
+    job = json.loads(desk.run("submit", "--json", *asked, "--", "held.py").stdout)["job"]
+    ports = held_job.ports(desk.run, job, 2)
+    where = {"cwd": str(desk.folder), "env": desk.env, "user": "gpt", "check": False}
+    held_job.check_terminal(lambda line: desk.lab.run("head", "bash", "-c", line, **where), f"{GPTCTL} shell {job}")
+
+    def count(mark: str) -> int:
+        return len(desk.on("ssh2", f"pgrep -f '[^ ]*{mark}$'").split())
+
+    held_job.check_kill(desk.start, desk.lab.signal, count, job, ports[1])
+    assert desk.run("cancel", "--now", job).returncode == 0
