@@ -213,7 +213,7 @@ def _init_from(source: str, output: str, force: bool, as_json: bool) -> None:
         return
     ui.print_findings(translated.findings, to_stderr=True)
     for each in translated.job.unmapped:
-        ui.say(f"not translated: {each.what}: {each.reason}")
+        ui.say(f"{'note' if each.is_set else 'not translated'}: {each.what}: {each.reason}")
     ui.say(f"wrote {output}; submit it with:")
     ui.print_text(translated.command)
 

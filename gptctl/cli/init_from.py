@@ -89,7 +89,8 @@ def _has_queue(name: str) -> bool:
 def _head(job: ForeignJob) -> Iterator[str]:
     yield f"From a command that launches {job.program}, by `gptctl init --from`"
     # Only the names: a value may be long, or a secret.
-    names = dict.fromkeys(each.what.split()[0].partition("=")[0] for each in job.unmapped)
+    left = [each for each in job.unmapped if not each.is_set]
+    names = dict.fromkeys(each.what.split()[0].partition("=")[0] for each in left)
     yield from _filled("not in this config:", list(names))
 
 

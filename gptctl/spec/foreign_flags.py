@@ -45,6 +45,11 @@ class Unmapped(NamedTuple):
     what: str
     reason: str
 
+    @property
+    def is_set(self) -> bool:
+        """Whether it did set a key, but not with the same meaning."""
+        return self.reason.startswith("set as ")
+
 
 class Mapped(NamedTuple):
     """What became of some flags."""

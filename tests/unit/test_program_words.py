@@ -15,6 +15,8 @@ from gptctl.planning.build import Site, build_plan
 from gptctl.spec.check import check_config
 from gptctl.spec.program_words import read_program
 from trainer import rank_log
+from trainer.config import load
+from trainer.config.flags import parse_arguments
 from trainer.errors import UserError
 
 PADDLENLP = "--model_name_or_path gpt2-en --input_dir ./data --mp_degree=2 --use_amp --max-lr 0.00015".split()
@@ -51,6 +53,15 @@ def test_flags_of_paddlenlp_are_keys_with_their_origin() -> None:
     assert (resolved.run.Engine.max_steps, resolved.run.Global.seed) == (7, 3)
     assert resolved.run.Engine.mix_precision.enable
     assert resolved.origins["Optimizer.lr.max_lr"] == "--max-lr 0.00015"
+
+
+def test_gptctl_and_the_trainer_read_the_same_arguments_alike() -> None:
+    """The oracle is the trainer's own command line."""
+    words = [*PADDLENLP, "--device", "cpu", "Engine.max_steps=7"]
+    checked = check_config(None, read_program(["-m", "trainer", *words]).overrides)
+    config, overrides = parse_arguments(words)
+    assert checked.resolved is not None
+    assert checked.resolved.run == load(config, overrides, checked.machines).run
 
 
 def test_a_tutorials_script_that_exists_is_run_itself() -> None:

@@ -121,6 +121,25 @@ def test_secrets_are_nowhere_to_be_found(desk: Desk) -> None:
         assert found == (["/home/gpt/token"] if host != "head" else [])
 
 
+@pytest.mark.long
+def test_a_module_and_its_files_reach_hosts_that_share_nothing(desk: Desk) -> None:
+    """A package of the user, a module beside it that it imports, and a package that only `Launch.files` names."""
+    for file, text in {
+        "pack/__init__.py": "",
+        "pack/train.py": "import importlib, beside, sys\nfound = importlib.import_module('more.part')\n"
+        "print('has', beside.A, found.B, sys.argv[1:], __file__.startswith('/home/gpt/'), flush=True)\n",
+        "beside.py": "A = 1",
+        "elsewhere/more/part.py": "B = 2",
+    }.items():
+        (desk.folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (desk.folder / file).write_text(text)
+    asked = ["submit", "--cluster", "hosts", "--nodes", "2", "--gpus-per-node", "1", "--follow"]
+    done = desk.run(*asked, "-o", "Launch.files=[elsewhere/more]", "--", "-m", "pack.train", "a b")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = sorted(line for line in done.stdout.splitlines() if "] has " in line)
+    assert said == [f"[rank {rank}] has 1 2 ['a b'] True" for rank in (0, 1)]
+
+
 def test_the_two_commands_of_the_tutorial(desk: Desk) -> None:
     """`render --style static` prints one for each host; pasted by hand they train as one process does."""
     file = desk.lab.folder / "tmp" / f"train-{desk.folder.name}.py"
