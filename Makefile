@@ -49,20 +49,13 @@ demo: $(VENV)/.ready
 	[ -e config.yaml ] || run gptctl init; \
 	run gptctl validate config; \
 	run gptctl submit --nodes 2 --follow
-	@printf '%s\n' "$$TRY_NEXT"
+	@printf '%s\n' "$$AFTER_DEMO"
 
-define TRY_NEXT
-== try next:
-  cd demo; export PATH="$(CURDIR)/$(BIN):$$PATH"
-  gptctl logs --metrics                                         # all steps in a table
-  gptctl submit --nodes 2 -o Distributed.mp_degree=2 --follow   # each layer split over 2 ranks
-  # Kill a rank after the first checkpoint, and watch the job resume from its newest one:
-  gptctl submit --nodes 2 --max-restarts 2 -o Engine.save_load.save_steps=25
-  until [ -d runs/latest/output/step_25 ]; do sleep 1; done
-  kill -9 $$(gptctl status --json | python -c 'import json, sys; print(json.load(sys.stdin)["ranks"][-1]["pid"])')
-  gptctl logs --follow
+# --follow ends with commands to try; they need this first.
+define AFTER_DEMO
+== to continue: cd demo; export PATH="$(CURDIR)/$(BIN):$$PATH"
 endef
-export TRY_NEXT
+export AFTER_DEMO
 
 # shellcheck checks the scripts; tests/lab runs a real Slurm and real ssh hosts. As root on Debian, install what they need
 # without starting a daemon. Elsewhere, tests that need them are skipped and say why.

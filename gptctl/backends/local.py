@@ -42,6 +42,8 @@ from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.reporting import Say
 from gptctl.spec.check import Checked
+from gptctl.spec.launch import is_variable, split_endpoint
+from gptctl.spec.launch_rules import is_loopback
 from trainer.errors import OUT_OF_REACH, Finding, Rule, UserError
 
 PORT_FREE = Rule("S004", "the rendezvous port must be free when a job starts on this machine")
@@ -58,15 +60,22 @@ class LocalBackend(Backend):
         pass
 
     def plan_defaults(self, checked: Checked, site: Site, identity: JobIdentity) -> PlanDefaults:
+        # A command that is printed with another endpoint is for several machines.
+        endpoint = checked.launch.rdzv.endpoint
+        host = split_endpoint(endpoint)[0] if endpoint else LOOPBACK
+        spans = not identity.remote_dir and checked.machines.nodes > 1 and not is_loopback(host)
         return PlanDefaults(
-            host=LOOPBACK, rdzv_id=checked.launch.job_name, env={"GLOO_SOCKET_IFNAME": "lo"}
+            host=LOOPBACK,
+            rdzv_id=checked.launch.job_name,
+            env={} if spans else {"GLOO_SOCKET_IFNAME": "lo"},
+            spans_machines=spans,
         )
 
     def preflight(self, checked: Checked, plan: LaunchPlan) -> Iterator[Finding]:
         # A port that gptctl chooses itself is checked when the job starts.
         port = plan.master_port
         is_chosen = port or plan.master_addr != LOOPBACK
-        if not is_chosen or plan.form == "standalone":
+        if not is_chosen or plan.form == "standalone" or is_variable(plan.master_addr):
             return
         if fault := port_error(plan.master_addr, port or 0):
             place = f"{plan.master_addr}:{port or '(any port)'}"

@@ -133,6 +133,7 @@ def render(
     checked, overrides = check_job(session, **arguments)
     refuse_invalid(checked)
     refuse_waiting(checked, arguments["after"])
+    require_endpoint(checked)
     backend = session.backends.of(checked.cluster.kind)
     plan = backend.plan(checked, this_site(), overrides=overrides)
     # The script runs the user's files in place, so they must be there.
@@ -169,6 +170,24 @@ def refuse_invalid(checked: Checked) -> None:
     # A script from an invalid config would fail later, on the cluster.
     if not checked.is_valid:
         raise UserError(f"{checked.name} is invalid", findings=checked.findings)
+
+
+def require_endpoint(checked: Checked) -> None:
+    """Refuse to print a command for several machines that nobody told where to meet."""
+    from gptctl.planning.build import C10D_PORT, STATIC_PORT, rendezvous_form
+
+    # A submitted job runs its nodes on this machine; a printed command is for other ones.
+    if checked.machines.nodes == 1 or not checked.cluster.traits.is_one_machine:
+        return
+    if checked.launch.rdzv.endpoint:
+        return
+    port = C10D_PORT if rendezvous_form(checked.launch) == "c10d" else STATIC_PORT
+    message = f"{checked.machines.nodes} nodes, but nothing says where they meet"
+    hint = (
+        f"add -o Launch.rdzv.endpoint=HOST:{port} with the address of node 0, or in single quotes "
+        f"'$MASTER_ADDR:{port}'; or choose a cluster with --cluster"
+    )
+    raise UserError(message, hint, WRONG_USAGE)
 
 
 def refuse_waiting(checked: Checked, after: Sequence[str]) -> None:

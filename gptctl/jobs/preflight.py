@@ -17,6 +17,7 @@ from gptctl.jobs.module_source import is_installed, is_runnable, module_source
 from gptctl.planning.build import Site, python_of
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster
+from gptctl.spec.launch import is_variable
 from trainer.config.sections import SaveLoad
 from trainer.errors import Finding, Rule
 
@@ -26,6 +27,7 @@ PYTHON = Rule("S003", "the interpreter of the ranks must exist and have torch")
 OUTPUT = Rule("S005", "a run must not write into the checkpoints of another run")
 WRITABLE = Rule("S006", "run_root must be a writable folder")
 SECRET_SOURCE = Rule("S007", "a secret must be readable where the job runs")
+ENDPOINT = Rule("S013", "the rendezvous endpoint of a submitted job must not be a shell variable")
 
 
 def run_preflight(
@@ -40,6 +42,7 @@ def run_preflight(
         *(_check_run_root(checked.cluster, site) if checked.cluster.sees_files else ()),
         *(_check_interpreter(plan) if traits.is_one_machine else ()),
         *_check_secrets(plan),
+        *_check_endpoint(plan),
         *backend.preflight(checked, plan),
     ]
     # These findings have no line in a file, so the message says where the value came from.
@@ -180,6 +183,14 @@ def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
             )
             hint = "fix it, or use another {file: path} or {env: NAME}"
             yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, what, hint)
+
+
+def _check_endpoint(plan: LaunchPlan) -> Iterator[Finding]:
+    # Only the shell that runs a printed script knows the variable.
+    if is_variable(plan.master_addr):
+        message = f"{plan.master_addr} is not known when the job is submitted"
+        hint = "leave it empty: gptctl uses the first host"
+        yield ENDPOINT.found("Launch.rdzv.endpoint", plan.master_addr, message, hint)
 
 
 def _check_interpreter(plan: LaunchPlan) -> Iterator[Finding]:

@@ -62,6 +62,7 @@ class PlanDefaults(NamedTuple):
     env: Mapping[str, str] = MappingProxyType({})
     sbatch: Mapping[str, str] = MappingProxyType({})
     pins_interface: bool = False  # NCCL must use the interface that reaches node 0
+    spans_machines: bool = False  # a printed command is for machines that the profile does not know
 
 
 NO_DEFAULTS = PlanDefaults()
@@ -117,7 +118,7 @@ def build_plan(
         secrets=_absolute_secrets(launch, site),
         sbatch=dict(defaults.sbatch),
         inputs=tuple(site.absolute(path) for path in checked.inputs.values()),
-        is_one_machine=cluster.traits.is_one_machine,
+        is_one_machine=cluster.traits.is_one_machine and not defaults.spans_machines,
         pins_interface=defaults.pins_interface,
         engine_python=os.path.expanduser(cluster.engine_python or ""),
         submit_python=site.python,

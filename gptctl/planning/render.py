@@ -17,6 +17,7 @@ from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import BATCH_SCRIPT, ENGINE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.planning.container import setup_inside
+from gptctl.spec.launch import is_variable
 from gptctl.spec.resources import folder, home
 from trainer.errors import WRONG_USAGE, UserError, closest
 
@@ -154,8 +155,11 @@ def _context(plan: LaunchPlan, node: int | None) -> dict[str, Any]:
     is_rank_log = os.path.basename(plan.program[0]) == "rank_log.py"
     inner = plan.program[1:] if is_rank_log else plan.program
     is_trainer = inner[:2] == ("-m", "trainer")
+    # A variable is left to the shell that runs the script; in double quotes it stays one word.
+    address = plan.master_addr
     return {
         **plan.as_json(),
+        "master_addr": Shell(f'"{address}"') if is_variable(address) else address,
         "launcher": launcher(plan, is_trainer),
         "torchrun_restarts": plan.torchrun_restarts,
         "attempts": plan.attempts,

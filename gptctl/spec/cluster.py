@@ -56,6 +56,7 @@ PYXIS_FORM = Rule(
     "image and binds must have the form that pyxis reads",
     uses=("container.runtime", "container.image", "container.binds"),
 )
+NAME = Rule("P008", "the name of a profile should be that of its file", "warning", uses=("name",))
 SBATCH = Rule("P004", "sbatch must not contain an option that gptctl sets itself", uses=("sbatch",))
 LOGIN = Rule(
     "P005", "only a cluster with a scheduler has a login host", uses=("kind", "login", "hosts")
@@ -163,7 +164,7 @@ class Cluster:
     # All kinds of clusters.
     name: str = text(
         None,
-        "name of the cluster; empty: the file's name",
+        "name of the cluster: that of the file, which counts",
         r"[A-Za-z0-9._-]{1,64}",
         "a name of letters, digits and ._-",
     )
@@ -291,7 +292,9 @@ def load_profile(name: str) -> Profile:
     tree = read_file(file, found)
     # An unreadable file is checked as an empty one, so that there is always a cluster to return.
     reading = read_section(Cluster, tree or Map({}, Place(str(file))), found)
-    cluster = build(Cluster, {"name": file.stem, **reading.values})
+    # The frozen profile of a job is called cluster.json: only there the name is in the file.
+    own = {} if file.suffix == ".json" else {"name": file.stem}
+    cluster = build(Cluster, {"name": file.stem, **reading.values, **own})
     # A file that could not be parsed has its own finding: rules would only add false ones.
     judged = reading.valid_findings(_check(cluster, reading)) if tree else []
     return Profile(cluster, in_order([*found, *judged]), reading)
@@ -308,6 +311,10 @@ def cluster_of_job(folder: Path) -> Cluster:
 
 
 def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
+    written = reading.values.get("name", cluster.name)
+    if written != cluster.name:
+        message = f"the name is {written}, but the file is called {cluster.name}, which counts"
+        yield NAME.found("name", written, message, "delete the key, or rename the file")
     yield from _check_hosts(cluster)
     yield from _check_run_root(cluster)
     yield from _check_login(cluster)

@@ -57,8 +57,11 @@ def is_set_by_gptctl(option: str) -> bool:
     return any(name.startswith(option) for name in _SET_BY_GPTCTL)
 
 
+# A shell variable, which a printed script leaves to the shell that runs it.
+_VARIABLE = r"\$[A-Za-z_][A-Za-z0-9_]{0,99}|\$\{[A-Za-z_][A-Za-z0-9_]{0,99}\}"
 _ENDPOINT = re.compile(
-    r"(?P<host>[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?"
+    rf"(?P<host>{_VARIABLE}|[A-Za-z0-9._-]{{1,253}}|\[[0-9A-Fa-f:.]{{2,45}}\])"
+    r"(?::(?P<port>[0-9]{1,5}))?"
 )
 # D-HH[:MM[:SS]], or MM, MM:SS, HH:MM:SS.
 _TIME = re.compile(r"(?:(?P<days>[0-9]{1,5})-)?(?P<clock>[0-9]{1,6}(?::[0-9]{1,2}){0,2})")
@@ -159,7 +162,10 @@ def _seconds(days: str | None, clock: list[int]) -> int:
 
 
 class Endpoint:
-    """An endpoint: `HOST` or `HOST:PORT`; an IPv6 address needs brackets."""
+    """An endpoint: `HOST` or `HOST:PORT`; an IPv6 address needs brackets.
+
+    For `gptctl render`, HOST may be a shell variable: `$MASTER_ADDR`.
+    """
 
     def read(self, node: Node) -> str:
         text = scalar_text(node, "a host")
@@ -200,6 +206,11 @@ class Entrypoint:
 
     def schema(self) -> dict[str, Any]:
         return {"type": ["string", "null"]}
+
+
+def is_variable(host: str) -> bool:
+    """Whether the host of an endpoint is a shell variable."""
+    return re.fullmatch(_VARIABLE, host) is not None
 
 
 class SecretSource:

@@ -127,10 +127,10 @@ def _check_gpus(launch: Launch, cluster: Cluster, machines: Machines) -> Iterato
         message = f"gpus_per_node is {launch.gpus_per_node}, but {number} devices are listed"
         hint = "delete gpus_per_node or devices"
         yield DEVICES.found("Launch.devices", list(launch.devices), message, hint)
-    available = cluster.gpus_per_node
+    available, where = _fewest_gpus(cluster, machines.nodes)
     if not available:
         return
-    have = f"nodes of {cluster.name} have {available} GPUs"
+    have = f"{where} {available} GPUs"
     if machines.per_node > available:
         message = f"{machines.per_node} ranks per node, but {have}"
         hint = f"set it to {available}, and use more nodes"
@@ -142,13 +142,16 @@ def _check_gpus(launch: Launch, cluster: Cluster, machines: Machines) -> Iterato
         yield PER_NODE.found("Launch.devices", list(launch.devices or ()), message, hint)
 
 
-def _check_hosts(cluster: Cluster, machines: Machines) -> Iterator[Finding]:
+def _fewest_gpus(cluster: Cluster, nodes: int) -> tuple[int | None, str]:
+    """The GPUs of the smallest node, and the words that say whose they are."""
     # Hosts of an ssh cluster may differ: only those that the job would run on are checked.
-    for host in cluster.hosts[: machines.nodes]:
-        if host.gpus and machines.per_node > host.gpus:
-            message = f"{machines.per_node} ranks per node, but {host.host} has {host.gpus} GPUs"
-            hint = f"set it to {host.gpus}, and use more nodes"
-            yield PER_NODE.found("Launch.gpus_per_node", machines.per_node, message, hint)
+    known = [(host.gpus, f"{host.host} has") for host in cluster.hosts[:nodes] if host.gpus]
+    if cluster.gpus_per_node and (not known or len(known) < len(cluster.hosts[:nodes])):
+        known.append((cluster.gpus_per_node, f"nodes of {cluster.name} have"))
+    return min(known, default=(None, ""), key=lambda each: each[0] or 0)
+
+
+def _check_hosts(cluster: Cluster, machines: Machines) -> Iterator[Finding]:
     if cluster.traits.has_hosts and machines.nodes > len(cluster.hosts):
         message = f"{machines.nodes} nodes, but {cluster.name} lists {len(cluster.hosts)} hosts"
         yield HOST_COUNT.found(
@@ -191,11 +194,7 @@ def _check_rendezvous(launch: Launch, cluster: Cluster, machines: Machines) -> I
     endpoint = launch.rdzv.endpoint
     host, endpoint_port = split_endpoint(endpoint) if endpoint else ("", None)
     # On one machine the loopback address is right: all nodes are processes of that machine.
-    if (
-        machines.nodes > 1
-        and not cluster.traits.is_one_machine
-        and (host in OWN_HOST or host.startswith("127."))
-    ):
+    if machines.nodes > 1 and not cluster.traits.is_one_machine and is_loopback(host):
         message = f"{host} means a different machine on every node"
         hint = "leave it empty to use the first host"
         yield LOOPBACK.found("Launch.rdzv.endpoint", endpoint, message, hint)
@@ -203,6 +202,11 @@ def _check_rendezvous(launch: Launch, cluster: Cluster, machines: Machines) -> I
         message = f"rdzv.port is {launch.rdzv.port}, but rdzv.endpoint is {endpoint}"
         yield AGREE.found("Launch.rdzv.port", launch.rdzv.port, message, "delete rdzv.port")
     yield from _check_port(launch.rdzv.port or endpoint_port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this address means another machine on every node."""
+    return host in OWN_HOST or host.startswith("127.")
 
 
 def _check_port(port: int | None) -> Iterator[Finding]:

@@ -164,6 +164,12 @@ def test_keys_are_listed(gptctl) -> None:
             "did you mean `gptctl render --nodes 2 -- 'a b.py' --lr 1`?",
         ),
         (
+            ["render", "--nodes", "2", "--gpus-per-node", "1", "--style", "c10d", "--", "x.py"],
+            "2 nodes, but nothing says where they meet",
+            "add -o Launch.rdzv.endpoint=HOST:29400 with the address of node 0, or in single quotes "
+            "'$MASTER_ADDR:29400'; or choose a cluster with --cluster",
+        ),
+        (
             ["submit", "-c", "a.yaml", "--", "-m", "trainer", "-c", "b"],
             "config given twice: a.yaml and b",
             "give only one",

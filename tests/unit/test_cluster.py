@@ -143,3 +143,31 @@ def test_gpus_per_node_tells_its_origin(check, tmp_path, monkeypatch) -> None:
     assert check("Launch:\n  gpus_per_node: 5\n").launch_origins[key].endswith("run.yaml:2")
     assert check("Launch:\n  gpus_per_node: 5\n").launch_origins["Launch.nodes"] == "default"
     assert check("Launch:\n  gpus_per_node: 5\n  job_name:\n").launch_origins["Launch.job_name"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_node", "words"),
+    [
+        ("gpus_per_node: 4\nhosts: [{host: a, gpus: 4}, {host: b, gpus: 2}]", 8, "b has 2 GPUs"),
+        ("gpus_per_node: 4\nhosts: [{host: a, gpus: 8}, b]", 8, "nodes of mine have 4 GPUs"),
+        ("hosts: [{host: a, gpus: 4}, {host: b, gpus: 4}]", 8, "a has 4 GPUs"),
+        ("gpus_per_node: 4\nhosts: [{host: a, gpus: 8}, {host: b, gpus: 8}]", 8, ""),
+        ("hosts: [{host: a, gpus: 8}, {host: b, gpus: 8}, {host: c, gpus: 1}]", 8, ""),
+    ],
+)
+def test_too_few_gpus_are_reported_once(check, tmp_path, hosts: str, per_node: int, words: str) -> None:
+    """The hosts that the job would use count, each with its own number or else that of the profile."""
+    (tmp_path / "mine.yaml").write_text(f"kind: ssh\nrun_root: /x\n{hosts}\n")
+    findings = check(f"Launch: {{cluster: {tmp_path}/mine.yaml, nodes: 2, gpus_per_node: {per_node}}}\n").findings
+    assert [finding.code for finding in findings] == ["A003"] * bool(words)
+    assert all(words in finding.message for finding in findings)
+
+
+def test_the_name_of_the_file_counts(tmp_path) -> None:
+    """A copied profile has the name of the other one; the frozen profile of a job has its own."""
+    (tmp_path / "copy.yaml").write_text("name: first\nkind: local\n")
+    profile = load_profile(str(tmp_path / "copy.yaml"))
+    assert (profile.cluster.name, [finding.code for finding in profile.findings]) == ("copy", ["P008"])
+    (tmp_path / "cluster.json").write_text('{"name": "first"}')
+    profile = load_profile(str(tmp_path / "cluster.json"))
+    assert (profile.cluster.name, profile.findings) == ("first", ())

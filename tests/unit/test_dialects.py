@@ -354,3 +354,23 @@ def test_two_names_for_one_key_are_two_values(tmp_path, check) -> None:
 
 def test_an_unsupported_family_is_refused(check) -> None:
     assert [finding.code for finding in check("model_type: bert\n").findings] == ["C016"]
+
+
+def test_the_url_of_the_tutorial_comes_with_the_command_that_downloads_it(check) -> None:
+    """minGPT reads its text through fsspec; here it must be a file."""
+    url = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+    text = f"data_config: {{path: {url}, block_size: 64}}\n"
+    (finding,) = check(text).findings
+    assert finding.code == "C014"
+    assert f"curl -L -o input.txt {url};" in finding.hint
+    override = finding.hint.rpartition("-o ")[2]
+    assert override == "Data.Train.dataset.path=input.txt"
+    assert not check(text, override).findings
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/x.txt", "https://host/", "https://host/a b.txt", "https://host/$(id).txt"]
+)
+def test_no_command_is_made_of_other_urls(check, url: str) -> None:
+    (finding,) = check(f"data_config: {{path: '{url}', block_size: 64}}\n").findings
+    assert (finding.code, "curl" in finding.hint) == ("C014", False)

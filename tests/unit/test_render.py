@@ -361,3 +361,23 @@ def test_what_pyxis_cannot_run_is_an_error_of_the_profile(tmp_path, profile: str
     assert [(finding.code, finding.level) for finding in found] == [(code, "error")], found
     assert words in found[0].message
     assert found[0].hint
+
+
+VARIABLES = [
+    ("$MASTER_ADDR:29400", '--rdzv-endpoint="$MASTER_ADDR":29400'),
+    ("${HEAD_NODE}:29400", '--rdzv-endpoint="${HEAD_NODE}":29400'),
+    ("$MASTER_ADDR", '--rdzv-endpoint="$MASTER_ADDR":29400'),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "word"), VARIABLES)
+def test_a_variable_as_endpoint_is_left_to_the_shell(check, endpoint: str, word: str) -> None:
+    launch = "Launch: {nodes: 2, gpus_per_node: 8, style: c10d, rdzv: {id: '100'}}\n"
+    plan = planned(check(launch, f"Launch.rdzv.endpoint={endpoint}"), IN_PLACE)
+    assert word in render(plan, "command.sh").split()
+
+
+@pytest.mark.parametrize("endpoint", ["$(id)", "$A;id", "${A:-b}", "`id`", "$A$B:1", "a$B", '$A"', "$1:29400"])
+def test_no_other_shell_code_is_an_endpoint(check, endpoint: str) -> None:
+    findings = check("Launch: {nodes: 2, gpus_per_node: 1}\n", f"Launch.rdzv.endpoint='{endpoint}'").findings
+    assert [finding.code for finding in findings] == ["C014"]

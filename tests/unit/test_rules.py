@@ -13,6 +13,7 @@ CASES = [
     ("A002", "Launch:\n  devices: '0,1'\n  gpus_per_node: 4\nDistributed: {dp_degree: 4}\n", 2),
     ("A003", "Launch:\n  cluster: slurm-example\n  gpus_per_node: 8\n", 3),
     ("A003", "Launch:\n  cluster: slurm-example\n  devices: '0,4'\n", 3),
+    ("A003", "Launch:\n  cluster: ssh-example\n  nodes: 2\n  gpus_per_node: 64\n", 4),
     ("A004", "Launch:\n  cluster: ssh-example\n  nodes: 3\n", 3),
     ("A005", "Launch:\n  nodes: 1:2\n  gpus_per_node: 1\nDistributed:\n  dp_degree: 2\n", 5),
     ("A005", "Launch:\n  nodes: 1:2\n  gpus_per_node: 1\n  rdzv:\n    backend: static\n", 5),
@@ -320,8 +321,8 @@ def test_codes_never_change_their_meaning() -> None:
     """The codes users have seen: removing or renumbering one breaks their scripts and their memory."""
     published = """
         A001-A015 B001-B002 C001-C008 C010-C019 E001-E031 L001-L012 M001-M001 N001-N007
-        P001-P007
-        S001-S012 S015-S015 S020-S020
+        P001-P008
+        S001-S013 S015-S015 S020-S020
         T001-T012 T020-T026
     """
     expected = []

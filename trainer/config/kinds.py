@@ -226,15 +226,25 @@ class Text(NamedTuple):
         return {"type": ["string", "null"], **pattern}
 
 
+def _download(url: str) -> str:
+    """How to get what a URL names. KEY stands for the key, which only the reader knows."""
+    name = url.partition("://")[2].rpartition("/")[2]
+    # Anything else could mean something to the shell into which the command is pasted.
+    is_plain = re.fullmatch(r"https?://[A-Za-z0-9._~:/@%+=,-]+", url) and re.fullmatch(
+        r"[A-Za-z0-9][A-Za-z0-9._-]*", name
+    )
+    if not is_plain:
+        return "write a path on a file system"
+    return f"download it: curl -L -o {name} {url}; then set the key, or add -o KEY={name}"
+
+
 class FilePath:
     """A path on a file system. URLs such as `s3://` are refused: nothing here downloads them."""
 
     def read(self, node: Node) -> str:
         text = Text().read(node)
         if scheme := _SCHEME.match(text):
-            raise BadValue(
-                NOT_A_NAME, f"{scheme[0]} URLs are not supported", "write a path on a file system"
-            )
+            raise BadValue(NOT_A_NAME, f"{scheme[0]} URLs are not supported", _download(text))
         return text
 
     def schema(self) -> dict[str, Any]:

@@ -69,7 +69,8 @@ class Reading:
             # Findings are printed and logged, so they must not contain secrets.
             value = None if isinstance(kind, Names) and kind.is_secret else plain(item)
             full = join(path, bad.key) if bad.key else path
-            self.found.append(bad.rule.found(full, value, bad.message, bad.hint, item.place))
+            hint = bad.hint.replace("-o KEY=", f"-o {full}=")
+            self.found.append(bad.rule.found(full, value, bad.message, hint, item.place))
 
     def valid_findings(
         self, findings: Iterable[Finding], unknown: Collection[str] = ()

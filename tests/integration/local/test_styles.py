@@ -60,7 +60,8 @@ def test_one_node(gptctl, folder, style: str) -> None:
 
 
 def test_two_nodes_static_and_rank_0_is_on_node_0(gptctl, folder) -> None:
-    asked = ["--style", "static", "--nodes", "2", "--gpus-per-node", "1", "-o", f"Launch.rdzv.port={free_port()}"]
+    endpoint = f"Launch.rdzv.endpoint=127.0.0.1:{free_port()}"
+    asked = ["--style", "static", "--nodes", "2", "--gpus-per-node", "1", "-o", endpoint]
     commands = [gptctl("render", *asked, "--node", str(node), "--", "main.py").stdout for node in (0, 1)]
     both = gptctl("render", *asked, "--", "main.py").stdout
     assert all(command.splitlines()[-1] in both for command in commands)
@@ -69,9 +70,12 @@ def test_two_nodes_static_and_rank_0_is_on_node_0(gptctl, folder) -> None:
 
 
 def test_two_nodes_c10d_with_the_same_command(gptctl, folder) -> None:
-    asked = ["--style", "c10d", "--nodes", "2", "--gpus-per-node", "1", "-o", f"Launch.rdzv.port={free_port()}"]
+    """The shell that runs the command knows the variable, as in PyTorch's tutorial."""
+    endpoint = f"Launch.rdzv.endpoint=$MASTER_ADDR:{free_port()}"
+    asked = ["--style", "c10d", "--nodes", "2", "--gpus-per-node", "1", "-o", endpoint]
     command = gptctl("render", *asked, "--", "main.py").stdout
-    ranks = run_text(folder, command, command)
+    assert "GLOO_SOCKET_IFNAME" not in command
+    ranks = run_text(folder, *[f"MASTER_ADDR=127.0.0.1\n{command}"] * 2)
     assert [env["WORLD_SIZE"] for _, env in ranks] == ["2", "2"]
 
 
