@@ -238,7 +238,8 @@ def print_list(
 
 def rows_of(session: Session, record: JobRecord, options: dict[str, Any]) -> list[Row]:
     """Return the rows of the whole run, or those of the attempts or ranks that were asked for."""
-    from gptctl.jobs.run_metrics import each_attempt, job_rows, lineage, whole_run
+    from gptctl.jobs.resume import lineage
+    from gptctl.jobs.run_metrics import each_attempt, job_rows, whole_run
     from gptctl.logs.measured import run_rows
 
     wanted = wanted_of(options, record.per_node)
@@ -246,7 +247,7 @@ def rows_of(session: Session, record: JobRecord, options: dict[str, Any]) -> lis
         return each_attempt(job_rows(record, wanted))
     if any(options[name] is not None for name in ("attempt", "rank", "node")):
         return run_rows(job_rows(record, wanted))
-    return whole_run(lineage(record, session.store.find))
+    return whole_run(lineage(record, session.store))
 
 
 def print_metrics(rows: list[Row], tail: int | None = None, as_json: bool = False) -> int:

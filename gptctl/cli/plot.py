@@ -67,7 +67,8 @@ def plot(session: Session, jobs: tuple[str, ...], metrics: tuple[str, ...], as_j
 
 def run_of(session: Session, job: str | None) -> dict[str, Any]:
     """Read the run of a job, or a file."""
-    from gptctl.jobs.run_metrics import file_rows, lineage, whole_run
+    from gptctl.jobs.resume import lineage
+    from gptctl.jobs.run_metrics import file_rows, whole_run
 
     if job is not None and os.path.isfile(job):
         return {"job": job, "run": [job], "rows": file_rows(Path(job))}
@@ -77,8 +78,9 @@ def run_of(session: Session, job: str | None) -> dict[str, Any]:
     require_folder(record)
     # Copy new lines of remote hosts first.
     session.catch_up(record)
-    records = lineage(record, session.store.find)
-    return {"job": record.id, "run": [each.id for each in records], "rows": whole_run(records)}
+    records = lineage(record, session.store)
+    ids = [each.id for each in reversed(records)]
+    return {"job": record.id, "run": ids, "rows": whole_run(records)}
 
 
 def curves_of(run: dict[str, Any], metric: str) -> list[dict[str, Any]]:

@@ -5,34 +5,23 @@ A job may continue another one: together they are one run, with one row per step
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile, LocalLogFiles
 from gptctl.logs.measured import METRICS_FILE, Row, metric_rows, parse_metrics, run_rows
-from trainer.errors import UserError
 
 
-def lineage(record: JobRecord, find: Callable[[str], JobRecord]) -> list[JobRecord]:
-    """Return the jobs of a run up to this one, the first one first."""
-    jobs = [record]
-    while continued := getattr(jobs[0], "continues", ""):
-        try:
-            before = find(continued)
-        except UserError:  # its record was deleted: the run begins with what is left
-            break
-        # A damaged record must not make a circle.
-        if before.id in {job.id for job in jobs}:
-            break
-        jobs.insert(0, before)
-    return jobs
+def whole_run(jobs: Sequence[JobRecord]) -> list[Row]:
+    """Return one row per step of a run; where steps overlap, the later job or attempt counts.
 
-
-def whole_run(jobs: list[JobRecord]) -> list[Row]:
-    """Return one row per step of a run; where steps overlap, the later job or attempt counts."""
-    return run_rows(row for job in jobs for row in job_rows(job, FileFilter(all_attempts=True)))
+    `jobs` are those of `resume.lineage`: the newest one first.
+    """
+    return run_rows(
+        row for job in reversed(jobs) for row in job_rows(job, FileFilter(all_attempts=True))
+    )
 
 
 def job_rows(record: JobRecord, wanted: FileFilter) -> list[Row]:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from gptctl.cli.chart import ChartSize, Curve, draw, legend, step_ticks, thinned
-from gptctl.jobs.run_metrics import each_attempt, file_rows, job_rows, lineage, whole_run
+from gptctl.jobs.resume import lineage
+from gptctl.jobs.run_metrics import each_attempt, file_rows, job_rows, whole_run
 from gptctl.logs.files import FileFilter
 from gptctl.text import clean
 from trainer.errors import UserError
@@ -93,25 +94,16 @@ def test_a_run_over_three_jobs_is_one_curve(tmp_path: Path) -> None:
     second = job(tmp_path, "b", "a", *lines(30, 40, 50))
     third = job(tmp_path, "c", "b", *lines(45))
     jobs = {each.id: each for each in (first, second, third)}
-    run = lineage(third, jobs.__getitem__)
-    assert [each.id for each in run] == ["a", "b", "c"]
+    store: Any = SimpleNamespace(holds=jobs.__contains__, find=jobs.__getitem__)
+    run = lineage(third, store)
+    assert [each.id for each in run] == ["c", "b", "a"]
     assert [(row["job"], row["step"]) for row in whole_run(run)] == [("a", 10), ("a", 20), ("b", 30), ("b", 40), ("c", 45)]  # fmt: skip
-    assert [row["step"] for row in whole_run(lineage(first, jobs.__getitem__))] == [10, 20, 30]
+    assert [row["step"] for row in whole_run(lineage(first, store))] == [10, 20, 30]
 
 
 def test_a_job_that_has_logged_nothing_yet_changes_nothing(tmp_path: Path) -> None:
     first, second = job(tmp_path, "a", "", *lines(10, 20)), job(tmp_path, "b", "a")
-    assert [row["step"] for row in whole_run([first, second])] == [10, 20]
-
-
-def test_a_lineage_ends_at_a_missing_job_or_a_circle(tmp_path: Path) -> None:
-    def unknown(name: str) -> Any:
-        raise UserError(f"unknown job: {name}")
-
-    lonely = job(tmp_path, "a", "gone")
-    assert lineage(lonely, unknown) == [lonely]
-    circle = {name: job(tmp_path, name, other) for name, other in (("x", "y"), ("y", "x"))}
-    assert [each.id for each in lineage(circle["x"], circle.__getitem__)] == ["y", "x"]
+    assert [row["step"] for row in whole_run([second, first])] == [10, 20]
 
 
 def test_attempts_can_be_asked_for(tmp_path: Path) -> None:
