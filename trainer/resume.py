@@ -111,14 +111,13 @@ def _state_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _is_restart(mesh: Mesh) -> bool:
-    """Whether ranks were restarted.
+    """Whether ranks were restarted, or continue the job before theirs in the same folder.
 
     Ask all ranks, because only the torchrun whose rank failed counts the restart.
     """
-    # The first counts restarts by torchrun, the second attempts of the launcher.
-    counts = [
-        os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "GPTCTL_ATTEMPT")
-    ]
+    # Restarts by torchrun, attempts of the launcher, and jobs of a chain.
+    names = ("TORCHELASTIC_RESTART_COUNT", "GPTCTL_ATTEMPT", "GPTCTL_CONTINUES")
+    counts = [os.environ.get(name, "0") for name in names]
     return mesh.total(any(count != "0" for count in counts))[0] > 0
 
 

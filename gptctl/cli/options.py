@@ -170,7 +170,7 @@ SECTIONS = {
     "Layout": ("nodes", "gpus_per_node", "cluster", "devices", "overrides"),
     "Job": (
         *("follow", "wait_for_it", "name", "time", "max_restarts", "resume", "queue", "after"),
-        *("code", "config_option"),
+        *("chain", "code", "config_option"),
     ),
     "Run": ("dry_run", "variables", "log_dir", "style", "template", "node", "as_json"),
     "Slurm": (

@@ -6,6 +6,7 @@ Imports inside a verb keep `--help` and completion fast: a verb loads what it us
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from gptctl.cli.session import Session
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
+    from gptctl.cli.chain import Chain
     from gptctl.jobs.resume import ResumePoint
     from gptctl.jobs.store import JobRecord
     from gptctl.jobs.submit import Prepared
@@ -47,6 +49,12 @@ if TYPE_CHECKING:
     "--resume", metavar="JOB", help="Start this config from the newest checkpoint of that job."
 )
 @queue_option
+@click.option(
+    "--chain",
+    type=click.IntRange(2, 1000),
+    metavar="N",
+    help="Submit N jobs, each of which resumes the one before.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would run; start nothing.")
 @follow_option
 @wait_option
@@ -57,6 +65,7 @@ def submit(
     /,
     resume: str | None,
     queue: bool,
+    chain: int | None,
     dry_run: bool,
     follow: bool,
     wait_for_it: bool,
@@ -71,12 +80,17 @@ def submit(
     needs no config. After `-- -m trainer`, the flags of PaddleNLP's GPT set keys of the config.
     If a check fails, nothing is written. Every job gets its own folder.
     """
+    from gptctl.cli.chain import Chain
     from gptctl.cli.dependencies import start_conditions
     from gptctl.jobs.submit import prepare, this_site
 
     refuse_contradiction(dry_run, follow, wait_for_it)
     point = resume_point(session, resume) if resume is not None else None
     more = point.overrides if point else ()
+    if chain:
+        places = partial(template_places, template)
+        members = Chain(session, chain, queue, places, {**arguments, "more": more}, point)
+        return submit_chain(members, session, dry_run, as_json, follow, wait_for_it)
     checked, overrides = check_job(session, **arguments, more=more)
     templates = template_places(template, checked.path)
     # A dry run prepares the job exactly as a submit does, so that it shows what would really run.
@@ -233,6 +247,34 @@ def print_notes(prepared: Prepared) -> None:
         ui.say(note)
 
 
+def submit_chain(
+    chain: Chain, session: Session, dry_run: bool, as_json: bool, follow: bool, wait_for_it: bool
+) -> int:
+    """Submit a chain, say what was submitted, and follow or wait if asked to."""
+    from gptctl.cli import ui
+    from gptctl.cli.chain import follow_chain, partial_failure
+
+    if dry_run:
+        show_dry_run(chain.first, as_json)
+        ui.say(f"# and {chain.length - 1} more, each of which resumes the one before")
+        return 0
+    print_notes(chain.first)
+    try:
+        is_complete = chain.submit()
+    except (UserError, KeyboardInterrupt) as error:
+        # Before the first job exists, it is an error like that of any submit.
+        if not chain.records:
+            raise
+        raise partial_failure(chain, error) from None
+    if not is_complete:
+        ui.say(f"{chain.so_far()}; cancel them: gptctl cancel {' '.join(chain.ids)}")
+        return INTERRUPTED
+    announce(chain.first, chain.records[0], as_json, chain=chain.ids)
+    if not as_json:
+        ui.say(f"chain of {chain.length} jobs, each resumes the one before: {' '.join(chain.ids)}")
+    return follow_chain(chain, session, as_json, follow, wait_for_it)
+
+
 def submit_and_follow(
     session: Session, prepared: Prepared, as_json: bool, follow: bool, wait_for_it: bool
 ) -> int:
@@ -286,7 +328,7 @@ def announce_and_follow(
         return INTERRUPTED
 
 
-def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: Any) -> None:
+def announce(prepared: Prepared, record: JobRecord, as_json: bool, **more: Any) -> None:
     from gptctl.cli import ui
     from gptctl.engine.run_folder import RunFolder
     from gptctl.jobs import report
@@ -295,8 +337,8 @@ def announce(prepared: Prepared, record: JobRecord, as_json: bool, **ending: Any
     plan = prepared.plan
     endpoint = RunFolder(record.local_dir).endpoint()
     waiting_for = RunFolder(record.local_dir).waiting_for()
-    # `ending` has the final state, if the caller has waited for it.
-    facts = {**report.submitted(record, endpoint), **ending}
+    # `more` has the final state, if the caller has waited for it, or the ids of a chain.
+    facts = {**report.submitted(record, endpoint), **more}
     if as_json:
         ui.print_json(facts)
         return

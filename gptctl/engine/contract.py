@@ -11,6 +11,8 @@ RUN_DIR_VARIABLE = "GPTCTL_RUN_DIR"
 READY_VARIABLE = "GPTCTL_READY"
 # The file descriptor from which the engine reads the environment of the batch script.
 BATCH_ENVIRONMENT_VARIABLE = "GPTCTL_BATCH_ENVIRONMENT"
+# Set for a job of a chain: it resumes what is in its output folder, as a restarted attempt does.
+CONTINUES_VARIABLE = "GPTCTL_CONTINUES"
 # Set while an agent must remove the files that gptctl sent to its host.
 ROLL_BACK_VARIABLE = "GPTCTL_ROLL_BACK"
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from gptctl.engine.admission import Admission, NeverStarts
 from gptctl.engine.atomic_files import replacing
 from gptctl.engine.cause import first_cause
+from gptctl.engine.chain import chain_result
 from gptctl.engine.contract import READY_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
 from gptctl.engine.log import os_error_text, say
@@ -112,6 +113,8 @@ class Supervisor:
         try:
             if self.admission:
                 self.admission.wait(self._check_stop, on_ready)
+            if over := chain_result(self.plan):
+                raise StopRequested(over.state, over.reason)
             self._set_deadline()
             # Before gptctl learns that the job exists: it prints the endpoint.
             self._begin_attempt()

@@ -37,7 +37,7 @@ def run_preflight(
     places, traits = checked.launch_origins, checked.cluster.traits
     found = [
         *check_program(checked, plan, site),
-        *_check_data(checked, site),
+        *_check_data(checked, site, bool(plan.continues)),
         # Folders of remote hosts, and interpreters of other machines, cannot be seen from here.
         *(_check_run_root(checked.cluster, site) if checked.cluster.sees_files else ()),
         *(_check_interpreter(plan) if traits.is_one_machine else ()),
@@ -115,7 +115,7 @@ def _check_files(files: Sequence[str], program: Path | None, site: Site) -> Iter
             yield SCRIPT.found("Launch.files", file, message, hint)
 
 
-def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
+def _check_data(checked: Checked, site: Site, continues: bool) -> Iterator[Finding]:
     """Check that what the bundled trainer reads exists, and that it overwrites nothing."""
     # Other machines have other files: the job checks them when it starts.
     if (
@@ -131,7 +131,9 @@ def _check_data(checked: Checked, site: Site) -> Iterator[Finding]:
             yield rule.found(
                 name, path, f"{path} does not exist in {site.folder}", "check the path"
             )
-    yield from _check_output(checked.resolved.run.Engine.save_load, site)
+    # A job of a chain resumes what the jobs before it left there.
+    if not continues:
+        yield from _check_output(checked.resolved.run.Engine.save_load, site)
 
 
 def _check_output(save_load: SaveLoad, site: Site) -> Iterator[Finding]:

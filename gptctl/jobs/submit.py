@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import trainer
 from gptctl.backends import Backend, Backends
 from gptctl.engine.atomic_files import private_files
-from gptctl.engine.contract import TOKEN
+from gptctl.engine.contract import CONTINUES_VARIABLE, TOKEN
 from gptctl.engine.launch_plan import LaunchPlan, StartConditions
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder, read_text
@@ -137,8 +137,16 @@ def _planned(
         plan = backend.plan(checked, site, JobIdentity(job_id, os.path.join(root, job_id)))
         # A folder without a record may be left from another GPTCTL_HOME.
         if not store.holds(job_id) and not os.path.lexists(backend.local_dir(plan)):
-            return plan._replace(**conditions._asdict())
+            return _with_conditions(plan, conditions)
         number += 1
+
+
+def _with_conditions(plan: LaunchPlan, conditions: StartConditions) -> LaunchPlan:
+    plan = plan._replace(**conditions._asdict())
+    if not conditions.continues:
+        return plan
+    env = {**plan.env, CONTINUES_VARIABLE: "1"}
+    return plan._replace(env=env, env_origins={**plan.env_origins, CONTINUES_VARIABLE: "gptctl"})
 
 
 def _path_here(path: str, plan: LaunchPlan, backend: Backend) -> str:

@@ -1,0 +1,49 @@
+"""Jobs of a chain: each continues the training of the one before, in the same output folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.run_folder import (
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    Result,
+    RunFolder,
+    is_time,
+    read_json,
+)
+
+
+def chain_result(plan: LaunchPlan) -> Result | None:
+    """How a job of a chain ends at once, if there is nothing to continue; None: it must run."""
+    if not plan.continues:
+        return None
+    if _is_trained(plan):
+        return Result(COMPLETED, "training was already complete")
+    before = RunFolder(plan.continues)
+    result = before.result()
+    name = f"{before.path.name}, which this job continues,"
+    # Whoever cancels a job does not want the next one to go on in its place.
+    if before.is_cancelled() or (result and result.state == CANCELLED):
+        return Result(CANCELLED, f"{name} was cancelled")
+    # A job without attempts ended by this rule itself, or could not start at all.
+    attempts = before.attempts()
+    is_hopeless = not attempts or before.is_unrecoverable(attempts - 1)
+    if result and result.state == FAILED and is_hopeless:
+        return Result(FAILED, f"{name} failed: this one would fail in the same way")
+    return None
+
+
+def _is_trained(plan: LaunchPlan) -> bool:
+    """Whether a job of this chain has finished the training."""
+    status = read_json(Path(plan.output_dir) / "status.json") if plan.output_dir else None
+    # A status from before the chain belongs to an earlier run in the same folder.
+    began = plan.chain_began or 0.0
+    return (
+        status is not None
+        and status.get("state") == "finished"
+        and is_time(status.get("time"))
+        and status["time"] >= began
+    )
