@@ -110,22 +110,30 @@ def test_a_chain_trains_as_one_job_would(jobs) -> None:
     assert jobs.gptctl("init").returncode == 0
     small = "Model.num_layers=1 Model.hidden_size=32 Data.Train.dataset.max_seq_len=16 Global.local_batch_size=2 "
     small += (
-        "Global.micro_batch_size=2 Engine.test_iters=0 Engine.eval_freq=0 Engine.logging_freq=1 Engine.max_steps=3000"
+        "Global.micro_batch_size=2 Engine.test_iters=0 Engine.eval_freq=0 Engine.logging_freq=1 Engine.max_steps=600"
     )
     keys = ["--gpus-per-node", "1", *(word for key in small.split() for word in ("-o", key))]
     whole = jobs.submit(*keys)
-    assert jobs.wait(whole, 600) == "COMPLETED"
+    assert await_end(jobs, whole) == "COMPLETED"
     answer = jobs.gptctl("submit", "--json", "--chain", "4", *keys)
     ids = json.loads(answer.stdout)["chain"]
     metrics = jobs.run_dir(ids[0]) / "output" / "metrics.jsonl"
     for number, job in enumerate(ids[:2]):
-        await_step(metrics, 800 * (number + 1))
+        await_step(metrics, 200 * (number + 1))
         os.kill(json.loads((jobs.run_dir(job) / "claim.json").read_text())["pid"], signal.SIGTERM)
-    assert [jobs.wait(job, 600) for job in ids] == ["STOPPED", "STOPPED", "COMPLETED", "COMPLETED"]
+    assert [await_end(jobs, job) for job in ids] == ["STOPPED", "STOPPED", "COMPLETED", "COMPLETED"]
     assert jobs.status(ids[3])["reason"] == "training was already complete"
     alone, chained = losses(jobs.run_dir(whole) / "output" / "metrics.jsonl"), losses(metrics)
-    assert len(chained) == 3000
+    assert len(chained) == 600
     assert chained == alone
+
+
+def await_end(jobs, job: str, seconds: float = 300) -> str:
+    deadline = time.monotonic() + seconds
+    while not (jobs.run_dir(job) / "result.json").exists():
+        assert time.monotonic() < deadline, jobs.status(job)
+        time.sleep(0.2)
+    return jobs.status(job)["state"]
 
 
 def await_step(metrics: Path, step: int, seconds: float = 300) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,25 @@ def test_a_job_waits_for_one_that_does_not_complete(login: Login) -> None:
     refused = login.run(*login.quick("--after", failing["job"]))
     assert refused.returncode == 1
     assert "FAILED" in refused.stderr
+
+
+def test_a_chain(login: Login) -> None:
+    """All are submitted at once, and may not requeue; those whose turn comes after the training is complete do not run."""
+    trained = login.folder / "trained"
+    trained.mkdir()
+    (trained / "status.json").write_text(json.dumps({"state": "finished", "time": time.time() + 3600}))
+    words = login.quick_trainer("--chain", "3", "-o", f"Engine.save_load.output_dir={trained}", JOB_EXIT="5")
+    done = login.run(*words)
+    assert done.returncode == 0, done.stderr
+    first, second, third = json.loads(done.stdout)["chain"]
+    assert login.wait(first, "FAILED")["continues"] is None
+    for job, before in ((second, first), (third, second)):
+        facts = login.wait(job, "COMPLETED")
+        assert (facts["reason"], facts["continues"]) == ("training was already complete", before)
+        assert not ran(facts)
+        script = (Path(facts["run_dir"]) / "job.sbatch").read_text()
+        assert "#SBATCH --no-requeue" in script
+    assert "export GPTCTL_CONTINUES=1" in (Path(facts["run_dir"]) / "launch.sh").read_text()
 
 
 def test_what_slurm_refuses_is_said_and_leaves_nothing(login: Login) -> None:

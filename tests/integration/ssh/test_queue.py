@@ -4,7 +4,9 @@ left."""
 from __future__ import annotations
 
 import json
+import re
 
+import pytest
 import yaml
 
 from tests.integration.ssh.desk import HOSTS, Desk, await_true
@@ -50,3 +52,22 @@ def test_jobs_after_another(desk: Desk) -> None:
         facts = desk.wait(jobs[when]["job"], "CANCELLED", "COMPLETED", "FAILED")
         assert facts["state"] == state, facts
     assert len(desk.ran("ssh1")) == 3
+
+
+@pytest.mark.long
+def test_a_chain(desk: Desk) -> None:
+    """The second job resumes, on every host, what the first one left there, and finishes the training."""
+    keys = ("Engine.max_steps=4000", "Engine.save_load.save_steps=100000", "Global.global_batch_size=4")
+    done = desk.run(*desk.train("--json", "--chain", "3", "--nodes", "2", "--gpus-per-node", "1", keys=keys))
+    assert done.returncode == 0, done.stderr
+    first, second, third = json.loads(done.stdout)["chain"]
+    log = f"{desk.run_root}/{first}/logs/attempt-0/workerlog.0"
+    await_true(lambda: "global step 20," in desk.on("ssh1", f"grep -m 20 'global step' {log}"), 120)
+    desk.on("ssh1", f"kill -TERM $(sed 's/.*\"pid\": \\([0-9]*\\).*/\\1/' {desk.run_root}/{first}/claim.json)")
+    assert desk.wait(first, "STOPPED", "FAILED", "COMPLETED")["state"] == "STOPPED"
+    assert desk.wait(second, "COMPLETED", "FAILED", seconds=400)["state"] == "COMPLETED"
+    assert desk.wait(third, "COMPLETED", "FAILED")["reason"] == "training was already complete"
+    text = desk.on("ssh1", f"cat {desk.run_root}/{second}/logs/attempt-0/workerlog.0")
+    found = re.search(r"global step (\d+),", text)
+    assert found
+    assert int(found[1]) > 20
