@@ -156,6 +156,7 @@ def render(
     # Checked here: the number of nodes is known only after planning.
     if node is not None and node >= plan.nodes:
         raise UserError(f"there is no node {node}", f"use 0 to {plan.nodes - 1}", WRONG_USAGE)
+    ui.note_missing_gpus(checked)
     # Findings go to stderr below: stdout can be saved as a script.
     text = rendered(plan, script_of(plan.style), template_places(template, checked.path), node)
     if as_json:
@@ -228,6 +229,7 @@ def show_dry_run(prepared: Prepared, as_json: bool) -> None:
     from gptctl.cli import ui
 
     plan = prepared.plan
+    ui.note_missing_gpus(prepared.checked)
     if as_json:
         facts = {"plan": plan.as_json(), "scripts": prepared.scripts}
         ui.print_json({**facts, "continues": prepared.continues, "notes": prepared.notes})
@@ -280,8 +282,10 @@ def submit_and_follow(
 ) -> int:
     from gptctl.cli import ui
     from gptctl.jobs import report
+    from gptctl.jobs.submit import refuse_without_gpus
     from gptctl.jobs.submit import submit as send
 
+    refuse_without_gpus(prepared)
     # Before the job starts: the user can still press Ctrl-C.
     print_notes(prepared)
     sent = send(prepared, session.store, session.backends)

@@ -13,13 +13,16 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gptctl.cli.chart import ChartSize
 from gptctl.cli.table_layout import Column, as_columns, broken_name, fitted, wrapped
 from gptctl.reporting import Progress
 from gptctl.text import CONTROL, clean
 from trainer.errors import Finding, UserError
+
+if TYPE_CHECKING:
+    from gptctl.spec.check import Checked
 
 LARGEST_CHART = ChartSize(160, 40)
 PAIR_MARGINS = 7  # characters around and between the two columns of `print_pairs`
@@ -178,6 +181,14 @@ def print_findings(findings: Iterable[Finding], to_stderr: bool = False) -> None
         _print_marked(str(finding), stream)
         if finding.hint:
             _print_marked(f"hint: {finding.hint}", stream)
+
+
+def note_missing_gpus(checked: Checked) -> None:
+    """Say that `submit` would refuse a valid config on this machine. Not part of the answer."""
+    from gptctl.spec.machine_rules import check_gpus_here
+
+    if checked.is_valid:
+        print_findings(check_gpus_here(checked), to_stderr=True)
 
 
 def print_error(error: UserError) -> None:

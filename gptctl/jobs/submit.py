@@ -29,6 +29,7 @@ from gptctl.jobs.store import JobRecord, Store, new_record
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import check_syntax, render
 from gptctl.spec.check import Checked
+from gptctl.spec.machine_rules import check_gpus_here
 from gptctl.spec.resources import installation_id
 from trainer.config import Override
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors_in
@@ -167,6 +168,7 @@ class Submitted(NamedTuple):
 
 def submit(prepared: Prepared, store: Store, backends: Backends) -> Submitted:
     """Record, freeze and start the job. If a step fails before it exists, undo all of them."""
+    refuse_without_gpus(prepared)
     backend = backends.of(prepared.plan.kind)
     # The record comes first: whatever is created after it can be found and removed.
     prepared, record = _add_record(prepared, store, backend)
@@ -188,6 +190,14 @@ def submit(prepared: Prepared, store: Store, backends: Backends) -> Submitted:
             raise UserError(message, hint, OUT_OF_REACH) from None
         raise
     return Submitted(record)
+
+
+def refuse_without_gpus(prepared: Prepared) -> None:
+    """Refuse a job that needs GPUs on a machine without any: it would fail half a minute later."""
+    # A dry run shows such a job: it may be meant for another machine.
+    if lacking := [*check_gpus_here(prepared.checked)]:
+        errors = [finding._replace(level="error") for finding in lacking]
+        raise UserError("the job was not submitted", findings=errors)
 
 
 def _undo_or_explain(

@@ -26,6 +26,7 @@ MODULES = (
     "gptctl.spec.check",
     "gptctl.spec.launch_rules",
     "gptctl.spec.program_words",
+    "gptctl.spec.machine_rules",
     "gptctl.jobs.preflight",
     "gptctl.jobs.resume",
     "gptctl.backends.local",

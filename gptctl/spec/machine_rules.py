@@ -1,0 +1,56 @@
+"""Check a local job against this machine: its GPUs and its cores.
+
+Not part of `check_config`: whether a config is valid does not depend on the machine where it is
+checked. Large ones are checked on laptops.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from gptctl.spec.check import Checked
+from gptctl.spec.cluster import visible_gpus
+from gptctl.text import count
+from trainer.errors import Finding, Rule
+
+HAS_GPU = Rule(
+    "S016", "the bundled trainer on this machine with device: gpu needs a GPU here", "notice"
+)
+CROWDED = Rule(
+    "S017", "a job on CPUs of this machine should have at most four ranks per core", "warning"
+)
+RANKS_PER_CORE = 4
+# ROCm and WSL have no /dev/nvidia0: their GPUs cannot be counted here, but torch may find them.
+OTHER_DRIVERS = ("/dev/kfd", "/dev/dxg")
+
+
+def check_gpus_here(checked: Checked) -> Iterator[Finding]:
+    """Find out if a job needs a GPU that this machine lacks: `submit` refuses it."""
+    # A user's own script decides itself where it runs.
+    is_trainer = checked.resolved is not None and checked.launch.entrypoint == "trainer"
+    if not is_trainer or not checked.cluster.traits.is_one_machine or checked.device != "gpu":
+        return
+    if not has_gpu():
+        message = "this machine has no GPU that a job may use, so gptctl submit refuses it here"
+        hint = "choose a cluster with GPUs (--cluster NAME), or -o Global.device=cpu"
+        yield HAS_GPU.found("Global.device", "gpu", message, hint)
+
+
+def has_gpu() -> bool:
+    if visible_gpus():
+        return True
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
+    return not is_hidden and any(Path(driver).exists() for driver in OTHER_DRIVERS)
+
+
+def check_cores_here(checked: Checked) -> Iterator[Finding]:
+    """Warn if the ranks of a local job on CPUs would mostly wait for each other."""
+    ranks, cores = checked.machines.world, len(os.sched_getaffinity(0))
+    on_cpus = checked.cluster.traits.is_one_machine and checked.device == "cpu"
+    if on_cpus and ranks > RANKS_PER_CORE * cores:
+        message = f"{count(ranks, 'rank')} on {count(cores, 'core')} of this machine"
+        most = RANKS_PER_CORE * cores
+        hint = f"use at most {most} ranks: every step waits for the slowest of them"
+        yield CROWDED.found("Launch.gpus_per_node", checked.machines.per_node, message, hint)
