@@ -111,13 +111,27 @@ def logs(session: Session, /, job: str | None, **options: Any) -> int:
     if options["metrics"]:
         rows = rows_of(session, record, options)
         return print_metrics(rows, options["tail"], options["as_json"])
-    return print_logs_or_report(
+    code = print_logs_or_report(
         record.id,
         files,
         wanted_of(options, record.per_node),
         options,
         is_over=lambda: session.is_over(record),
     )
+    say_result(record)
+    return code
+
+
+def say_result(record: JobRecord) -> None:
+    """Close the logs of a failed job with the reason: torchrun's last lines may name another."""
+    from gptctl.backends import recorded_state
+    from gptctl.cli import ui
+    from gptctl.engine.run_folder import FAILED, RunFolder
+
+    # Only what is recorded here: the state of a running job would cost a query.
+    result = RunFolder(record.local_dir).result()
+    if result and result.state == FAILED:
+        ui.say(f"{record.id}: {recorded_state(result)}")
 
 
 def check_options(options: dict[str, Any]) -> None:

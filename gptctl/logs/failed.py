@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gptctl.engine.cause import recorded_rank
 from gptctl.engine.error_text import signal_name
-from gptctl.engine.rank_runs import RankRun, failed_runs
+from gptctl.engine.rank_runs import RankRun, failed_runs, node_exits, rank_runs
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Failure:
         # A launch script can fail before it starts ranks: the setup, a missing interpreter.
         failing = sorted(node for node, code in self.node_exits.items() if code)
         return None if self.first or not failing else failing[0]
+
+    @property
+    def first_file(self) -> tuple[str, int | None]:
+        """The kind and number of the log that explains it: that of a rank or of a node."""
+        return ("rank", self.first.rank) if self.first else ("node", self.first_node)
 
     @property
     def is_failure(self) -> bool:
@@ -52,7 +58,7 @@ class Failure:
 
 
 def find_failure(
-    runs: Iterable[RankRun], node_exits: Mapping[int, int], first_rank: int | None = None
+    runs: Iterable[RankRun], exits: Mapping[int, int], first_rank: int | None = None
 ) -> Failure:
     """Find the rank that failed first: the one that the job recorded, else by the time of exit."""
     latest = {run.rank: run for run in runs}
@@ -62,7 +68,12 @@ def find_failure(
     never = float("inf")
     cascade.sort(key=lambda run: (never if run.ended is None else run.ended, run.rank))
     silent = tuple(run for run in latest.values() if not run.is_over)
-    return Failure(first, tuple(cascade), silent, len(latest), dict(node_exits))
+    return Failure(first, tuple(cascade), silent, len(latest), dict(exits))
+
+
+def failure_in(records: Mapping[str, bytes]) -> Failure:
+    """Find the failure of an attempt in its records."""
+    return find_failure(rank_runs(records), node_exits(records), recorded_rank(records))
 
 
 def _run_json(run: RankRun, delay: float | None) -> dict[str, Any]:

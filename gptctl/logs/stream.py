@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
+from gptctl.logs.failed import failure_in
 from gptctl.logs.files import FileFilter, LogFile, LogFiles
 from gptctl.logs.lines import LONGEST_LINE, Assembler, Clock, start_of_last
 from gptctl.logs.match import Errors, Grep, Span, every_line
@@ -177,12 +178,24 @@ def _through(source: LogReader, chunk: int, close: bool) -> Iterator[Line]:
         yield from source.rest()
 
 
+def _failure_first(files: LogFiles, sources: list[LogReader]) -> Iterator[Line]:
+    """Merge the lines of each attempt; the log of the first failure comes before all others."""
+    # Errors have rarely a timestamp, and those of the other ranks are mostly consequences.
+    for attempt, of_attempt in groupby(sources, lambda source: source.file.attempt):
+        several = list(of_attempt)
+        first = failure_in(files.records(attempt)).first_file
+        leads = [(source.file.kind, source.file.number) == first for source in several]
+        for wanted in (True, False):
+            part = [source for source, lead in zip(several, leads) if lead == wanted]
+            yield from merged(part, close=True)
+
+
 def read_all(files: LogFiles, wanted: FileFilter, lines: LineFilter, show: LineWriter) -> int:
     """Show the lines that exist now; return the number of files."""
     chosen = wanted.now(files)
     show.add_files(chosen)
     sources = [LogReader(files, file, lines, from_start=False) for file in chosen]
-    for line in merged(sources, close=True):
+    for line in _failure_first(files, sources) if lines.errors else merged(sources, close=True):
         show.line(line)
     show.flush()
     for file in chosen:

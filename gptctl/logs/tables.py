@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from gptctl.engine.cause import recorded_rank
 from gptctl.engine.error_text import signal_name
 from gptctl.engine.rank_runs import RankRun, node_exits, rank_runs
 from gptctl.engine.run_folder import FAILED
-from gptctl.logs.failed import Failure, find_failure
+from gptctl.logs.failed import Failure, failure_in
 from gptctl.logs.files import FileFilter, LogFile, LogFiles
 from gptctl.logs.lines import readable
 from gptctl.logs.stream import LineFilter, LogReader, merged
@@ -33,9 +32,7 @@ def last_lines(files: LogFiles, file: LogFile) -> list[str]:
 def failure_of(files: LogFiles, attempt: int | None = None) -> tuple[int, Failure]:
     """Find the failure of an attempt, by default the latest."""
     attempt = max(files.attempts(), default=0) if attempt is None else attempt
-    records = files.records(attempt)
-    runs, codes = rank_runs(records), node_exits(records)
-    return attempt, find_failure(runs, codes, recorded_rank(records))
+    return attempt, failure_in(files.records(attempt))
 
 
 class FailureReport(NamedTuple):
@@ -67,10 +64,9 @@ def failure_report(files: LogFiles, attempt: int | None = None, state: str = "")
     """Report the failure of an attempt, by default the latest; `state` is that of the job."""
     is_latest = attempt is None
     attempt, failure = failure_of(files, attempt)
-    kind, number = ("rank", failure.first.rank) if failure.first else ("node", failure.first_node)
     # Empty files have nothing to show: do not print their headings.
     listed = [file for file in files.scan(attempt) if file.attempt == attempt and file.size]
-    failed_files = [file for file in listed if (file.kind, file.number) == (kind, number)]
+    failed_files = [file for file in listed if (file.kind, file.number) == failure.first_file]
     # The job failed before a node recorded how: the reason is in the log of a node or the batch
     # script.
     if not failure.is_failure and state == FAILED:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import trainer.train
 from tests.ranks import Ranks, fork, run, start, tiny
 from tests.unit.test_data import write_npz
 from trainer.__main__ import main
@@ -101,6 +102,27 @@ def test_a_signal_saves_and_stops(tmp_path: Path, number: int, world: int) -> No
     assert rest.ok, rest.text
     steps = [json.loads(line)["step"] for line in (tmp_path / "output/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, status["step"] + 3))
+    assert rest.status()["state"] == "finished"
+
+
+def stopped_while_it_prepares(arguments: Sequence[str]) -> int:
+    def prepare_and_stop(*needed):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return prepare(*needed)
+
+    prepare, trainer.train.prepare = trainer.train.prepare, prepare_and_stop
+    return main(arguments)
+
+
+def test_a_stop_before_the_first_step_saves_nothing_and_says_so(tmp_path: Path) -> None:
+    """Not even step 0: a checkpoint would look like progress. The next run starts at the same step."""
+    ended = Ranks(tiny(max_steps=10), 1, tmp_path, {}, stopped_while_it_prepares).wait()
+    assert ended.ok, ended.text
+    assert ended.status()["state"] == "stopped"
+    assert "Stopped on request before global step 1: there was nothing to save." in ended.out[0]
+    assert Store(tmp_path / "output").checkpoints() == []
+    rest = run(tmp_path, *tiny(max_steps=10))
+    assert rest.ok, rest.text
     assert rest.status()["state"] == "finished"
 
 
