@@ -169,7 +169,7 @@ def doctor(cluster: str, nodes: int | None, timeout: float, as_json: bool) -> in
 
 @click.group(epilog=examples("gptctl hosts trust lab", "gptctl hosts trust lab --yes"))
 def hosts() -> None:
-    """Manage the hosts of ssh clusters."""
+    """Manage the hosts that gptctl reaches by ssh."""
 
 
 @hosts.command(epilog=examples("gptctl hosts trust lab", "gptctl hosts trust lab --json"))
@@ -263,9 +263,10 @@ def routes_of(cluster: str) -> list[Route]:
     # Stop here: an invalid profile may name the wrong hosts.
     if errors_in(profile.findings):
         raise UserError(f"profile {cluster} is invalid", findings=profile.findings)
-    if not profile.cluster.traits.has_hosts:
+    if not profile.cluster.ssh_hosts:
         message = f"{cluster} is a cluster of kind {profile.cluster.kind}: it lists no hosts"
-        raise UserError(message, "give the name of an ssh cluster", WRONG_USAGE)
+        hint = "give the name of an ssh cluster, or of one with a login host"
+        raise UserError(message, hint, WRONG_USAGE)
     return routes(profile.cluster)
 
 

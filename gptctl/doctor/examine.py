@@ -12,9 +12,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptctl.backends.slurm.client import SlurmClient, SlurmError
+from gptctl.backends.slurm.direct_access import DirectAccess
 from gptctl.doctor import local_node, slurm_checks
 from gptctl.doctor.node_rows import EnginePython, ExpectedNode, engine_row, port_row
 from gptctl.doctor.probe import (
@@ -41,6 +42,7 @@ from trainer.config import Override
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, Finding, UserError
 
 if TYPE_CHECKING:
+    from gptctl.backends.slurm.login_access import LoginAccess
     from gptctl.doctor.ssh_hosts import DoctorHosts
 
 DEFAULT_NODES = 2  # on Slurm: enough to test the network between nodes
@@ -201,15 +203,20 @@ def _ssh_rows(
 
 
 def _examine_slurm(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
-    request.say("querying Slurm …")
     rows: list[Row] = []
     try:
-        client = SlurmClient()
-        status = slurm_checks.check_slurm(cluster, client)
+        access = _slurm_access(request, cluster)
+        if cluster.login:
+            request.say(f"connecting to {cluster.login.host} …")
+            rows.append(_login_row(access))
+            if is_wrong(rows):
+                return DoctorReport(cluster.name, rows, is_in_reach=False)
+        request.say("querying Slurm …")
+        status = slurm_checks.check_slurm(cluster, access.client)
         rows += status.rows
         if not status.answers:
             return DoctorReport(cluster.name, rows, is_in_reach=False)
-        _check_slurm_nodes(request, cluster, status, rows)
+        _check_slurm_nodes(request, cluster, status, rows, access)
     except SlurmError as error:
         rows.append(wrong("Slurm", error.detail, error.hint or "run the command in a shell"))
         # A refusal is an answer; only silence means that the cluster is out of reach.
@@ -217,12 +224,31 @@ def _examine_slurm(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
     return DoctorReport(cluster.name, rows)
 
 
+def _slurm_access(request: DoctorRequest, cluster: Cluster) -> DirectAccess | LoginAccess:
+    if not cluster.login:
+        return DirectAccess()
+    from gptctl.backends.slurm.login_access import LoginAccess
+
+    return LoginAccess(cluster, request.say)
+
+
+def _login_row(access: Any) -> Row:
+    try:
+        return ok("login", f"{access.check()}: authenticated, host key matches", access.host)
+    except SlurmError as error:
+        return wrong("login", error.detail, error.hint or "try it with ssh", access.host)
+
+
 def _check_slurm_nodes(
-    request: DoctorRequest, cluster: Cluster, status: slurm_checks.SlurmStatus, rows: list[Row]
+    request: DoctorRequest,
+    cluster: Cluster,
+    status: slurm_checks.SlurmStatus,
+    rows: list[Row],
+    access: DirectAccess | LoginAccess,
 ) -> None:
     nodes = request.nodes or min(DEFAULT_NODES, status.max_nodes)
     root = cluster.run_root
-    with _folder_errors(rows, root), temporary_folder(Path(os.path.expanduser(root))) as folder:
+    with _folder_errors(rows, root), _slurm_folder(root, access) as folder:
         rows.append(ok("run_root", f"{root} is writable"))
         if not _can_submit(status.rows) or not status.max_nodes:
             rows.append(notice("nodes", "not checked", "fix the problems above first"))
@@ -230,15 +256,28 @@ def _check_slurm_nodes(
             found = f"{nodes} requested, but a job can have at most {status.max_nodes}"
             rows.append(wrong("nodes", found, f"use --nodes {status.max_nodes}"))
         else:
-            rows += _slurm_rows(request, cluster, status, folder, nodes)
+            rows += _slurm_rows(request, cluster, status, folder, nodes, access.client)
+
+
+@contextmanager
+def _slurm_folder(root: str, access: DirectAccess | LoginAccess) -> Iterator[DoctorFolder]:
+    if isinstance(access, DirectAccess):
+        with temporary_folder(Path(os.path.expanduser(root))) as folder:
+            yield DoctorFolder(folder, str(folder))
+        return
+    from gptctl.doctor.login_folder import login_folder
+
+    with login_folder(access, root) as place:
+        yield place
 
 
 def _slurm_rows(
     request: DoctorRequest,
     cluster: Cluster,
     status: slurm_checks.SlurmStatus,
-    folder: Path,
+    folder: DoctorFolder,
     nodes: int,
+    client: SlurmClient,
 ) -> list[Row]:
     available = status.gpus(nodes)
     is_gpu = cluster.gpu_request != "none" and available > 0
@@ -246,15 +285,16 @@ def _slurm_rows(
     if is_gpu:
         # More than a node has is a problem already reported: check the rest with what there is.
         per_node = min(per_node, available)
-    device = "gpu" if is_gpu else "cpu"
-    plan = plan_probe(request.name, request.site, folder, nodes, per_node, device)
-    write_scripts(folder, plan, request.site, BATCH_SCRIPT, ENGINE_SCRIPT)
-    tracker = ArrivalTracker(folder, nodes)
-    place = DoctorFolder(folder, str(folder))
-    rows = [run_on_nodes(SlurmClient(), place, nodes, request.timeout, tracker, request.say)]
-    if (folder / "hosts").exists():  # the batch script has started
+    device, here = "gpu" if is_gpu else "cpu", folder.here
+    plan = plan_probe(request.name, request.site, Path(folder.there), nodes, per_node, device)
+    write_scripts(here, plan, request.site, BATCH_SCRIPT, ENGINE_SCRIPT)
+    folder.push()
+    tracker = ArrivalTracker(here, nodes)
+    rows = [run_on_nodes(client, folder, nodes, request.timeout, tracker, request.say)]
+    if (here / "hosts").exists():  # the batch script has started
         expected = ExpectedNode(per_node if is_gpu else 0, per_node, has_peers=nodes > 1)
-        rows += collect_rows(folder, node_names(folder, nodes), tracker, expected)
+        names = node_names(here, nodes)
+        rows += collect_rows(here, names, tracker, expected, os.path.dirname(folder.there))
     return rows
 
 

@@ -149,12 +149,12 @@ def node_names(folder: Path, nodes: int) -> list[str]:
 
 
 def read_nodes(
-    folder: Path, names: Sequence[str], tracker: ArrivalTracker | None
+    folder: Path, names: Sequence[str], tracker: ArrivalTracker | None, root: str = ""
 ) -> list[NodeFacts]:
     no_access = {}
     for line in read_text(folder / "no_access").splitlines():  # `1 node2 does not exist`
         number, _, words = line.partition(" ")
-        no_access[number] = f"{folder.parent} {words.partition(' ')[2]}"
+        no_access[number] = f"{root or folder.parent} {words.partition(' ')[2]}"
     return [
         NodeFacts(
             name=name,
@@ -191,10 +191,14 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 
 def collect_rows(
-    folder: Path, names: Sequence[str], tracker: ArrivalTracker | None, expected: ExpectedNode
+    folder: Path,
+    names: Sequence[str],
+    tracker: ArrivalTracker | None,
+    expected: ExpectedNode,
+    root: str = "",
 ) -> list[Row]:
-    """The rows for everything that the nodes wrote to the folder."""
-    nodes = read_nodes(folder, names, tracker)
+    """The rows for everything that the nodes wrote to the folder; `root`: its parent there."""
+    nodes = read_nodes(folder, names, tracker, root)
     rows = rows_for_nodes(nodes, read_engines(folder, names), expected)
     if measured := _read_json(folder / "reduce.json"):
         return [*rows, *reduce_rows(measured, names)]

@@ -35,7 +35,9 @@ class DoctorFolder(NamedTuple):
 
     here: Path
     there: str
-    pull: Callable[[], None] = lambda: None  # copies what nodes wrote, if the two differ
+    # If the two differ, these copy the scripts to the cluster, and what nodes wrote to here.
+    push: Callable[[], None] = lambda: None
+    pull: Callable[[], None] = lambda: None
 
 
 def run_on_nodes(
@@ -73,7 +75,7 @@ class DoctorJob:
         say: Say,
     ) -> None:
         self.name, self.client, self.timeout = name, client, timeout
-        self.folder, self.run_dir, self._pull = folder
+        self.folder, self.run_dir, self._pull = folder.here, folder.there, folder.pull
         self.tracker, self.say = tracker, say
         self.submit_error: SlurmError | None = None  # sbatch got no answer: there may be a job
         self._submitted = self._waiting_until = self._answered = time.monotonic()

@@ -28,14 +28,14 @@ CONNECTION_FAILED = 255  # the exit code of ssh itself
 CHECK_TIMEOUT = 5.0  # seconds; the master is a process of this machine
 
 
-def ssh_words(route: Route) -> list[str]:
+def _user_words(route: Route) -> list[str]:
     """The ssh command for a host, as the user's own: so it finds the user's master."""
     return ["ssh", "-p", str(route.port), "-l", route.user, route.name]
 
 
 def has_master(route: Route) -> bool:
     """Whether the user has a master connection to this host."""
-    program, *words = ssh_words(route)
+    program, *words = _user_words(route)
     try:
         done = subprocess.run(
             [program, "-O", "check", *words],
@@ -60,7 +60,7 @@ class MasterConnection:
         self.run(["true"], timeout=route.timeout)
 
     def _words(self, *options: str) -> list[str]:
-        program, *words = ssh_words(self.route)
+        program, *words = _user_words(self.route)
         # Without its master ssh must fail instead of opening a connection, or asking the user.
         only_master = ("ControlMaster=no", "BatchMode=yes", "ProxyCommand=false")
         settings = [word for option in only_master for word in ("-o", option)]
@@ -121,6 +121,10 @@ class SftpPipe:
 
     def recv(self, size: int) -> bytes:
         return self._socket.recv(size)
+
+    def get_name(self) -> str:
+        """Paramiko uses it in the messages that it logs."""
+        return "sftp"
 
     def close(self) -> None:
         self._socket.close()

@@ -9,11 +9,10 @@ from gptctl.spec.resources import folder
 
 # --norc: bash that is started by sshd would read ~/.bashrc, which is meant for terminals.
 BASH = ("bash", "--norc", "-c")
-# The environment of a login: Slurm's commands may be found only there.
-LOGIN_BASH = ("bash", "-l", "-c")
-# Printed by the commands themselves: a login shell may print something of its own first.
-LOGIN_MARKER = "gptctl login"
-_MARK = f"echo '{LOGIN_MARKER}'; echo '{LOGIN_MARKER}' >&2"
+# Starts a login shell: Slurm's commands may be found only there. What the user's profile prints
+# goes to stderr, and descriptor 3 is the real stdout.
+_LOGIN_BASH = (*BASH, 'exec 3>&1 1>&2; exec bash -l -c "$0" gptctl "$@"')
+LOGIN_MARKER = "gptctl begins"  # separates what the profile printed to stderr
 _USES = re.compile(r"^# uses (\S+)$", re.MULTILINE)
 # After these the command continues in the next line. The last one is a pattern of `case`.
 _OPEN_END = re.compile(r"(\bthen|\bdo|\belse|\bin|[{(|&]|;;|^[^()]*\))$")
@@ -24,19 +23,25 @@ def remote_command(name: str, *arguments: str) -> list[str]:
     return [*BASH, one_line(name), "gptctl", *arguments]
 
 
-def login_command(*command: str) -> list[str]:
+def login_command(*command: str, marker: str = "") -> list[str]:
     """Return the command that runs another one in the environment of a login."""
-    return [*LOGIN_BASH, f'{_MARK}; exec "$@"', "gptctl", *command]
+    mark = f"echo '{marker}' >&2; " if marker else ""
+    return [*_LOGIN_BASH, f'{mark}exec "$@" >&3 3>&-', *command]
 
 
 def login_script(name: str, *arguments: str) -> list[str]:
-    """Like `remote_command`, in the environment of a login."""
-    return [*LOGIN_BASH, f"{_MARK}; {one_line(name)}", "gptctl", *arguments]
+    """Like `remote_command`, in the environment of a login, with the marker."""
+    return [
+        *_LOGIN_BASH,
+        f"echo '{LOGIN_MARKER}' >&2; exec >&3 3>&-; {one_line(name)}",
+        *arguments,
+    ]
 
 
-def after_login(text: str) -> str:
-    """What such a command printed, without what the login shell printed before."""
-    return text.partition(f"{LOGIN_MARKER}\n")[2] or text.partition(LOGIN_MARKER)[2]
+def after_login(stderr: str) -> str:
+    """Return what such a command printed, without what the profile printed before."""
+    before, marker, after = stderr.partition(LOGIN_MARKER)
+    return after.strip() if marker else before
 
 
 @cache

@@ -6,7 +6,7 @@ login host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from gptctl.backends import JobState
@@ -25,6 +25,14 @@ class Access(Protocol):
 
     client: SlurmClient
     queue: Queue
+
+    def connect(self, record: JobRecord) -> None:
+        """Raise SlurmError if the cluster cannot be reached: nothing was sent then."""
+        ...
+
+    def was_sent(self, record: JobRecord) -> bool:
+        """Whether anything of the job may be on the cluster."""
+        ...
 
     def send_folder(self, plan: LaunchPlan, record: JobRecord) -> None:
         """Make the job's folder complete on the cluster."""
@@ -52,6 +60,10 @@ class Access(Protocol):
 
     def final_result(self, record: JobRecord) -> Result | None:
         """Return what a job that has ended recorded, with all its files on this machine."""
+        ...
+
+    def command(self, words: Sequence[str], has_terminal: bool) -> list[str]:
+        """Return the command of this machine that runs these words on the cluster."""
         ...
 
     def remember(self, record: JobRecord, state: JobState) -> None:

@@ -132,6 +132,7 @@ class SlurmBackend(Backend):
 
     def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
         access, deadline = self.access(record), time.monotonic() + SEND_TIMEOUT
+        access.connect(record)
         self._retried(lambda: access.send_folder(plan, record), deadline)
         # Sending may have taken longer than Slurm may.
         deadline = time.monotonic() + SEND_TIMEOUT
@@ -216,6 +217,8 @@ class SlurmBackend(Backend):
     def abandon(self, record: JobRecord) -> bool:
         """Remove a job that was submitted but not released from the queue."""
         access, folder = self.access(record), RunFolder(record.local_dir)
+        if not access.was_sent(record):
+            return True
         # Without the claim the job does nothing, even if it cannot be removed now.
         owner = access.claim(record, {"abandoned": True}).get("scheduler_id")
         try:
@@ -228,8 +231,7 @@ class SlurmBackend(Backend):
         has_begun = any(job.id == owner and not job.is_held for job in jobs)
         if owner and owner not in {job.id for job in jobs}:
             # Slurm has forgotten it after it ran, or lost it before it was released.
-            access.update(record)
-            has_begun = folder.attempts() > 0 or folder.result() is not None
+            has_begun = access.final_result(record) is not None or folder.attempts() > 0
         cancel_jobs(access, (job.id for job in jobs if job.id != owner or not has_begun))
         if not has_begun:
             access.remove_folder(record)
@@ -351,7 +353,8 @@ class SlurmBackend(Backend):
     def node_command(
         self, record: JobRecord, node: int, words: Sequence[str], has_terminal: bool
     ) -> list[str]:
-        return step_on_node(RunFolder(record.local_dir), node, words, has_terminal)
+        step = step_on_node(RunFolder(record.local_dir), node, words, has_terminal)
+        return self.access(record).command(step, has_terminal)
 
     # Files: with a login host, what is on this machine is a copy
 

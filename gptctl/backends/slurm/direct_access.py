@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -30,6 +30,12 @@ class DirectAccess:
     def __init__(self) -> None:
         self.client = SlurmClient()
         self.queue = Queue(self.client)
+
+    def connect(self, record: JobRecord) -> None:
+        return
+
+    def was_sent(self, record: JobRecord) -> bool:
+        return True
 
     def send_folder(self, plan: LaunchPlan, record: JobRecord) -> None:
         with private_files():
@@ -56,6 +62,9 @@ class DirectAccess:
 
     def final_result(self, record: JobRecord) -> Result | None:
         return RunFolder(record.local_dir).result()
+
+    def command(self, words: Sequence[str], has_terminal: bool) -> list[str]:
+        return list(words)
 
     def remember(self, record: JobRecord, state: JobState) -> None:
         return

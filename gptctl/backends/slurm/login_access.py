@@ -43,13 +43,22 @@ from gptctl.remote.connection import CommandResult
 from gptctl.remote.host_error import HostError
 from gptctl.remote.log_sync import LogSync
 from gptctl.remote.login import login_link
-from gptctl.remote.scripts import after_login, login_command, login_script, remote_command
+from gptctl.remote.scripts import (
+    LOGIN_MARKER,
+    after_login,
+    login_command,
+    login_script,
+    remote_command,
+)
+from gptctl.remote.ssh_program import ssh_words
 from gptctl.reporting import Fetched, Say, ShowProgress
 from gptctl.spec.cluster import Cluster
 from gptctl.text import clock_time
 
 LAST_STATE = "last-state.json"  # in the job's folder on this machine
 REMEMBER_EVERY = 60.0  # seconds after which an unchanged state is recorded again
+MAX_AGE = 1.0  # seconds for which the copy of a job's folder counts as up to date
+UNSENT = {"abandoned": True, "unsent": True}  # the claim of a job of which nothing was sent
 NOT_FOUND = 127  # the exit code of bash if a command does not exist
 TRY_LATER = 75  # submit_job.sh: an earlier request may still reach sbatch
 
@@ -78,7 +87,7 @@ class LoginAccess:
             hint = error.hint or f"check that you can log in: ssh {self.host}"
             raise SlurmError(said, error.is_lost, hint=hint) from None
 
-    def _run(
+    def run(
         self, command: Sequence[str], stdin: bytes = b"", timeout: float = TIMEOUT
     ) -> CommandResult:
         with self._host_errors(), self._link.connected() as connection:
@@ -89,18 +98,18 @@ class LoginAccess:
             return done
 
     def _execute(self, command: Sequence[str], stdin: str) -> ClientResult:
-        return self._login_result(command[0], self._run(login_command(*command), stdin.encode()))
+        words = login_command(*command, marker=LOGIN_MARKER)
+        return self._login_result(command[0], self.run(words, stdin.encode()))
 
     def _login_result(self, program: str, done: CommandResult) -> ClientResult:
         if done.code == NOT_FOUND:
             hint = f"check that it is in PATH: ssh {self.host} bash -lc 'command -v {program}'"
             said = f"{program} is not installed on login host {self.host}"
             raise SlurmError(said, is_doubtful=False, is_missing=True, hint=hint)
-        out = after_login(done.out.decode(errors="replace"))
-        return ClientResult(done.code, out, after_login(done.err))
+        return ClientResult(done.code, done.out.decode(errors="replace"), after_login(done.err))
 
     def _script(self, name: str, record: JobRecord, *words: str) -> CommandResult:
-        return self._run(remote_command(name, record.remote_dir, record.token, *words))
+        return self.run(remote_command(name, record.remote_dir, record.token, *words))
 
     def _checked(self, done: CommandResult) -> CommandResult:
         if done.code:
@@ -109,15 +118,33 @@ class LoginAccess:
             raise SlurmError(f"login host {self.host}: {said}", is_doubtful=False, hint=hint)
         return done
 
+    def connect(self, record: JobRecord) -> None:
+        self._say(f"connecting to {self.host} …")
+        try:
+            self.check()
+        except SlurmError:
+            with private_files():
+                RunFolder(record.local_dir).try_claim(UNSENT)
+            raise
+        self._say("sending the job …")
+
+    def was_sent(self, record: JobRecord) -> bool:
+        return RunFolder(record.local_dir).claimed_by() != UNSENT
+
+    def check(self) -> str:
+        """Connect, and return who is connected to what."""
+        self.run(["true"])
+        route = self._link.route
+        return f"{route.user}@{route.host}:{route.port}"
+
     # Submitting
 
     def send_folder(self, plan: LaunchPlan, record: JobRecord) -> None:
-        self._say(f"sending the job to {self.host} …")
         archive = pack(record.run_folder)
         limit = TIMEOUT + len(archive) / MIN_SPEED
         sizes = (str(len(archive)), f"{limit:.0f}")
         words = (plan.remote_dir, record.token, *sizes, plan.log_dir, *plan.inputs)
-        done = self._checked(self._run(remote_command("place_job.sh", *words), archive, limit))
+        done = self._checked(self.run(remote_command("place_job.sh", *words), archive, limit))
         for path in done.out.decode(errors="replace").splitlines():
             # Nodes may see file systems that the login host does not.
             self._say(f"warning: {path} does not exist on {self.host}")
@@ -128,7 +155,7 @@ class LoginAccess:
         words = (record.remote_dir, record.token, str(self._requests), comment, BATCH_SCRIPT)
         # Over stdin: other users of the host can read the arguments of every process.
         secrets = "".join(f"{name}={value}\0" for name, value in secrets_of(plan).items())
-        done = self._run(login_script("submit_job.sh", *words), secrets.encode())
+        done = self.run(login_script("submit_job.sh", *words), secrets.encode())
         result = self._login_result("sbatch", done)
         if result.code == TRY_LATER:
             said = f"another request is still running on {self.host}"
@@ -174,7 +201,7 @@ class LoginAccess:
         return self._syncs[record.id]
 
     def update(self, record: JobRecord) -> None:
-        self.sync_of(record).refresh()
+        self.sync_of(record).refresh(MAX_AGE)
 
     def final_result(self, record: JobRecord) -> Result | None:
         with self._host_errors():
@@ -206,6 +233,9 @@ class LoginAccess:
         from gptctl.remote.fetch import fetch
 
         return fetch(record, self.sync_of(record), target, checkpoints, self._say, show)
+
+    def command(self, words: Sequence[str], has_terminal: bool) -> list[str]:
+        return ssh_words(self._link.route, login_command(*words), has_terminal)
 
     # The last known state
 

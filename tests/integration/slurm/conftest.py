@@ -17,7 +17,7 @@ def possible() -> None:
 
 @pytest.fixture(scope="session")
 def lab(possible: None) -> Iterator[Lab]:
-    with Lab(nodes=4) as lab:
+    with Lab(nodes=4, laptop=True) as lab:
         yield lab
 
 

@@ -1,0 +1,191 @@
+"""Slurm from a machine that has no Slurm and no shared folder. Oracles: what ran on the cluster, the queue, the files there."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from tests.integration.slurm.laptop import Cutter, Laptop, mirrored
+from tests.integration.slurm.login import await_true
+from tests.lab import Lab
+
+
+@pytest.fixture
+def laptop(lab: Lab) -> Laptop:
+    return Laptop(lab)
+
+
+def test_a_job_from_its_submit_to_its_end(laptop: Laptop) -> None:
+    """Submit, follow, cancel and fetch; every byte that the job wrote is on the laptop in the end."""
+    assert laptop.on("laptop", "command -v sbatch squeue; ls -A /etc/slurm") == ""
+    job = laptop.submit_quick("--nodes", "2", JOB_SECONDS="60")["job"]
+    await_true(lambda: len(laptop.ran(job)) == 2, 30)
+    assert laptop.json("list")[0]["state"] == "RUNNING"
+    assert laptop.run("cancel", job).returncode == 0
+    facts = laptop.json("status", job)
+    assert facts["state"] == "CANCELLED"
+    assert [state in ("PENDING", "RUNNING") for _, state, _ in laptop.jobs_in_slurm()] == [False]
+    followed = laptop.run("logs", job, "--follow")
+    assert "Slurm job" in followed.stdout
+    laptop.json("fetch", job)
+    there = laptop.on("head", f"cd {laptop.run_root}/{job} && find logs attempt-0 -name '*.log' -exec sha256sum {{}} +")
+    here = laptop.on("laptop", f"cd {facts['run_dir']} && find logs attempt-0 -name '*.log' -exec sha256sum {{}} +")
+    assert sorted(there.splitlines()) == sorted(set(here.splitlines()) & set(there.splitlines())) != []
+    assert mirrored(laptop, facts, "claim.json") == laptop.on("head", f"cat {laptop.run_root}/{job}/claim.json")
+
+
+def assert_once(laptop: Laptop, accepted: int) -> None:
+    """So many jobs ran, each once; nothing else is in the queue, and no folder is left of what was taken back."""
+    jobs = [job["job"] for job in laptop.json("list", "--all")]
+    for job in jobs:
+        laptop.wait(job, "COMPLETED")
+    assert len(jobs) == accepted
+    assert [len(laptop.ran(job)) for job in jobs] == [1] * accepted
+    assert laptop.folders() == set(jobs)
+    assert [job for job in laptop.jobs_in_slurm() if job[1] == "PENDING"] == []
+
+
+CUT = "pkill -KILL -u gpt -x sshd"  # the sessions of the user: the connection is lost
+STEPS = {
+    "before sbatch": ("sbatch", ""),
+    "after sbatch": ("sbatch", '"$LAB_REAL" "$@";'),
+    "before the release": ("scontrol", ""),
+    "after the release": ("scontrol", '"$LAB_REAL" "$@";'),
+}
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=[] if step == "after sbatch" else pytest.mark.long) for step in STEPS]
+)
+def test_the_connection_is_lost_at_a_step(laptop: Laptop, step: str) -> None:
+    """The login host gets the request, and its reply is lost; gptctl connects again, and finds what became of it."""
+    client, before = STEPS[step]
+    once = f"{laptop.run_root}.cut"
+    laptop.lab.break_client(
+        client, f'[ -e {once} ] || {{ touch {once}; {before} {CUT}; exit 1; }}; exec "$LAB_REAL" "$@"'
+    )
+    done = laptop.run(*laptop.quick())
+    assert done.returncode == 0, done.stderr
+    assert laptop.on("head", f"ls {once}")
+    laptop.lab.mend_client(client)
+    assert_once(laptop, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_connections_cut_at_random_moments(lab: Lab, seed: int) -> None:
+    """Each connection is cut with probability 2/3 while 20 jobs are submitted: once or not at all, and gptctl knows."""
+    laptop = Laptop(lab)
+    with Cutter(laptop) as cutter:
+        laptop.write_profile("quick", python=laptop.stand_in, **cutter.profile)
+        cutter.order(f"0.67 1.5 {seed}")
+        codes = []
+        for _ in range(20):
+            done = laptop.run(*laptop.quick(), timeout=300)
+            assert "Traceback" not in done.stderr
+            codes.append(done.returncode)
+        cutter.order("0 0 0")
+        assert set(codes) <= {0, 3}
+        assert_once(laptop, codes.count(0))
+        print(f"20 submissions, {cutter.cuts()} cuts: {codes.count(0)} ran once, {codes.count(3)} not at all")
+        assert cutter.cuts() >= 10
+        assert codes.count(0) >= 10
+
+
+def test_a_login_host_that_cannot_be_reached(laptop: Laptop) -> None:
+    """Nothing hangs, nothing is left, and the last known state is shown; the host is named each time."""
+    job = laptop.submit_quick(JOB_SECONDS="60")["job"]
+    await_true(lambda: len(laptop.ran(job)) == 1, 30)
+    assert laptop.json("list")[0]["state"] == "RUNNING"
+    laptop.lab.cut("laptop")
+    began = time.monotonic()
+    (row,) = laptop.json("list")
+    assert time.monotonic() - began < 20
+    assert row["state"] == "UNKNOWN"
+    assert "login host head" in row["reason"]
+    assert "last known state: RUNNING" in row["reason"]
+    refused = laptop.run(*laptop.quick(cluster="hpc"))
+    assert refused.returncode == 3
+    assert "login host head" in refused.stderr
+    assert laptop.run("cancel", job).returncode == 3
+    laptop.lab.mend("laptop")
+    assert [row["state"] for row in laptop.json("list")] == ["RUNNING"]
+    assert laptop.run("cancel", job, "--now").returncode == 0
+    assert laptop.folders() == {job}
+
+
+@pytest.mark.long
+def test_the_users_own_ssh_connection_is_used(laptop: Laptop) -> None:
+    """The laptop has no key any more, as where the login host asks for a code; without the master it is refused."""
+    config = "Host hpc\n  HostName head\n  ControlPath ~/.ssh/master-%C\n"
+    laptop.write("laptop", "/home/gpt/.ssh/config", config)
+    laptop.write_profile("quick", python=laptop.stand_in, login="hpc")
+    opened = laptop.lab.run("laptop", "ssh", "-fMN", "hpc", user="gpt", stdout=None, stderr=None)
+    assert opened.returncode == 0
+    try:
+        laptop.on("laptop", "mv ~/.ssh/id_ed25519 ~/.ssh/away")
+        done = laptop.run(*laptop.quick("--follow"))
+        assert done.returncode == 0, done.stderr
+        assert "[batch]" in done.stdout
+        assert_once(laptop, 1)
+        assert laptop.json("fetch")["files"] > 0
+        laptop.on("laptop", "ssh -O exit hpc")
+        refused = laptop.run(*laptop.quick())
+        assert refused.returncode == 3
+        assert "log in with ssh first" in refused.stderr
+    finally:
+        laptop.on("laptop", "mv ~/.ssh/away ~/.ssh/id_ed25519; rm ~/.ssh/config; ssh -O exit hpc")
+    assert_once(laptop, 1)
+
+
+@pytest.mark.long
+def test_one_connection_and_few_queries(laptop: Laptop) -> None:
+    """While a job is followed: one connection for everything, and Slurm is asked at most 12 times a minute."""
+    with Cutter(laptop) as cutter:
+        laptop.write_profile("quick", python=laptop.stand_in, **cutter.profile)
+        before, began = laptop.lab.count_of("squeue"), time.monotonic()
+        done = laptop.run(*laptop.quick("--follow", JOB_SECONDS="20"))
+        assert done.returncode == 0, done.stderr
+        assert cutter.connections() == 1
+        assert laptop.lab.count_of("squeue") - before <= 12 * (time.monotonic() - began) / 60 + 1
+
+
+@pytest.mark.long
+def test_following_survives_cuts(laptop: Laptop) -> None:
+    """Every line is shown once. Oracle: the log on the cluster."""
+    laptop.write(
+        "laptop",
+        f"{laptop.folder}/count.py",
+        "import time\nfor i in range(60): print(i, flush=True); time.sleep(0.2)\n",
+    )
+    with Cutter(laptop) as cutter:
+        laptop.write_profile("hpc", **cutter.profile)
+        submitted = laptop.run("submit", "--cluster", "hpc", "--json", "--", "count.py")
+        job = json.loads(submitted.stdout)["job"]
+        cutter.order("1 3 7")
+        done = laptop.run("logs", job, "--follow", timeout=200)
+        cutter.order("0 0 0")
+        assert done.returncode == 0, done.stderr
+        assert cutter.cuts() >= 2
+        lines = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("[rank 0]")]
+        assert lines == [str(number) for number in range(60)]
+
+
+@pytest.mark.long
+def test_a_training_and_a_secret(laptop: Laptop) -> None:
+    """The bundled trainer runs from the folder that was sent; a secret of this environment arrives, and is in no file."""
+    done = laptop.run(*laptop.train("--nodes", "2", "--follow", keys=("Engine.max_steps=3",)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    fetched = laptop.json("fetch", "--to", f"{laptop.folder}/mine")
+    assert fetched["files"] > 4
+    assert "step_3" in laptop.on("laptop", f"ls {laptop.folder}/mine/output")
+    program = "import os; assert os.environ['TOKEN'] == os.environ['CHECK'][::-1]\n"
+    laptop.write("laptop", f"{laptop.folder}/secret.py", program)
+    word = "s'3 $x\""
+    keys = ("-o", "Launch.secrets.TOKEN.env=MINE", "--env", f"CHECK={word[::-1]}")
+    done = laptop.run("submit", "--cluster", "hpc", "--follow", *keys, "--", "secret.py", MINE=word)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for machine, place in (("head", laptop.run_root), ("laptop", laptop.folder)):
+        assert laptop.on(machine, f'grep -rlF "s\'3 " {place}') == ""
