@@ -26,7 +26,8 @@ def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_j
 
     Logs and checkpoints in the folder are deleted, on ssh hosts, too. `gptctl list --all` and
     `gptctl status JOB` still show how the job ended. Folders outside of the run folder stay, such
-    as a --log-dir or output_dir of your own. A running job is refused.
+    as a --log-dir or output_dir of your own. A running job is refused, and one that a running or
+    waiting job needs.
     """
     from gptctl.cli import ui
     from gptctl.jobs.remove import check_removable, left_alone, remove
@@ -34,7 +35,7 @@ def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_j
     # Check all jobs before removing one: after a typing error nothing is removed.
     records = list({record.id: record for record in map(session.find, jobs)}.values())
     for record in records:
-        check_removable(record, session.backends)
+        check_removable(record, session.store, session.backends)
     if not yes and not agrees(records):
         ui.say("nothing was removed")
         return ANSWER_IS_NO

@@ -16,12 +16,12 @@ from gptctl.engine.contract import TOKEN
 from gptctl.engine.run_folder import PENDING, RUNNING, RunFolder, read_plan, read_text
 from gptctl.jobs.history import History
 from gptctl.jobs.state import is_final, is_removed, state_of
-from gptctl.jobs.store import JobRecord
+from gptctl.jobs.store import NEWEST, JobRecord, Store
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, UserError
 
 
-def check_removable(record: JobRecord, backends: Backends) -> None:
-    """Raise UserError if the job may still run, or its folder is not its own."""
+def check_removable(record: JobRecord, store: Store, backends: Backends) -> None:
+    """Raise UserError if the job may still run, is still needed, or its folder is not its own."""
     state = state_of(record, backends)
     if state.state in (PENDING, RUNNING):
         hint = f"stop it first: gptctl cancel {record.id}"
@@ -35,6 +35,28 @@ def check_removable(record: JobRecord, backends: Backends) -> None:
     if os.path.lexists(record.local_dir) and not _is_own(record):
         message = f"{record.local_dir} does not carry the token of {record.id}"
         raise UserError(message, "check what it is, and delete it by hand", ANSWER_IS_NO)
+    if users := _needed_by(record, store, backends):
+        message = f"{', '.join(users)}: not ended, and needs {record.id} or its checkpoints"
+        raise UserError(message, "wait for it, or stop it first", ANSWER_IS_NO)
+
+
+def _needed_by(record: JobRecord, store: Store, backends: Backends) -> list[str]:
+    """The jobs that wait for this one, or may load its checkpoints."""
+    others = [other for other in store.records(last=NEWEST) if other.id != record.id]
+    using = [other for other in others if _uses(other, record)]
+    return [other.id for other in using if not is_final(state_of(other, backends))]
+
+
+def _uses(other: JobRecord, record: JobRecord) -> bool:
+    # A job that has ended needs nothing; most have, so this is asked first.
+    if RunFolder(other.local_dir).result() or History().state(other):
+        return False
+    try:
+        plan, root = read_plan(other.run_folder), read_plan(record.run_folder).remote_dir
+    except KeyError:
+        return False
+    waits = any(dependency.get("job") == record.id for dependency in plan.after)
+    return waits or any(_is_below(path, root) for path in plan.inputs)
 
 
 def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> float:
@@ -53,7 +75,7 @@ def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> fl
             shutil.rmtree(hidden)
         # Of a folder that was deleted by hand before, nothing may be kept yet.
         if not is_removed(record):
-            History().keep(record, state_of(record, backends)._asdict())
+            History().keep(record, state_of(record, backends).as_json())
         moment = History().removed(record) or time.time()
         History().mark_removed(record, moment)
     except OSError as error:
