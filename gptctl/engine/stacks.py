@@ -67,9 +67,10 @@ def by_py_spy(ranks: Sequence[LiveRank]) -> dict[int, list[Thread]]:
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             started.append((found, subprocess.Popen(command, text=True, **pipes)))  # type: ignore[call-overload]
     stacks = {}
+    deadline = time.monotonic() + ANSWER_TIMEOUT
     for found, process in started:
         try:
-            output, _ = process.communicate(timeout=ANSWER_TIMEOUT)
+            output, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
             stacks[found.rank] = parse_py_spy(output, found.pid)
         # Such as a kernel that does not let users trace their own processes.
         except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError):

@@ -75,18 +75,25 @@ def collect_stacks(backend: Backend, record: JobRecord, rank: int | None) -> dic
         return _ranks_of(backend.node_command(record, node, words, has_terminal=False))
 
     answers = in_parallel(ask, range(record.nodes))
-    problems = {
-        node: str(answer) for node, answer in enumerate(answers) if isinstance(answer, Exception)
-    }
     found = [each for answer in answers if not isinstance(answer, Exception) for each in answer]
+    failed = {node: each for node, each in enumerate(answers) if isinstance(each, Exception)}
     ranks = {each["rank"]: each for each in found}
-    wanted = range(record.world) if rank is None else [rank]
+    wanted = [number for number in range(record.world) if rank in (None, number)]
+    absent = [number for number in wanted if number not in ranks]
+    # Of a node that does not answer nothing is known.
+    unknown = {number for number in absent if number // record.per_node in failed}
     return {
         "job": record.id,
         "ranks": [ranks[number] for number in sorted(ranks)],
-        "missing": [number for number in wanted if number not in ranks],
-        "nodes": [{"node": node, "problem": text} for node, text in problems.items()],
+        "missing": [number for number in absent if number not in unknown],
+        "nodes": [_node_problem(record, node, error) for node, error in failed.items()],
     }
+
+
+def _node_problem(record: JobRecord, node: int, error: Exception) -> dict[str, Any]:
+    first = node * record.per_node
+    ranks = [number for number in range(first, first + record.per_node) if number < record.world]
+    return {"node": node, "ranks": ranks, "problem": str(error)}
 
 
 def _ranks_of(command: Sequence[str]) -> list[dict[str, Any]]:

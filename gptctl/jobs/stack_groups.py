@@ -72,7 +72,10 @@ def problems(answer: dict[str, Any]) -> list[str]:
         if rank["problem"]:
             silent.setdefault(rank["problem"], []).append(rank["rank"])
     lines = [f"{ranks_text(numbers)}: {problem}" for problem, numbers in silent.items()]
-    lines += [f"node {each['node']}: {each['problem']}" for each in answer["nodes"]]
+    lines += [
+        f"node {each['node']} ({ranks_text(each['ranks'])}): {each['problem']}"
+        for each in answer["nodes"]
+    ]
     if answer["missing"]:
         lines.append(f"{ranks_text(answer['missing'])}: not running")
     return lines

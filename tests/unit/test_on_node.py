@@ -13,19 +13,19 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptctl.backends import JobState
+from gptctl.backends import Backend, JobState
 from gptctl.engine import relay
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.node_shell import shell_environment
 from gptctl.engine.stacks import parse_dump, parse_py_spy
-from gptctl.jobs.on_node import forwarded_ports, require_module, require_node, require_running
+from gptctl.jobs.on_node import collect_stacks, forwarded_ports, require_module, require_node, require_running
 from gptctl.jobs.stack_groups import number_ranges, shown
 from gptctl.jobs.store import JobRecord
 from gptctl.jobs.tunnel import listening_socket
@@ -172,7 +172,7 @@ def answer(rank: int, line: int, problem: str = "") -> dict:
 
 def test_ranks_with_the_same_stack_are_one_group() -> None:
     ranks = [answer(rank, 9) for rank in range(7)] + [answer(7, 8), answer(8, 0, "no answer in 5 s")]
-    found = {"ranks": ranks, "missing": [9, 10, 12], "nodes": [{"node": 3, "problem": "cannot be reached"}]}
+    found = {"ranks": ranks, "missing": [9, 10, 12], "nodes": [{"node": 3, "ranks": [13, 14], "problem": "lost"}]}
     assert shown(found, all_threads=False).splitlines() == [
         "ranks 0-6:",
         "  torch/c.py:9 in wait",
@@ -181,7 +181,7 @@ def test_ranks_with_the_same_stack_are_one_group() -> None:
         "  torch/c.py:8 in wait",
         "  train.py:120 in step",
         "rank 8: no answer in 5 s",
-        "node 3: cannot be reached",
+        "node 3 (ranks 13-14): lost",
         "ranks 9-10, 12: not running",
     ]
 
@@ -323,3 +323,21 @@ def test_ssh_reads_the_route_as_it_is_meant(tmp_path: Path) -> None:
     last = shlex.split(settings_of(through)["proxycommand"].replace("%%", "%"))
     assert settings_of(last)["hostname"] == "10.0.0.1"
     assert "proxycommand" not in settings_of(last)
+
+
+class DeadNode(Backend):
+    """Node 0 answers for its two ranks, one of which has ended; node 1 does not."""
+
+    def node_command(self, record: JobRecord, node: int, words: Sequence[str], has_terminal: bool) -> list[str]:
+        assert list(words) == ["stacks", str(node)]
+        ranks = {"ranks": [{"rank": 0, "node": 0, "pid": 7, "host": "a", "source": "", "problem": "", "threads": []}]}
+        script = ["echo 'Welcome to a'; echo \"$0\"", json.dumps(ranks)]
+        return ["bash", "-c", *(script if node == 0 else ["echo 'ssh: no route' >&2; echo '{\"ranks\": 1}'"])]
+
+
+def test_what_is_not_known_of_a_rank_is_not_said(record: JobRecord) -> None:
+    """Rank 1 does not run; whether ranks 2 and 3 do, only their node knows."""
+    found = collect_stacks(DeadNode(print), record._replace(per_node=2, world=4), None)
+    assert [each["rank"] for each in found["ranks"]] == [0]
+    assert found["missing"] == [1]
+    assert found["nodes"] == [{"node": 1, "ranks": [2, 3], "problem": "ssh: no route"}]

@@ -49,7 +49,7 @@ def test_stacks_shell_and_forward(jobs) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_does_not_answer_is_named(jobs) -> None:
+def test_a_rank_that_does_not_answer_is_named_and_a_shell_has_a_terminal(jobs) -> None:
     job = submit(jobs)
     held_job.ports(jobs.gptctl, job, 2)
     os.kill(jobs.pid(job, 1), signal.SIGSTOP)
@@ -57,5 +57,11 @@ def test_a_rank_that_does_not_answer_is_named(jobs) -> None:
     assert done.returncode == 1
     assert done.stdout.endswith("rank 1: no answer in 5 s; its process is T (stopped)\n"), done.stdout
     os.kill(jobs.pid(job, 1), signal.SIGCONT)
+
+    def run(line: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "HOME": str(jobs.folder / "home"), "SHELL": "/bin/bash"}
+        return subprocess.run(["bash", "-c", line], cwd=jobs.folder, env=env, capture_output=True, text=True)
+
+    held_job.check_terminal(run, f"{GPTCTL} shell {job}")
     held_job.release(jobs.gptctl, job, 1)
     assert jobs.wait(job) == "COMPLETED"

@@ -9,6 +9,8 @@ import pytest
 from tests.integration import held_job
 from tests.integration.ssh.desk import ADDRESSES, GPTCTL, Desk, await_true
 
+pytestmark = pytest.mark.long
+
 
 def test_stacks_shell_and_forward(desk: Desk) -> None:
     """Node 1 is behind a bastion. The job completes, and no process is left on its hosts."""
@@ -30,7 +32,6 @@ def test_stacks_shell_and_forward(desk: Desk) -> None:
         await_true(lambda host=host: desk.left(host) == [], 20, lambda host=host: str(desk.left(host)))
 
 
-@pytest.mark.long
 def test_terminals_and_killed_sessions(desk: Desk) -> None:
     (desk.folder / "held.py").write_text(held_job.PROGRAM)
     asked = ["--cluster", "hosts", "--nodes", "2", "--gpus-per-node", "1", "-o", "Global.device=cpu"]
