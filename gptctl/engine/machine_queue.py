@@ -26,6 +26,7 @@ from gptctl.engine.run_folder import read_json
 
 LOCK_TIMEOUT = 10.0  # seconds; the lock is held for milliseconds
 RECHECK = 2.0  # seconds after which tickets are read again although the folder has not changed
+OLD_QUEUE = 30 * 86400.0  # seconds without a change
 CLOCK_STEP = 50_000_000  # nanoseconds; longer than the steps of a file system's clock
 GPU_RECHECK = 10.0  # the same, if the job waits for GPUs that other programs use
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -41,8 +42,21 @@ def queue_folder() -> Path:
     # Not GPTCTL_HOME: jobs of all its values use the same machine.
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     folder = Path(state) / "gptctl" / "queue" / machine_name()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not folder.is_dir():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_old_queues(folder)
     return folder
+
+
+def _remove_old_queues(folder: Path) -> None:
+    """Remove what this machine left before it was restarted."""
+    # Only after a while: another machine of the same name may use the same home folder.
+    for other in folder.parent.glob(f"{os.uname().nodename}-*"):
+        with suppress(OSError):
+            if time.time() - other.stat().st_mtime > OLD_QUEUE:
+                for file in other.iterdir():
+                    file.unlink()
+                other.rmdir()
 
 
 class MachineQueue:
@@ -62,8 +76,12 @@ class MachineQueue:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise TimeoutError(0, "the lock is taken", str(file.name)) from None
+                        raise TimeoutError from None
                     time.sleep(0.01)
+                # Some network file systems have no locks.
+                except OSError as error:
+                    problem = f"cannot lock it: {error.strerror}"
+                    raise OSError(error.errno, problem, str(self.folder)) from None
             yield
 
     def tickets(self) -> list[Ticket]:
@@ -122,9 +140,12 @@ class MachinePlace:
         try:
             self._queue = self._queue or self._enter()
             return self._check(self._queue)
-        except OSError:
+        except OSError as error:
             # A job that need not wait starts nevertheless: other jobs just cannot see it.
             if self._ticket.waits or self._ticket.group:
+                # The process that has the lock may be suspended: try again later.
+                if isinstance(error, TimeoutError):
+                    return "waits for the lock of the queue"
                 raise
             self._ticket = self._ticket._replace(is_running=True)
             return ""

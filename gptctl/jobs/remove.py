@@ -56,7 +56,8 @@ def _uses(other: JobRecord, record: JobRecord) -> bool:
     except KeyError:
         return False
     waits = any(dependency.get("job") == record.id for dependency in plan.after)
-    return waits or any(_is_below(path, root) for path in plan.inputs)
+    # The jobs of a chain train in the output folder of the first one.
+    return waits or any(_is_below(path, root) for path in (*plan.inputs, plan.output_dir))
 
 
 def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> float:

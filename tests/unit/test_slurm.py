@@ -60,7 +60,7 @@ def record(tmp_path: Path) -> JobRecord:
         ({"state": "CANCELLED"}, "CANCELLED: with scancel"),
         (
             {"state": "CANCELLED", "reason": "DependencyNeverSatisfied"},
-            "CANCELLED: a job that it depends on did not complete",
+            "CANCELLED: a job that it waited for did not end as required",
         ),
         ({"state": "COMPLETED"}, "COMPLETED: reported by Slurm; the job could not record its own result"),
         ({"state": "NEW_IN_25"}, "UNKNOWN: Slurm reports NEW_IN_25"),

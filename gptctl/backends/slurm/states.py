@@ -75,7 +75,7 @@ def state_in_queue(seen: QueuedJob, folder: RunFolder, record: JobRecord) -> Job
         return recorded_state(result)
     if kind == CANCELLED and "Dependency" in seen.reason and not folder.cancelled_file.exists():
         return _with_result_saved(
-            JobState(CANCELLED, "a job that it depends on did not complete"), folder
+            JobState(CANCELLED, "a job that it waited for did not end as required"), folder
         )
     return state_after_end(seen.as_accounting_record, folder, record)
 

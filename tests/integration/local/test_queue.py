@@ -136,3 +136,74 @@ def test_jobs_after_another(timed) -> None:
     wrong = timed.gptctl("submit", "--cluster", "./quick.yaml", "--after", f"{first}:never", "--", "x.py")
     assert wrong.returncode == 2
     assert f"use {first}:ok, {first}:any or {first}:fail" in wrong.stderr
+
+
+# Four GPUs; somebody else's process is on the second, and the memory of the third is full.
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+--query-gpu*) for i in 0 1 2 3; do [ $i = 2 ] && used=9000 || used=10; echo "$i, GPU-$i, $used, 10000"; done ;;
+*) echo "GPU-1, 4711" ;;
+esac
+"""
+
+
+def test_jobs_get_free_gpus(timed) -> None:
+    """Oracle: the CUDA_VISIBLE_DEVICES of each job; nvidia-smi is a stand-in, since no GPU is here."""
+    tools = timed.folder / "tools"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tools / "nvidia-smi").chmod(0o755)
+    noted = 'echo "$CUDA_VISIBLE_DEVICES" > "$OUT/gpus.$GPTCTL_JOB"\n'
+    (timed.folder / "quick").write_text(TIMED.replace("while", f"{noted}while", 1))
+    env = {"PATH": f"{tools}:{os.environ['PATH']}"}
+    own = ["--queue", "--env", f"OUT={timed.folder}", "--env", "HOLD=1"]
+    first = timed.quick("--gpus-per-node", "1", *own, **env)
+    second = timed.quick("--devices", "3", *own, **env)
+    third = timed.quick("--gpus-per-node", "2", *own, **env)
+    fourth = timed.quick("--devices", "GPU-1", *own, **env)
+    assert timed.status(third)["reason"] == f"waits for {first} and {second} (1 of 2 in the queue)"
+    (timed.folder / "go").touch()
+    assert [timed.wait(job) for job in (first, second, third)] == ["COMPLETED"] * 3
+    devices = {job: (timed.folder / f"gpus.{job}").read_text().strip() for job in (first, second, third)}
+    assert devices == {first: "0", second: "3", third: "0,3"}
+    await_state(timed, fourth, "PENDING", "waits for GPU 1: other processes use 2 of 4 (1 of 1 in the queue)")
+    assert timed.gptctl("cancel", fourth).returncode == 0
+
+
+GROUP = """
+import sys
+from gptctl.backends import Backends
+from gptctl.engine.launch_plan import StartConditions
+from gptctl.jobs.store import Store
+from gptctl.jobs.submit import prepare, submit, this_site
+from gptctl.spec.check import check_config
+from trainer.config import Override
+
+keys = {"cluster": "./quick.yaml", "entrypoint": "x.py", "env.OUT": sys.argv[1], "env.HOLD": "1"}
+checked = check_config(None, [Override(f"Launch.{key}", value, "test") for key, value in keys.items()])
+store, backends = Store(), Backends(print)
+for _ in range(4):
+    conditions = StartConditions(queue=True, group="sweep-1", group_limit=2)
+    job = prepare(checked, store, backends, this_site(), conditions=conditions)
+    print(submit(job, store, backends).record.id)
+"""
+
+
+def test_a_group_has_a_limit(timed) -> None:
+    """As sweeps use it: two of four run at the same time, and a job outside of the group waits for all of them."""
+    env = {**os.environ, "HOME": str(timed.folder / "home")}
+    command = [sys.executable, "-c", GROUP, str(timed.folder)]
+    done = subprocess.run(command, cwd=timed.folder, env=env, capture_output=True, text=True, check=True)
+    members = done.stdout.split()
+    other = timed.quick("--queue", "--env", f"OUT={timed.folder}")
+    reason = f"waits for {members[0]} and {members[1]} (group sweep-1: 2 at once)"
+    await_state(timed, members[2], "PENDING", reason)
+    assert timed.status(other)["reason"] == f"waits for {members[0]} and {members[1]} (3 of 3 in the queue)"
+    (timed.folder / "go").touch()
+    assert [timed.wait(job) for job in (*members, other)] == ["COMPLETED"] * 5
+    running, most = 0, 0
+    for job, what, _ in times(timed.folder):
+        running += 1 if what == "start" else -1
+        most = max(most, running)
+        assert running <= (1 if job == other else 2)
+    assert most == 2

@@ -150,7 +150,7 @@ def test_a_job_waits_for_one_that_does_not_complete(login: Login) -> None:
     assert (Path(cancelled["run_dir"]) / "asked").read_text() == "0\n"  # it had time to save
     assert login.wait(failing["job"], "FAILED")["reason"].endswith("exit code 5")
     for orphan in orphans:
-        assert login.wait(orphan["job"], "CANCELLED")["reason"] == "a job that it depends on did not complete"
+        assert login.wait(orphan["job"], "CANCELLED")["reason"] == "a job that it waited for did not end as required"
         assert not ran(orphan)
     for job in (after_any, after_fail):
         login.wait(job["job"], "COMPLETED")
