@@ -31,6 +31,9 @@ class History:
         kept = self._read(record)
         if kept is not None and kept.get("state") == dict(state):
             return
+        # A job that is not in this store has no history here.
+        if not self._file(record, ".json").exists():
+            return
         told = facts_of(record) | progress_facts(record, str(state.get("state")), time.time())
         facts = {"token": record.token, "state": dict(state), "facts": told}
         # A home that is read-only or full must not keep gptctl from showing the state.

@@ -112,6 +112,7 @@ class Store:
         # Another gptctl may have taken the id since: its record has another token.
         with suppress(FileNotFoundError, ValueError):
             if _read(self._file(record.id)).token == record.token:
+                (self.folder / f"{record.id}{ENDED}").unlink(missing_ok=True)
                 self._file(record.id).unlink()
         self._pending(record).unlink(missing_ok=True)
 

@@ -355,7 +355,9 @@ def test_the_latest_job_of_a_folder(tmp_path) -> None:
 
 def test_the_history_keeps_every_field_and_belongs_to_one_token(tmp_path) -> None:
     history, mine = History(tmp_path), record()
-    history.folder.mkdir()
+    history.keep(mine, {"state": FAILED})
+    assert not history.folder.exists()  # nor is anything kept of a job that is not in the store
+    Store(tmp_path).add(mine)
     history.keep(mine, {"state": FAILED, "reason": "rank 3", "new_field": [1]})
     assert history.state(mine) == {"state": FAILED, "reason": "rank 3", "new_field": [1]}
     assert history.state(mine._replace(token="u")) is None

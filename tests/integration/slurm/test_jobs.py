@@ -49,6 +49,10 @@ def test_two_nodes_train_as_one_process_would(login: Login, tmp_path: Path) -> N
     here = list(losses(facts).values())
     assert len(here) == 10
     assert max(abs(a - b) for a, b in zip(here, alone.metrics())) <= 5e-6
+    assert login.run("rm", facts["job"], "--yes").returncode == 0
+    assert not Path(facts["run_dir"]).exists()
+    after = login.json("status", facts["job"])
+    assert (after["state"], after["hosts"], bool(after["removed"])) == ("COMPLETED", facts["hosts"], True)
 
 
 def test_two_jobs_at_once_and_their_environments(lab: Lab) -> None:
