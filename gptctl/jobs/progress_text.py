@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from gptctl.engine.run_folder import is_time
 from gptctl.logs.progress import duration
 from gptctl.text import clock_time
 
+LARGE = 1e9
 Facts = dict[str, Any]  # a row of `gptctl list --json`
 
 
@@ -30,7 +32,8 @@ def status_pairs(facts: Facts, now: float) -> list[tuple[str, str]]:
     done = f" ({cells['done']})" if cells["done"] else ""
     valid = _number(progress.get("valid_loss"), ".4f")
     left = progress.get("seconds_left")
-    until = "" if left is None else f", about {clock_time(now + left)}"
+    # A training of a million years has no date.
+    until = f", about {clock_time(now + left)}" if left is not None and is_time(now + left) else ""
     return [
         ("step", f"{_step(progress, ' of ')}{done}"),
         ("loss", ", valid ".join(text for text in (cells["loss"], valid) if text)),
@@ -48,4 +51,7 @@ def _step(progress: Facts, between: str) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    if value is None:
+        return ""
+    # A diverging loss can have any number of digits.
+    return format(value, form if abs(value) < LARGE else ".3g")

@@ -304,11 +304,8 @@ def _read(file: Path) -> JobRecord:
     # Keys of a newer gptctl are ignored; keys that an older one lacks have defaults.
     known = {name: values[name] for name in JobRecord._fields if name in values}
     record = JobRecord(**known)
-    wrong = [
-        name
-        for name in "id name local_dir log_dir kind folder continues login remote_dir".split()
-        if not isinstance(getattr(record, name), str)
-    ]
+    texts = "id name local_dir log_dir output_dir kind folder continues login remote_dir".split()
+    wrong = [name for name in texts if not isinstance(getattr(record, name), str)]
     wrong += [
         name
         for name in ("created", "nodes", "per_node", "world")

@@ -107,7 +107,7 @@ def from_rows(rows: Sequence[Row], changed: float) -> TrainingProgress:
     total = newest.get("max_steps")
     return TrainingProgress(
         latest["step"],
-        int(total) if total else None,
+        int(total) if total and total >= 1 else None,
         newest.get("loss"),
         next((row["valid_loss"] for row in reversed(rows) if row.get("valid_loss")), None),
         newest.get("ips_total"),
@@ -158,14 +158,20 @@ def _tail(file: Path, size: int) -> tuple[bytes, float]:
 
 def configured_steps(record: JobRecord) -> int | None:
     """Return the number of steps that the config or the command line of a script sets."""
-    config = (read_json(record.run_folder / "config.json") or {}).get("resolved")
-    config = config if isinstance(config, dict) else {}
+    config = _section(read_json(record.run_folder / "config.json") or {}, "resolved")
     if not record.output_dir:
-        return steps_of_arguments((config.get("Launch") or {}).get("args") or ())
-    engine = config.get("Engine") or {}
+        arguments = _section(config, "Launch").get("args")
+        return steps_of_arguments(arguments if isinstance(arguments, list) else ())
+    engine = _section(config, "Engine")
     # An epoch's number of steps depends on the data: only the trainer knows it.
     steps = engine.get("max_steps") if engine.get("run_mode") != "epoch" else None
     return steps if isinstance(steps, int) and steps > 0 else None
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    # A damaged file can have anything here.
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def steps_of_arguments(arguments: Sequence[object]) -> int | None:

@@ -151,6 +151,27 @@ def test_another_job_in_the_same_output_folder_does_not_count(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    "resolved", [[], {"Launch": 5, "Engine": []}, {"Launch": {"args": 7}, "Engine": {"max_steps": "x"}}]
+)
+@pytest.mark.parametrize("script", [True, False])
+def test_a_damaged_config_has_no_total(tmp_path: Path, resolved: Any, script: bool) -> None:
+    record = job(tmp_path, script=script)
+    (tmp_path / "config.json").write_text(json.dumps({"resolved": resolved}))
+    write(tmp_path, line(10))
+    log(tmp_path, 0, TrainLine(10, 0, 0, 3.0, 0.1, 1.0, 1.0, 12, 6, 1e-4))
+    assert progress_facts(record, RUNNING, NOW)["progress"]["total"] is None
+
+
+def test_any_number_can_be_shown(tmp_path: Path) -> None:
+    """Oracle: no exception, and no hundreds of digits."""
+    record = job(tmp_path)
+    write(tmp_path, line(10, max_steps=10**11, step_time=1e250, loss=1e200, tokens_per_second=1e299))
+    facts = progress_facts(record, RUNNING, NOW)
+    assert all(len(text) < 30 for _, text in status_pairs(facts, NOW))
+    assert list_cells(facts)["loss"] == "1e+200"
+
+
+@pytest.mark.parametrize(
     ("arguments", "steps"),
     [
         (["--max_steps", "500"], 500),
