@@ -49,7 +49,8 @@ _PYTHON = re.compile(r"python[0-9.]*")
 _PADDLE_SCRIPT = re.compile(r"(.*/)?(run_pretrain\w*|tools/train)\.py")
 # Before the program, these change nothing that a job would miss.
 _TRANSPARENT = frozenset("env exec eval nohup time command unbuffer".split())
-_PRINT = frozenset("echo printf which type".split())
+_PRINT = (("echo",), ("printf",), ("which",), ("type",))
+_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 _CONTAINERS = frozenset("singularity apptainer docker podman enroot".split())
 _PREPARES = frozenset("module source . conda micromamba spack ml cd".split())
 _SECRET = re.compile(r"(?i).*(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIAL).*")
@@ -186,10 +187,21 @@ def _without_rank(launch: _Launch) -> tuple[object, ...]:
     return (kept, launch.program)
 
 
+def _without_prefix(command: ShellCommand) -> ShellCommand:
+    """The command without `exec`, `nohup`, `env A=1` and the like."""
+    words, environment = command.words, dict(command.environment)
+    while words and (words[0] in _TRANSPARENT or _ASSIGNED.match(words[0])):
+        name, equals, value = words[0].partition("=")
+        environment |= {name: value} if equals else {}
+        words = words[1:]
+    return command._replace(words=words, environment=environment)
+
+
 def _cut(command: ShellCommand) -> _Launch | None:
     """Cut a command into wrapper, launcher and program; None if it starts no training."""
+    command = _without_prefix(command)
     words = command.words
-    for at, word in enumerate(words if words[0] not in _PRINT else ()):
+    for at, word in enumerate(words if words[:1] not in _PRINT else ()):
         name = os.path.basename(word)
         if name in ("torchrun", "fleetrun"):
             return _with_launcher(command, words[:at], words[at + 1 :])
@@ -245,7 +257,7 @@ def _ranks_by_srun(tasks: Sequence[Flag], is_slurm: bool, launch: _Launch) -> Ma
     if tasks:
         value, source = tasks[-1].value, tasks[-1].source
         mapped.overrides.append(set_key("Launch.gpus_per_node", value, source))
-    elif launch.launcher is None and not is_slurm and set(launch.before) <= _TRANSPARENT:
+    elif launch.launcher is None and not is_slurm and not launch.before:
         mapped.overrides.append(set_key("Launch.gpus_per_node", "1", "python"))
     return mapped
 
@@ -280,8 +292,10 @@ def _before(words: tuple[str, ...]) -> Mapped:
             text = " ".join(words[at:])
             mapped.unmapped.append(Unmapped(text, "set `container` in the cluster profile"))
             return mapped
-    if words and words[0] not in _TRANSPARENT and not _of_slurm(words):
-        mapped.unmapped.append(Unmapped(" ".join(words), NO_COUNTERPART))
+    if words and not _of_slurm(words):
+        is_setup = words[0] in _PREPARES
+        reason = "add it to `setup` of the cluster profile" if is_setup else NO_COUNTERPART
+        mapped.unmapped.append(Unmapped(" ".join(words), reason))
     return mapped
 
 

@@ -162,6 +162,12 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
         {"Optimizer.lr.decay_steps": 9, "Engine.max_steps": 9},
         "",
     ),
+    (
+        "nohup env A=1 B='2 3' srun -N 2 torchrun --nproc_per_node 2 t.py &",
+        {"Launch.nodes": 2, "Launch.gpus_per_node": 2, "Launch.env": {"A": "1", "B": "2 3"}},
+        "",
+    ),
+    ("conda run -n x torchrun t.py", {"Launch.entrypoint": "t.py"}, "conda"),
     ("mpirun -np 8 python train.py", {"Launch.entrypoint": "train.py"}, "mpirun"),
     ("run_cmd='torchrun --nproc_per_node 2 t.py'; eval $run_cmd \"$@\"", {"Launch.gpus_per_node": 2}, ""),
     # python alone
