@@ -155,6 +155,22 @@ class Backend(Protocol):
     def remove(self, record: JobRecord) -> None:
         """Remove the job's folder on other machines; the one on this machine is removed next."""
 
+    # Arrays: many jobs that are alike, submitted as one
+
+    def is_array(self, plans: Sequence[LaunchPlan]) -> bool:
+        """Whether these jobs can be submitted with `start_array`."""
+        return False
+
+    def array_folder(self, plan: LaunchPlan, name: str) -> str:
+        """Return the folder of an array of this name."""
+        raise NotImplementedError
+
+    def start_array(
+        self, plans: Sequence[LaunchPlan], records: Sequence[JobRecord], limit: int | None
+    ) -> list[dict[str, Any]]:
+        """Start jobs as one array, at most `limit` at once; return their handles, as `start`."""
+        raise NotImplementedError
+
     def fetch(
         self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
     ) -> Fetched:

@@ -48,6 +48,7 @@ VERBS = {
             "nodes",
             "Forward a port of a node, such as TensorBoard's, to this machine.",
         ),
+        "sweep": ("sweep", "Run one config with many values, and compare the results."),
         "fetch": ("jobs", "Copy what a job wrote on its ssh hosts to this machine."),
     },
     "Clusters": {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -193,11 +194,14 @@ def cancel(session: Session, jobs: tuple[str, ...], now: bool, as_json: bool) ->
     The trainer has 30 seconds to save. The command returns when all processes of the jobs have
     exited.
     """
+    # Find all jobs before stopping one: after a typing error nothing is stopped.
+    return cancel_records(session, [session.find(job) for job in jobs], now, as_json)
+
+
+def cancel_records(session: Session, records: Sequence[JobRecord], now: bool, as_json: bool) -> int:
     from gptctl.cli import ui
     from gptctl.jobs.state import may_run
 
-    # Find all jobs before stopping one: after a typing error nothing is stopped.
-    records = [session.find(job) for job in jobs]
     answers = []
     problems: list[UserError] = []
     for record in records:

@@ -34,6 +34,13 @@ _HASH = re.compile(r"-([0-9a-f]{6}(?:-\d+)?)$")  # of `gpt-3f9a2c` and `gpt-3f9a
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+# Fields that a damaged record may have with another type.
+TEXT_FIELDS = (
+    *("id", "name", "local_dir", "log_dir", "output_dir", "kind", "folder", "login", "remote_dir"),
+    *("continues", "sweep", "array_dir"),
+)
+
+
 class JobRecord(NamedTuple):
     """What gptctl knows of a job. `schema` is the version of its file format."""
 
@@ -51,6 +58,9 @@ class JobRecord(NamedTuple):
     output_dir: str = ""  # of the bundled trainer; empty for a script
     submitter: Mapping[str, Any] = NOTHING  # the gptctl process that submits it
     continues: str = ""  # id of the job whose checkpoint it resumes
+    sweep: str = ""  # id of the sweep that it belongs to, and its number there
+    sweep_index: int = 0
+    array_dir: str = ""  # folder of the Slurm array that it is a task of
     token: str = ""  # marks the folder that belongs to this record
     folder: str = ""  # where gptctl was started; empty in records of older versions
     # How the backend identifies the job; empty until the backend has accepted it.
@@ -304,11 +314,10 @@ def _read(file: Path) -> JobRecord:
     # Keys of a newer gptctl are ignored; keys that an older one lacks have defaults.
     known = {name: values[name] for name in JobRecord._fields if name in values}
     record = JobRecord(**known)
-    texts = "id name local_dir log_dir output_dir kind folder continues login remote_dir".split()
-    wrong = [name for name in texts if not isinstance(getattr(record, name), str)]
+    wrong = [name for name in TEXT_FIELDS if not isinstance(getattr(record, name), str)]
     wrong += [
         name
-        for name in ("created", "nodes", "per_node", "world")
+        for name in ("created", "nodes", "per_node", "world", "sweep_index")
         if not _is_number(getattr(record, name))
     ]
     wrong += [

@@ -50,6 +50,8 @@ class Prepared(NamedTuple):
     git: Mapping[str, Any] | None = None  # state of the repository; None: read it on submit
     conditions: StartConditions = START_AT_ONCE
     continues: str = ""  # id of the job whose checkpoint it resumes
+    sweep: str = ""  # id of the sweep that it belongs to, and its number there
+    sweep_index: int = 0
     notes: tuple[str, ...] = ()  # what the user should know before the job starts
 
 
@@ -171,9 +173,9 @@ def submit(prepared: Prepared, store: Store, backends: Backends) -> Submitted:
     refuse_without_gpus(prepared)
     backend = backends.of(prepared.plan.kind)
     # The record comes first: whatever is created after it can be found and removed.
-    prepared, record = _add_record(prepared, store, backend)
+    prepared, record = add_record(prepared, store, backend)
     try:
-        _freeze(prepared, record)
+        freeze_job(prepared, record)
         record = record._replace(handle=backend.start(prepared.plan, record))
         store.accept(record)
         _point_latest_at(record.local_dir)
@@ -229,8 +231,13 @@ def _message_of(error: BaseException) -> str:
     return _reason(error) if isinstance(error, OSError) else getattr(error, "message", "")
 
 
-def _add_record(prepared: Prepared, store: Store, backend: Backend) -> tuple[Prepared, JobRecord]:
-    """Record the job under a free id; plan it again if another gptctl takes the id."""
+def add_record(
+    prepared: Prepared, store: Store, backend: Backend, token: str = "", array_dir: str = ""
+) -> tuple[Prepared, JobRecord]:
+    """Record the job under a free id; plan it again if another gptctl takes the id.
+
+    The tasks of a Slurm array have one `token` and one `array_dir`.
+    """
     # Each turn loses the id to another gptctl, so this ends.
     while True:
         plan, checked = prepared.plan, prepared.checked
@@ -247,7 +254,10 @@ def _add_record(prepared: Prepared, store: Store, backend: Backend) -> tuple[Pre
             config=prepared.site.absolute(str(checked.path)) if checked.path else "",
             output_dir=_path_here(plan.output_dir, plan, backend),
             continues=prepared.continues,
-            token=os.urandom(8).hex(),
+            sweep=prepared.sweep,
+            sweep_index=prepared.sweep_index,
+            array_dir=array_dir,
+            token=token or new_token(),
             login=plan.login,
             remote_dir=plan.remote_dir,
         )
@@ -260,7 +270,11 @@ def _add_record(prepared: Prepared, store: Store, backend: Backend) -> tuple[Pre
         prepared = prepared._replace(plan=plan, scripts=scripts)
 
 
-def _freeze(prepared: Prepared, record: JobRecord) -> None:
+def new_token() -> str:
+    return os.urandom(8).hex()
+
+
+def freeze_job(prepared: Prepared, record: JobRecord) -> None:
     """Write the job's folder under a temporary name, and rename it when it is complete."""
     from gptctl.jobs.freeze import freeze, git_state
 

@@ -31,6 +31,7 @@ MODULES = (
     "gptctl.jobs.resume",
     "gptctl.backends.local",
     "gptctl.backends.slurm.backend",
+    "gptctl.spec.sweep",
     "gptctl.spec.env_lint",
     "gptctl.remote.connection",
 )
