@@ -3,6 +3,7 @@
 config.json  written.json  cluster.json  plan.json  launch.sh  job.sbatch  agent.sh  engine.pyz
 code/  git.json       frozen when the job is submitted
 claim.json            who runs it (a supervisor, a Slurm job), or that it was abandoned
+slurm-job             the number of the Slurm job that runs it
 attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  unrecoverable
                       hosts  start-checkpoint (the newest checkpoint at its start)  failed
                       outcome.json (how it ended, and its first failure)
@@ -70,6 +71,11 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+
+    @property
+    def slurm_job_file(self) -> Path:
+        """The number of the Slurm job that runs it; a task of an array has another id, too."""
+        return self.path / "slurm-job"
 
     @property
     def claim_file(self) -> Path:
@@ -365,7 +371,9 @@ def newest_checkpoint(output_dir: str) -> int:
 
 
 def is_scheduler_id(value: object) -> bool:
-    return isinstance(value, str) and value.isdecimal()
+    """Whether this can be an id of Slurm: `17`, or `17_3` for a task of an array."""
+    job, _, task = value.partition("_") if isinstance(value, str) else ("", "", "")
+    return job.isdecimal() and (task.isdecimal() or value == job)
 
 
 def _is_number(text: str) -> bool:

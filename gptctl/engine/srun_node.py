@@ -349,6 +349,9 @@ def main() -> None:
         raise SystemExit(1) from None
     step = Step(plan, len(hosts), environment_of_step())
     nodes = [SrunNode(number, step) for number in range(len(hosts))]
+    # A convenience for `gptctl shell`: a full disk must not stop the job.
+    with suppress(OSError):
+        folder.slurm_job_file.write_text(os.environ["SLURM_JOB_ID"], encoding="utf-8")
     scheduler = SlurmJob(plan, os.environ["SLURM_JOB_ID"], hosts)
     log = f"{plan.log_dir}/attempt-*/batch.log"
     code = Supervisor(plan, nodes, address, hosts, scheduler, log).run(early=early)

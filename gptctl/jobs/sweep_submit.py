@@ -83,7 +83,9 @@ def submit_together(
     """Submit runs that are alike as one array of the scheduler: all of them, or none."""
     backend = backends.of(prepared[0].plan.kind)
     # One token: if a reply is lost, the array is found by it.
-    token, folder = new_token(), backend.array_folder(prepared[0].plan, sweep.id)
+    # Its folder is new, too: a sweep that is resumed has several arrays.
+    token = new_token()
+    folder = backend.array_folder(prepared[0].plan, f"{sweep.id}-array-{token}")
     recorded = [add_record(each, store, backend, token, folder) for each in prepared]
     records = [record for _, record in recorded]
     try:

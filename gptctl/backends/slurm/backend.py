@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from gptctl.backends import Backend, JobState, half_submitted, recorded_state
 from gptctl.backends.slurm.access import Access
+from gptctl.backends.slurm.arrays import are_alike, array_of, order, was_removed, write_array
 from gptctl.backends.slurm.cancelling import (
     STOP_TIMEOUT,
     ask_to_save,
@@ -23,11 +24,11 @@ from gptctl.backends.slurm.cancelling import (
     wait_until_ended,
 )
 from gptctl.backends.slurm.client import SlurmClient, SlurmError
-from gptctl.backends.slurm.direct_access import DirectAccess
+from gptctl.backends.slurm.direct_access import DirectAccess, sbatch_script
 from gptctl.backends.slurm.node_steps import step_on_node
-from gptctl.backends.slurm.options import sbatch_options
+from gptctl.backends.slurm.options import sbatch_options, submitted_comment
 from gptctl.backends.slurm.queue import Queue, QueuedJob, find_submitted
-from gptctl.backends.slurm.states import STATES, state_after_end, state_in_queue
+from gptctl.backends.slurm.states import STATES, after_scancel, state_after_end, state_in_queue
 from gptctl.engine.contract import BATCH_SCRIPT, LAUNCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder
@@ -137,7 +138,9 @@ class SlurmBackend(Backend):
         # Sending may have taken longer than Slurm may.
         deadline = time.monotonic() + SEND_TIMEOUT
         # 1. Submit it held: Slurm must not start it before gptctl knows its id.
-        job, was_doubtful = self._send_once(plan, record, deadline)
+        job, was_doubtful = self._send_once(
+            lambda: access.sbatch(plan, record), lambda: self._found(record, deadline), deadline
+        )
         handle = {"scheduler_id": job, "host": plan.login or os.uname().nodename}
         # 2. Give it the claim: of several Slurm jobs for this folder only this one does anything.
         if self._retried(lambda: access.claim(record, handle), deadline) != handle:
@@ -151,19 +154,60 @@ class SlurmBackend(Backend):
         self._release(job, record, deadline)
         return handle
 
-    def _send_once(self, plan: LaunchPlan, record: JobRecord, deadline: float) -> tuple[str, bool]:
+    # Arrays
+
+    def is_array(self, plans: Sequence[LaunchPlan]) -> bool:
+        return are_alike(plans)
+
+    def array_folder(self, plan: LaunchPlan, name: str) -> str:
+        return os.path.join(os.path.dirname(plan.remote_dir), name)
+
+    def start_array(
+        self, plans: Sequence[LaunchPlan], records: Sequence[JobRecord], limit: int | None
+    ) -> list[dict[str, Any]]:
+        """The same steps as `start`, for all tasks of an array at once."""
+        access, deadline = self.direct, time.monotonic() + SEND_TIMEOUT
+        for plan, record in zip(plans, records):
+            access.send_folder(plan, record)
+        script = write_array(plans, records, limit)
+        comment = submitted_comment(plans[0], records[0].token)
+
+        def found() -> list[QueuedJob]:
+            return self._submitted(records[0], deadline)
+
+        first, was_doubtful = self._send_once(
+            lambda: sbatch_script(script, comment), found, deadline
+        )
+        array = array_of(first)
+        host = os.uname().nodename
+        handles = [
+            {"scheduler_id": f"{array}_{record.sweep_index}", "host": host} for record in records
+        ]
+        for record, handle in zip(records, handles):
+            if access.claim(record, handle) != handle:
+                message = f"another gptctl process undid the submission of {record.id}"
+                raise UserError(message, "submit it again", OUT_OF_REACH)
+        if was_doubtful:
+            others = {array_of(other.id) for other in found()} - {array}
+            self._retried(lambda: cancel_jobs(access, others), deadline)
+        self._release(array, records[0], deadline)
+        return handles
+
+    def _send_once(
+        self, send: Callable[[], str], find: Callable[[], list[QueuedJob]], deadline: float
+    ) -> tuple[str, bool]:
         """Submit the job; return its id, and whether it may have been submitted more than once."""
         was_doubtful = is_reported = False
         while True:
             try:
-                return self.access(record).sbatch(plan, record), was_doubtful
+                return send(), was_doubtful
             except SlurmError as error:
                 # Without sbatch nothing was sent.
                 if error.is_missing:
                     raise
                 was_doubtful = True
                 # Slurm may have accepted the job although sbatch failed: look for its token first.
-                if found := self._found(record, deadline):
+                if found := find():
                     return found[0].id, True
                 if not error.is_doubtful:
                     raise
@@ -172,19 +216,25 @@ class SlurmBackend(Backend):
                 is_reported = True
                 # The request may still be on its way: wait, and look again before sending another.
                 time.sleep(REQUEST_DELAY)
-                if found := self._found(record, deadline):
+                if found := find():
                     return found[0].id, True
                 if time.monotonic() > deadline:
                     raise
 
     def _found(self, record: JobRecord, deadline: float) -> list[QueuedJob]:
         """Find the Slurm jobs that were submitted for this record, the oldest first."""
+        found = self._submitted(record, deadline)
+        # The other tasks of the array are other jobs.
+        own = f"_{record.sweep_index}"
+        return [job for job in found if not record.array_dir or job.id.endswith(own)]
 
+    def _submitted(self, record: JobRecord, deadline: float) -> list[QueuedJob]:
+        """Find all Slurm jobs with the token of this record: for an array, all its tasks."""
         client = self.access(record).client
 
         def ask() -> list[QueuedJob]:
             found = find_submitted(client, record.token, _remote_dir(record))
-            return sorted(found, key=lambda job: int(job.id))
+            return sorted(found, key=lambda job: order(job.id))
 
         return self._retried(ask, deadline)
 
@@ -194,8 +244,9 @@ class SlurmBackend(Backend):
                 self.access(record).client.run("scontrol", "release", job)
             # The reply may have been lost after Slurm released the job.
             except SlurmError:
-                found = [seen for seen in self._found(record, deadline) if seen.id == job]
-                if not found or found[0].is_held:
+                found = self._submitted(record, deadline)
+                own = [seen for seen in found if job in (seen.id, array_of(seen.id))]
+                if not own or any(seen.is_held for seen in own):
                     raise
 
         self._retried(release, deadline)
@@ -304,6 +355,8 @@ class SlurmBackend(Backend):
             return JobState(UNKNOWN, f"{reason}: {error.detail}")
         if known and known.work_dir == _remote_dir(record):
             return state_after_end(known, folder, record)
+        if was_removed(job, record, folder, access.queue):
+            return after_scancel(folder)
         if access.queue.has_accounting and time.time() - record.created < ACCOUNTING_DELAY:
             reason = f"job {job} is not in the queue any more, and not in the accounting yet"
             return JobState(UNKNOWN, reason)
@@ -392,5 +445,5 @@ def _not_asked(checked: Checked, why: str) -> Finding:
 
 
 def _remote_dir(record: JobRecord) -> str:
-    """The job's folder, as Slurm knows it."""
-    return record.remote_dir or record.local_dir
+    """The job's folder, as Slurm knows it; for a task, that of its array."""
+    return record.array_dir or record.remote_dir or record.local_dir

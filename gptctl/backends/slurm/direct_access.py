@@ -41,10 +41,11 @@ class DirectAccess:
         with private_files():
             # Slurm opens its log file there before the job starts.
             os.makedirs(plan.log_dir, exist_ok=True)
-            os.makedirs(_submitit_folder(plan), exist_ok=True)
+            os.makedirs(_submitit_folder(plan.remote_dir), exist_ok=True)
 
     def sbatch(self, plan: LaunchPlan, record: JobRecord) -> str:
-        return _sbatch(plan, record)
+        comment = submitted_comment(plan, record.token)
+        return sbatch_script(os.path.join(plan.remote_dir, BATCH_SCRIPT), comment)
 
     def claim(self, record: JobRecord, claim: Mapping[str, Any]) -> dict[str, Any]:
         folder = RunFolder(record.local_dir)
@@ -73,11 +74,12 @@ class DirectAccess:
         return ""
 
 
-def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
+def sbatch_script(script: str, comment: str) -> str:
+    """Submit a script held; return Slurm's id of the job or array."""
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    script = os.path.join(plan.remote_dir, BATCH_SCRIPT)
+    folder = _submitit_folder(os.path.dirname(script))
 
     class ScriptExecutor(SlurmExecutor):
         """Submits our script instead of a pickled function."""
@@ -88,13 +90,13 @@ def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
 
         def _make_submission_command(self, submission_file_path: Any) -> list[str]:
             # On the command line, so that the script is exactly what --dry-run printed.
-            own = ["--hold", f"--comment={submitted_comment(plan, record.token)}"]
+            own = ["--hold", f"--comment={comment}"]
             return [*_clean_prefix(), "sbatch", *own, str(submission_file_path)]
 
     try:
         # submitit prints the errors that it raises.
         with private_files(), redirect_stderr(io.StringIO()):
-            executor = ScriptExecutor(_submitit_folder(plan))
+            executor = ScriptExecutor(folder)
             return str(executor._submit_command("").job_id)
     except (FailedJobError, FailedSubmissionError) as error:
         said = client.error_text(str(error)) or "sbatch was killed"
@@ -105,9 +107,9 @@ def _sbatch(plan: LaunchPlan, record: JobRecord) -> str:
         raise SlurmError(said, is_doubtful=False, is_missing=True) from None
 
 
-def _submitit_folder(plan: LaunchPlan) -> str:
+def _submitit_folder(folder: str) -> str:
     """Return the folder where submitit keeps the script as it was submitted."""
-    return os.path.join(plan.remote_dir, "submitit")
+    return os.path.join(folder, "submitit")
 
 
 def _clean_prefix() -> list[str]:

@@ -16,7 +16,9 @@ def step_on_node(
     folder: RunFolder, node: int, words: Sequence[str], has_terminal: bool
 ) -> list[str]:
     """The command that runs a module of the job's engine on a node; srun ends it with itself."""
-    job = (folder.claimed_by() or {}).get("scheduler_id", "")
+    # srun does not know the ids of array tasks, which the claim has.
+    claimed = (folder.claimed_by() or {}).get("scheduler_id", "")
+    job = read_text(folder.slurm_job_file).strip() or claimed
     hosts = read_text(folder.attempt(folder.attempts() - 1) / "hosts").split()
     # An elastic job may have fewer nodes than it may use.
     if not job or node >= len(hosts):

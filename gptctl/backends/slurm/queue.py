@@ -13,10 +13,10 @@ from gptctl.backends.slurm.client import SlurmClient, SlurmError
 
 QUERY_INTERVAL = 5.0  # seconds between two queries
 SQUEUE_FIELDS = tuple(
-    "jobid state reason starttime nodelist restartcnt exit_code workdir comment".split()
+    "jobarrayid state reason starttime nodelist restartcnt exit_code workdir comment".split()
 )
 SEPARATOR = "\x1f"  # is in no value: gptctl refuses control characters
-SACCT_FIELDS = ("JobIDRaw", "State", "ExitCode", "NodeList", "WorkDir")
+SACCT_FIELDS = ("JobID", "State", "ExitCode", "NodeList", "WorkDir")
 HELD = "JobHeld"
 # States that change by themselves; in any other one the job has ended.
 PENDING_STATES = (
@@ -77,7 +77,8 @@ def query_squeue(client: SlurmClient) -> dict[str, QueuedJob]:
     """Return all jobs of this user that the controller knows, including ended ones."""
     # One query for all jobs: a busy controller suffers from many.
     form = ",".join(f"{field}:{SEPARATOR}" for field in SQUEUE_FIELDS)
-    options = ("--noheader", "--states=all", client.my_jobs, f"--Format={form}")
+    # --array: every task of an array has its own line.
+    options = ("--noheader", "--states=all", "--array", client.my_jobs, f"--Format={form}")
     lines = client.run("squeue", *options).splitlines()
     seen = [_parse_job(line.split(SEPARATOR)) for line in lines]
     return {job.id: job for job in seen if job}

@@ -113,8 +113,7 @@ def state_after_end(end: AccountingRecord, folder: RunFolder, record: JobRecord)
     if kind == COMPLETED:
         return JobState(COMPLETED, "reported by Slurm; the job could not record its own result")
     if kind == CANCELLED:
-        reason = "" if folder.cancelled_file.exists() else "with scancel"
-        return _with_result_saved(JobState(CANCELLED, reason), folder)
+        return after_scancel(folder)
     if end.signal == SCRIPT_FAILED and not folder.attempts():
         seen = record.remote_dir or record.local_dir
         where = f"on {end.nodes or 'a node'}: check that the nodes see {seen}"
@@ -135,6 +134,12 @@ def state_after_end(end: AccountingRecord, folder: RunFolder, record: JobRecord)
     if kind == OUT_OF_MEMORY:
         reason = f"killed by the out-of-memory killer; {reason}"
     return _with_result_saved(JobState(kind, reason, cause), folder)
+
+
+def after_scancel(folder: RunFolder) -> JobState:
+    """Return the state of a job that was cancelled, by gptctl or by somebody else."""
+    reason = "" if folder.cancelled_file.exists() else "with scancel"
+    return _with_result_saved(JobState(CANCELLED, reason), folder)
 
 
 def _with_result_saved(state: JobState, folder: RunFolder) -> JobState:
