@@ -311,7 +311,9 @@ def explained(rule: Rule) -> str:
     parts = [f"{rule.code} ({rule.level}): {rule.text}", fill(page.meaning, 88)]
     for title, example in (("Wrong", page.wrong), ("Fixed", page.fixed)):
         if example:
-            where = " (cluster profile)" if example.is_profile else ""
+            where = {"profile": " (cluster profile)", "sweep": " (sweep file)"}.get(
+                example.document, ""
+            )
             parts.append(f"{title}{where}:\n{indent(example.text, '    ')}")
     return "\n\n".join(parts)
 

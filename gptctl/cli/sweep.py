@@ -322,7 +322,8 @@ def show(
 
 
 def member_row(session: Session, member: Any, metric: str) -> dict[str, Any]:
-    from gptctl.jobs.run_metrics import lineage, whole_run
+    from gptctl.jobs.resume import lineage
+    from gptctl.jobs.run_metrics import whole_run
     from gptctl.logs.measured import is_number
 
     row = {"run": member.number, "values": dict(member.run), "job": None, "state": "NOT SUBMITTED"}
@@ -331,7 +332,7 @@ def member_row(session: Session, member: Any, metric: str) -> dict[str, Any]:
     state = session.state_of(member.job)
     measured = [
         (each["step"], each[metric])
-        for each in whole_run(lineage(member.job, session.store.find))
+        for each in whole_run(lineage(member.job, session.store))
         if is_number(each.get(metric))
     ]
     step, value = measured[-1] if measured else (None, None)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from gptctl.backends import Backends
 from gptctl.engine.run_folder import read_json
-from gptctl.jobs.run_metrics import lineage
 from gptctl.jobs.state import is_final, state_of
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.spec.check import Checked
@@ -69,7 +68,7 @@ def find_resume_point(record: JobRecord, store: Store, backends: Backends) -> Re
         return ResumePoint(record, "", 0)
     folder = ""
     # A job that failed before its first checkpoint left none: its predecessor may have one.
-    for ancestor in reversed(lineage(record, store.find)):
+    for ancestor in lineage(record, store):
         place, names = backends.of(ancestor.kind).checkpoints(ancestor)
         folder = folder or place
         steps = [name.removeprefix("step_") for name in names if name.startswith("step_")]
@@ -78,6 +77,15 @@ def find_resume_point(record: JobRecord, store: Store, backends: Backends) -> Re
             return ResumePoint(ancestor, place, newest)
     hint = f"start it again: gptctl rerun {record.id}"
     raise UserError(f"no checkpoint of {record.id} in {folder}", hint)
+
+
+def lineage(record: JobRecord, store: Store) -> list[JobRecord]:
+    """The job, the job that it continues, and so on: newest first."""
+    found, ids = [record], {record.id}
+    while (earlier := found[-1].continues) and earlier not in ids and store.holds(earlier):
+        found.append(store.find(earlier))
+        ids.add(earlier)
+    return found
 
 
 def check_resume(point: ResumePoint, checked: Checked) -> Iterator[Finding]:

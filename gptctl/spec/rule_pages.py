@@ -14,11 +14,11 @@ _FENCE = re.compile(r"```(?P<form>\w+) (?P<words>[^\n]+)\n(?P<text>.*?)\n```", r
 
 
 class RuleExample(NamedTuple):
-    """A block of code: YAML of a run config or profile, or a command."""
+    """A block of code: YAML of a config, profile or sweep, or a command."""
 
     form: str  # yaml or sh
     text: str
-    is_profile: bool = False
+    document: str = ""  # empty: a run config; else profile or sweep
     also: tuple[str, ...] = ()  # codes of other rules that it cannot avoid
 
 
@@ -54,15 +54,15 @@ def parse_pages(text: str) -> list[RulePage]:
 def _page(code: str, body: str) -> RulePage:
     blocks = {}
     for found in _FENCE.finditer(body):
-        is_profile, kind, also = _words(found["words"])
-        blocks[kind] = RuleExample(found["form"], found["text"], is_profile, also)
+        document, kind, also = _words(found["words"])
+        blocks[kind] = RuleExample(found["form"], found["text"], document, also)
     meaning = " ".join(_FENCE.sub("", body).split())
     return RulePage(code, meaning, blocks.get("wrong"), blocks.get("fixed"))
 
 
-def _words(text: str) -> tuple[bool, str, tuple[str, ...]]:
-    """Read the words after the fence: `[profile] wrong|fixed [also CODE …]`."""
+def _words(text: str) -> tuple[str, str, tuple[str, ...]]:
+    """Read the words after the fence: `[profile|sweep] wrong|fixed [also CODE …]`."""
     words = text.split()
-    is_profile = words[0] == "profile"
-    kind, *rest = words[is_profile:]
-    return is_profile, kind, tuple(rest[1:])
+    document = words.pop(0) if words[0] in ("profile", "sweep") else ""
+    kind, *rest = words
+    return document, kind, tuple(rest[1:])

@@ -9,6 +9,7 @@ import pytest
 from gptctl.spec.cluster import load_profile
 from gptctl.spec.rule_pages import RuleExample, parse_pages, rule_pages
 from gptctl.spec.rules import all_rules
+from gptctl.spec.sweep import load_sweep
 from tests.conftest import codes
 
 PAGES = rule_pages()
@@ -36,8 +37,11 @@ def test_an_example_breaks_its_rule_and_the_fix_mends_it(check, tmp_path, code: 
         if example.form == "sh":
             words = shlex.split(example.text)
             return codes(check("Global: {seed: 1}\n", *words[words.index("-o") + 1 :: 2]))
-        if not example.is_profile:
+        if not example.document:
             return codes(check(example.text))
+        if example.document == "sweep":
+            (tmp_path / "sweep.yaml").write_text(example.text)
+            return [finding.code for finding in load_sweep(tmp_path / "sweep.yaml").findings]
         (tmp_path / "mine.yaml").write_text(example.text)
         return [finding.code for finding in load_profile(str(tmp_path / "mine.yaml")).findings]
 
@@ -48,6 +52,6 @@ def test_an_example_breaks_its_rule_and_the_fix_mends_it(check, tmp_path, code: 
 def test_pages_are_read_as_written() -> None:
     text = "# Title\n\n## L001\nSome\ntext.\n```yaml profile wrong also E001 E002\na: 1\n```\n## L002\nMore.\n"
     first, second = parse_pages(text)
-    assert first.wrong == RuleExample("yaml", "a: 1", True, ("E001", "E002"))
+    assert first.wrong == RuleExample("yaml", "a: 1", "profile", ("E001", "E002"))
     assert (first.meaning, first.fixed) == ("Some text.", None)
     assert (second.code, second.meaning, second.wrong) == ("L002", "More.", None)

@@ -84,6 +84,7 @@ def test_twelve_runs_three_at_once_one_killed_and_resumed(login: Login) -> None:
     assert login.json("sweep", "resume", name)["jobs"] == []
 
 
+@pytest.mark.long
 def test_runs_that_differ_wait_for_each_other(login: Login) -> None:
     """Two sizes of jobs cannot be one array: with two places, every job waits for the second one before it."""
     text = "parameters: {Launch.nodes: [1, 2], Engine.max_steps: [2, 3]}\nparallel: 2\n"
@@ -94,6 +95,7 @@ def test_runs_that_differ_wait_for_each_other(login: Login) -> None:
     assert most_at_once(login, [ids[row["job"]] for row in ended]) <= 2
 
 
+@pytest.mark.long
 def test_cancel_of_a_sweep(login: Login) -> None:
     name = sweep(login, SWEEP, seconds=60)["sweep"]
     wait_for(login, name, lambda found: any(row["state"] == "RUNNING" for row in found))

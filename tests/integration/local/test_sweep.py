@@ -1,0 +1,149 @@
+"""Sweeps on this machine: at most some runs at once, one killed and resumed, the best one found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SWEEP = """
+parameters:
+  Optimizer.lr.max_lr: [1e-3, 3e-4, 1e-4]
+  Engine.max_steps: [2, 3, 4, 5]
+parallel: 3
+"""
+# In the place of Python: writes when it ran, and a loss that depends on the config.
+STAND_IN = """#!/bin/bash
+date +%s.%N > "$GPTCTL_RUN_DIR/began"
+while [ -e {folder}/hold ]; do sleep 0.1; done
+sleep 0.3
+mkdir -p "$GPTCTL_RUN_DIR/output"
+steps=$(sed -n 's/.*"max_steps": \\([0-9]*\\),.*/\\1/p' "$GPTCTL_RUN_DIR/config.json" | head -1)
+echo "{{\\"event\\": \\"train\\", \\"step\\": $steps, \\"loss\\": $steps.5, \\"attempt\\": 0}}" > "$GPTCTL_RUN_DIR/output/metrics.jsonl"
+date +%s.%N > "$GPTCTL_RUN_DIR/ended"
+"""
+
+
+def make(jobs, text: str = SWEEP) -> None:
+    jobs.gptctl("init")
+    (jobs.folder / "quick").write_text(STAND_IN.format(folder=jobs.folder))
+    (jobs.folder / "sweep.yaml").write_text(text)
+
+
+def submit(jobs, *options: str) -> dict:
+    answer = jobs.gptctl("sweep", "submit", "sweep.yaml", "--cluster", "./quick.yaml", "--json", *options)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
+def shown(jobs, name: str) -> dict:
+    return json.loads(jobs.gptctl("sweep", "show", name, "--json").stdout)
+
+
+def wait(jobs, name: str, condition, seconds: float = 60) -> dict:
+    deadline = time.monotonic() + seconds
+    while True:
+        found = shown(jobs, name)
+        if condition([row["state"] for row in found["runs"]]):
+            return found
+        assert time.monotonic() < deadline, str(found)
+        time.sleep(0.2)
+
+
+def most_at_once(jobs, ids: list[str]) -> int:
+    events = [
+        (float((jobs.run_dir(job) / file).read_text()), change)
+        for job in ids
+        for file, change in (("began", 1), ("ended", -1))
+    ]
+    return max(sum(change for _, change in sorted(events)[: n + 1]) for n in range(len(events)))
+
+
+def test_twelve_runs_three_at_once_one_killed_and_resumed(jobs) -> None:
+    """The oracle is the clock of the jobs themselves."""
+    make(jobs)
+    (jobs.folder / "hold").touch()
+    answer = submit(jobs)
+    name, ids = answer["sweep"], [each["job"] for each in answer["jobs"]]
+    wait(jobs, name, lambda states: states.count("RUNNING") == 3 and states.count("PENDING") == 9)
+    # One that waits and one that runs are killed: their places are free at once.
+    assert jobs.gptctl("cancel", "--now", ids[0], ids[11]).returncode == 0
+    (jobs.folder / "hold").unlink()
+    ended = wait(jobs, name, lambda states: states.count("COMPLETED") == 10)
+    assert most_at_once(jobs, ids[1:11]) <= 3
+    best = ended["best"]
+    assert (best["value"], best["values"]["Engine.max_steps"]) == (2.5, "2")
+    assert [row["value"] for row in ended["runs"][:10]] == sorted(row["value"] for row in ended["runs"][:10])
+    again = json.loads(jobs.gptctl("sweep", "resume", name, "--json").stdout)
+    assert [each["run"] for each in again["jobs"]] == [0, 11]
+    wait(jobs, name, lambda states: states.count("COMPLETED") == 12)
+    table = jobs.gptctl("sweep", "show", name)
+    assert "best loss: 2.5" in table.stderr
+    assert "sweep" in jobs.gptctl("sweep", "list").stdout
+
+
+@pytest.mark.long
+def test_a_killed_submit_is_completed_by_resume(jobs) -> None:
+    """gptctl is killed while it submits: every run is submitted once in the end."""
+    make(jobs)
+    command = [
+        str(Path(sys.executable).with_name("gptctl")),
+        "sweep",
+        "submit",
+        "sweep.yaml",
+        "--cluster",
+        "./quick.yaml",
+    ]
+    env = {**os.environ, "HOME": str(jobs.folder / "home")}
+    process = subprocess.Popen(command, cwd=jobs.folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while len(list((jobs.folder / "runs").glob("*/claim.json"))) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (sweep,) = json.loads(jobs.gptctl("sweep", "list", "--json").stdout)
+    assert jobs.gptctl("sweep", "resume", sweep["sweep"]).returncode == 0
+    ended = wait(jobs, sweep["sweep"], lambda states: states.count("COMPLETED") == 12)
+    ids = {row["job"] for row in ended["runs"]}
+    assert len(ids) == 12
+    assert ids == {row["job"] for row in json.loads(jobs.gptctl("list", "--all", "--json").stdout)}
+
+
+def test_refused_before_anything_is_submitted(jobs) -> None:
+    make(jobs, "parameters: {Distributed.mp_degree: [1, 2, 3], Global.micro_batch_size: [12, 0]}\n")
+    answer = jobs.gptctl("sweep", "submit", "sweep.yaml", "--cluster", "./quick.yaml", "--nodes", "2")
+    assert answer.returncode == 1
+    assert "runs of 6 cannot start" in answer.stderr
+    assert "L002" in answer.stderr
+    assert "C012" in answer.stderr
+    assert json.loads(jobs.gptctl("list", "--json").stdout) == []
+    assert json.loads(jobs.gptctl("sweep", "list", "--json").stdout) == []
+    shown = jobs.gptctl(
+        "sweep",
+        "submit",
+        "sweep.yaml",
+        "--cluster",
+        "./quick.yaml",
+        "--nodes",
+        "2",
+        "--skip-invalid",
+        "--dry-run",
+        "--json",
+    )
+    assert [run["Distributed.mp_degree"] for run in json.loads(shown.stdout)] == ["1", "2"]
+    for arguments, words in [
+        (["submit", "missing.yaml"], "cannot read missing.yaml"),
+        (["show"], "there are no sweeps yet"),
+        (["resume", "x"], "there are no sweeps yet"),
+        (["cancel"], "SWEEP"),
+    ]:
+        refused = jobs.gptctl("sweep", *arguments)
+        assert refused.returncode == 2
+        assert words in refused.stderr

@@ -1,0 +1,95 @@
+"""Sweep files: which runs they mean, and what is refused. The oracle is the list of runs, written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gptctl.spec.check import check_config
+from gptctl.spec.sweep import expand, load_sweep, overrides_of, varied
+
+RANGE = "{min: 1e-5, max: 1e-3, distribution: log_uniform}"
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def load_text(text: str):
+        (tmp_path / "sweep.yaml").write_text(text)
+        return load_sweep(tmp_path / "sweep.yaml")
+
+    return load_text
+
+
+def test_a_grid_is_every_combination_in_order(load) -> None:
+    loaded = load("parameters: {A.x: [1e-3, null], B: {values: ['a b', [1, 2], {k: 'v'}]}}")
+    assert not loaded.findings
+    assert expand(loaded.sweep) == [
+        {"A.x": first, "B": second} for first in ("1e-3", "") for second in ("'a b'", "[1, 2]", "{k: 'v'}")
+    ]
+
+
+def test_a_list_is_its_runs(load) -> None:
+    loaded = load("method: list\nruns:\n- {Launch.nodes: 2, A.x: 1}\n- {A.x: 2}\n")
+    assert not loaded.findings
+    assert expand(loaded.sweep) == [{"Launch.nodes": "2", "A.x": "1"}, {"A.x": "2"}]
+    assert varied(expand(loaded.sweep)) == ["Launch.nodes", "A.x"]
+
+
+def test_random_runs_are_different_repeatable_and_in_range(load) -> None:
+    text = f"method: random\nsamples: 50\nseed: 3\nparameters: {{lr: {RANGE}, n: {{min: 1, max: 9}}, s: [a, b]}}"
+    runs = expand(load(text).sweep)
+    assert runs == expand(load(text).sweep)
+    assert runs != expand(load(text.replace("seed: 3", "seed: 4")).sweep)
+    assert len({tuple(run.items()) for run in runs}) == 50
+    assert all(1e-5 <= float(run["lr"]) <= 1e-3 and run["n"] in "123456789" and run["s"] in "ab" for run in runs)
+    # Log-uniform: about half of the values are below the geometric mean, 1e-4.
+    assert 15 < sum(float(run["lr"]) < 1e-4 for run in runs) < 35
+
+
+def test_fewer_combinations_than_samples_end(load) -> None:
+    assert len(expand(load("method: random\nsamples: 100\nparameters: {a: [1, 2]}").sweep)) == 2
+
+
+WRONG = [
+    ("{}", ["C007"]),
+    ("parameters: {a: []}", ["C012"]),
+    ("parameters: {a: [1], b c: [2]}", ["C014"]),
+    ("parameter: {a: [1]}", ["C010"]),
+    ("method: best\nparameters: {a: [1]}", ["C013"]),
+    ("method: list\nparameters: {a: [1]}", ["W002"]),
+    ("method: list\nruns: [1]", ["C011"]),
+    ("method: list\nruns: [{a: 1}, {a: 1}]", ["W001"]),
+    ("parameters: {a: [1]}\nruns: [{a: 1}]", ["W002"]),
+    ("parameters: {a: [1]}\nsamples: 3", ["W002"]),
+    (f"parameters: {{a: {RANGE}}}", ["W002"]),
+    ("method: random\nsamples: 3\nparameters: {a: {min: 3, max: 1}}", ["C012"]),
+    ("method: random\nsamples: 3\nparameters: {a: {min: 0, max: 1, distribution: log_uniform}}", ["C012"]),
+    ("method: random\nsamples: 3\nparameters: {a: {min: 0, max: 1, distribution: bell}}", ["C014"]),
+    ("method: random\nsamples: 3\nparameters: {a: {min: 0}}", ["C011"]),
+    ("method: random\nsamples: 3\nparameters: {a: {min: [1], max: 2}}", ["C011"]),
+    ("parallel: 0\nparameters: {a: [1]}", ["C012"]),
+    (f"parameters: {{{', '.join(f'k{n}: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]' for n in range(10))}}}", ["W001"]),
+    ("config: http://x/y.yaml\nparameters: {a: [1]}", ["C014"]),
+    ("[1, 2]", ["C001"]),
+]
+
+
+@pytest.mark.parametrize(("text", "codes"), WRONG)
+def test_mistakes_are_findings(load, text: str, codes: list[str]) -> None:
+    found = load(text).findings
+    assert [finding.code for finding in found] == codes
+    assert all(finding.hint for finding in found)
+
+
+def test_values_reach_the_config(tmp_path: Path) -> None:
+    """Lists, mappings and quoted text are read as in a config."""
+    (tmp_path / "sweep.yaml").write_text(
+        "parameters: {Launch.args: [[a, 'b c']], Launch.env: [{A: '1e3'}], Optimizer.lr.max_lr: [1e-3], Model.name: ['gpt2-en']}"
+    )
+    (run,) = expand(load_sweep(tmp_path / "sweep.yaml").sweep)
+    checked = check_config(None, overrides_of(run, "s"))
+    assert checked.launch.args == ("a", "b c")
+    assert checked.launch.env == {"A": "1e3"}
+    assert checked.resolved.run.Optimizer.lr.max_lr == 1e-3
+    assert checked.resolved.run.Model.hidden_size == 768
