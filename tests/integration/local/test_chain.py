@@ -44,10 +44,9 @@ def chain(jobs):
 
 
 def ends(jobs, ids: list[str]) -> list[tuple[str, str]]:
-    for job in ids:
-        jobs.gptctl("wait", job)
-    rows = {row["job"]: row for row in json.loads(jobs.gptctl("list", "--json").stdout)}
-    return [(rows[job]["state"], rows[job]["reason"]) for job in ids]
+    jobs.ended(*ids)
+    results = [json.loads((jobs.run_dir(job) / "result.json").read_text()) for job in ids]
+    return [(result["state"], result["reason"]) for result in results]
 
 
 def test_a_chain_ends_when_the_training_is_complete(jobs, chain) -> None:
@@ -67,7 +66,7 @@ def test_a_chain_ends_when_the_training_is_complete(jobs, chain) -> None:
 
 def test_whoever_cancels_a_job_cancels_those_after_it(jobs, chain) -> None:
     first, second, third = chain(HOLD="1")
-    assert jobs.status(second)["reason"] == f"waits for {first} to end"
+    assert jobs.waits_for(second) == f"waits for {first} to end"
     assert jobs.gptctl("cancel", first).returncode == 0
     states = ends(jobs, [first, second, third])
     assert [state for state, _ in states] == ["CANCELLED"] * 3, states

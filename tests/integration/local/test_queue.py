@@ -33,14 +33,11 @@ def times(folder: Path) -> list[tuple[str, str, float]]:
     return [(job, what, float(when)) for job, what, when in (line.split() for line in lines)]
 
 
-def await_state(jobs, job: str, state: str, reason: str = "", seconds: float = 30) -> dict:
+def await_reason(jobs, job: str, reason: str, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
-    while True:
-        facts = jobs.status(job)
-        if facts["state"] == state and reason in facts["reason"]:
-            return facts
-        assert time.monotonic() < deadline, facts
-        time.sleep(0.1)
+    while jobs.waits_for(job) != reason:
+        assert time.monotonic() < deadline, jobs.waits_for(job)
+        time.sleep(0.05)
 
 
 def test_twenty_at_once_run_one_by_one(timed) -> None:
@@ -75,19 +72,20 @@ def test_a_place_is_freed_by_kill_and_by_cancel(timed) -> None:
     hold = ["--env", f"OUT={timed.folder}", "--env", "HOLD=1"]
     first = timed.quick(*hold)
     waiting = [timed.quick("--queue", "--env", f"OUT={timed.folder}") for _ in range(4)]
-    facts = await_state(timed, waiting[3], "PENDING")
+    facts = timed.status(waiting[3])
     assert facts["reason"] == f"waits for {first} and 3 others (4 of 4 in the queue)"
-    assert facts["attempts"] == 0
+    assert (facts["state"], facts["attempts"]) == ("PENDING", 0)
     os.kill(json.loads((timed.run_dir(waiting[0]) / "claim.json").read_text())["pid"], signal.SIGKILL)
     assert timed.gptctl("cancel", waiting[1], **out).stdout.strip() == f"{waiting[1]}: CANCELLED"
-    assert timed.status(waiting[0])["state"] == "LOST"
-    assert "while it was waiting to start" in timed.status(waiting[0])["reason"]
-    await_state(timed, waiting[2], "PENDING", f"waits for {first} (1 of 2 in the queue)")
+    facts = timed.status(waiting[0])
+    assert facts["state"] == "LOST"
+    assert "while it was waiting to start" in facts["reason"]
+    await_reason(timed, waiting[2], f"waits for {first} (1 of 2 in the queue)")
     # `wait` says what the job waits for.
     told = timed.gptctl("wait", waiting[3], "--timeout", "0")
     assert f"{waiting[3]}: PENDING: waits for {first} and {waiting[2]} (2 of 2 in the queue)" in told.stderr
     (timed.folder / "go").touch()
-    assert [timed.wait(job) for job in (first, *waiting[2:])] == ["COMPLETED"] * 3
+    assert timed.ended(first, *waiting[2:]) == ["COMPLETED"] * 3
     assert [job for job, what, _ in times(timed.folder) if what == "start"] == [first, *waiting[2:]]
     queue = timed.folder / "home/.local/state/gptctl/queue"
     assert list(queue.glob("*/*.ticket")) == []
@@ -103,9 +101,9 @@ def test_ranks_without_a_supervisor_keep_their_place(timed) -> None:
         time.sleep(0.05)
     os.kill(json.loads((timed.run_dir(first) / "claim.json").read_text())["pid"], signal.SIGKILL)
     second = timed.quick("--queue", *out)
-    await_state(timed, second, "PENDING", f"waits for {first}")
+    await_reason(timed, second, f"waits for {first} (1 of 1 in the queue)")
     (timed.folder / "go").touch()
-    assert timed.wait(second) == "COMPLETED"
+    assert timed.ended(second) == ["COMPLETED"]
     assert [what for _, what, _ in times(timed.folder)] == ["start", "end", "start", "end"]
 
 
@@ -117,19 +115,19 @@ def test_jobs_after_another(timed) -> None:
     last = timed.quick("--after", f"{then[':any']}", "--after", f"{then[':fail']}:ok", "--queue", *out)
     never = timed.quick("--after", then[""], *out)
     assert timed.status(then[""])["reason"] == f"waits for {first} to complete"
-    assert timed.status(then[":fail"])["reason"] == f"waits for {first} to fail"
-    assert timed.status(last)["reason"] == f"waits for {then[':any']} to complete"
+    assert timed.waits_for(then[":fail"]) == f"waits for {first} to fail"
+    assert timed.waits_for(last) == f"waits for {then[':any']} to complete"
     (timed.folder / "go").touch()
-    assert [timed.wait(job) for job in (first, then[":any"], then[":fail"], last)] == ["FAILED"] + ["COMPLETED"] * 3
+    assert timed.ended(first, then[":any"], then[":fail"], last) == ["FAILED"] + ["COMPLETED"] * 3
     for job, before, state in ((then[""], first, "FAILED"), (never, then[""], "CANCELLED")):
-        facts = await_state(timed, job, "CANCELLED")
-        assert facts["reason"] == f"{before} is {state}, and this job starts only if it completes"
+        assert timed.ended(job) == ["CANCELLED"]
+        assert timed.status(job)["reason"] == f"{before} is {state}, and this job starts only if it completes"
     ran = [job for job, what, _ in times(timed.folder) if what == "start"]
     assert ran[0] == first
     assert set(ran[1:3]) == {then[":any"], then[":fail"]}
     assert ran[3:] == [last]
     # What has ended already is decided at once.
-    assert timed.wait(timed.quick("--after", f"{first}:fail", *out)) == "COMPLETED"
+    assert timed.ended(timed.quick("--after", f"{first}:fail", *out)) == ["COMPLETED"]
     refused = timed.gptctl("submit", "--cluster", "./quick.yaml", "--after", first, "--", "x.py")
     assert refused.returncode == 1
     assert f"--after {first}: that job is FAILED" in refused.stderr
@@ -161,13 +159,12 @@ def test_jobs_get_free_gpus(timed) -> None:
     second = timed.quick("--devices", "3", *own, **env)
     third = timed.quick("--gpus-per-node", "2", *own, **env)
     fourth = timed.quick("--devices", "GPU-1", *own, **env)
-    assert timed.status(third)["reason"] == f"waits for {first} and {second} (1 of 2 in the queue)"
+    await_reason(timed, third, f"waits for {first} and {second} (1 of 2 in the queue)")
     (timed.folder / "go").touch()
-    assert [timed.wait(job) for job in (first, second, third)] == ["COMPLETED"] * 3
+    assert timed.ended(first, second, third) == ["COMPLETED"] * 3
     devices = {job: (timed.folder / f"gpus.{job}").read_text().strip() for job in (first, second, third)}
     assert devices == {first: "0", second: "3", third: "0,3"}
-    await_state(timed, fourth, "PENDING", "waits for GPU 1: other processes use 2 of 4 (1 of 1 in the queue)")
-    assert timed.gptctl("cancel", fourth).returncode == 0
+    await_reason(timed, fourth, "waits for GPU 1: other processes use 2 of 4 (1 of 1 in the queue)")
 
 
 GROUP = """
@@ -196,11 +193,11 @@ def test_a_group_has_a_limit(timed) -> None:
     done = subprocess.run(command, cwd=timed.folder, env=env, capture_output=True, text=True, check=True)
     members = done.stdout.split()
     other = timed.quick("--queue", "--env", f"OUT={timed.folder}")
-    reason = f"waits for {members[0]} and {members[1]} (group sweep-1: 2 at once)"
-    await_state(timed, members[2], "PENDING", reason)
-    assert timed.status(other)["reason"] == f"waits for {members[0]} and {members[1]} (3 of 3 in the queue)"
+    both = f"waits for {members[0]} and {members[1]}"
+    await_reason(timed, members[2], f"{both} (group sweep-1: 2 at once)")
+    await_reason(timed, other, f"{both} (3 of 3 in the queue)")
     (timed.folder / "go").touch()
-    assert [timed.wait(job) for job in (*members, other)] == ["COMPLETED"] * 5
+    assert timed.ended(*members, other) == ["COMPLETED"] * 5
     running, most = 0, 0
     for job, what, _ in times(timed.folder):
         running += 1 if what == "start" else -1
