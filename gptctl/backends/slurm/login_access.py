@@ -235,7 +235,9 @@ class LoginAccess:
         return fetch(record, self.sync_of(record), target, checkpoints, self._say, show)
 
     def command(self, words: Sequence[str], has_terminal: bool) -> list[str]:
-        return ssh_words(self._link.route, login_command(*words), has_terminal)
+        # A terminal ends what runs in it when the connection is lost.
+        script = words if has_terminal else remote_command("while_connected.sh", *words)
+        return ssh_words(self._link.route, login_command(*script), has_terminal)
 
     # The last known state
 

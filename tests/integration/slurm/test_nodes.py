@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import held_job
+from tests.integration.slurm.laptop import Laptop
 from tests.integration.slurm.login import GPTCTL, Login, await_true
 from tests.lab import Lab
 
@@ -50,3 +51,28 @@ def test_terminals_and_killed_sessions(lab: Lab) -> None:
 
     held_job.check_kill(login.start, lab.signal, count, job, ports[1])
     assert login.run("cancel", "--now", job).returncode == 0
+
+
+@pytest.mark.long
+def test_from_a_laptop(lab: Lab) -> None:
+    """The same through a login host: laptop and cluster share nothing."""
+    laptop = Laptop(lab)
+    laptop.write("laptop", f"{laptop.folder}/held.py", held_job.PROGRAM)
+    asked = ["--cluster", "hpc", "--nodes", "2", "--gpus-per-node", "1", "-o", "Global.device=cpu"]
+    job = json.loads(laptop.run("submit", "--json", *asked, "--", "held.py").stdout)["job"]
+    ports = held_job.ports(laptop.run, job, 2)
+    held_job.check_stacks(laptop.run, job)
+    held_job.check_forward(
+        laptop.start,
+        lab.signal,
+        lambda url: lab.run("laptop", *held_job.fetch_command(url)).stdout,
+        job,
+        ports[1],
+    )
+
+    def count(mark: str) -> int:
+        return len(lab.run("node2", "pgrep", "-f", mark, check=False).stdout.split())
+
+    held_job.check_kill(laptop.start, lab.signal, count, job, ports[1])
+    assert held_job.release(laptop.run, job, 2) == laptop.json("status", job)["hosts"]
+    assert laptop.wait(job, "COMPLETED")["state"] == "COMPLETED"

@@ -26,7 +26,7 @@ def test_stacks_shell_and_forward(desk: Desk) -> None:
         return desk.lab.run("head", *held_job.fetch_command(url)).stdout
 
     held_job.check_forward(desk.start, desk.lab.signal, fetched, job, ports[1])
-    assert held_job.release(desk.run, job, 2) == ["ssh1", "private1"]
+    assert held_job.release(desk.run, job, 2, folders=2) == ["ssh1", "private1"]
     assert desk.wait(job, "COMPLETED")["state"] == "COMPLETED"
     for host in ("ssh1", "private1"):
         await_true(lambda host=host: desk.left(host) == [], 20, lambda host=host: str(desk.left(host)))
