@@ -39,6 +39,7 @@ from gptctl.engine.run_folder import (
     newest_checkpoint,
     read_plan,
 )
+from gptctl.engine.spare_space import free_space, keep_space, with_spare_space
 
 # Seconds between asking a job to stop and killing it; torchrun gives its ranks the same time.
 GRACE = 30.0
@@ -116,6 +117,7 @@ class Supervisor:
             if over := chain_result(self.plan):
                 raise StopRequested(over.state, over.reason)
             self._set_deadline()
+            keep_space(self.folder.path)
             # Before gptctl learns that the job exists: it prints the endpoint.
             self._begin_attempt()
             on_ready()
@@ -126,6 +128,7 @@ class Supervisor:
             result = Result(FAILED, os_error_text(error))
         finally:
             self.nodes.kill()
+            free_space(self.folder.path)
             self._record(result)
             if self.admission:
                 self.admission.release()
@@ -259,7 +262,8 @@ class Supervisor:
         stopped = {node: end.code for node, end in exits.items() if node not in recorded}
         # A full disk must not end the job: this record is for people.
         try:
-            self.folder.record_outcome(self.number, result, stopped)
+            with with_spare_space(self.folder.path):
+                self.folder.record_outcome(self.number, result, stopped)
             if self.folder.has_stopped_on_purpose(self.number, self.plan.output_dir, self.began):
                 self.folder.record_clean_stop(self.number)
         except OSError as error:

@@ -43,6 +43,7 @@ def test_a_stopped_rank_is_named_and_ended(jobs) -> None:
     assert jobs.status(job)["trainer"]["reason"].startswith(named.removeprefix("error: "))
     failed = jobs.gptctl("logs", job, "--failed").stdout
     assert "rank 3 failed first: SIGKILL" in failed
+    assert jobs.status(job)["reason"].startswith("rank 3 (node 0): does not respond; the other ranks wait ")
     assert named in failed
     assert f"[rank 0] {named}" in jobs.gptctl("logs", job, "--errors").stdout
     logs = jobs.run_dir(job) / "logs" / "attempt-0"
@@ -61,6 +62,7 @@ def test_the_traceback_of_the_rank_that_failed_comes_first(jobs) -> None:
     assert jobs.status(job)["trainer"]["reason"] == named
     failed = jobs.gptctl("logs", job, "--failed").stdout
     assert "rank 2 failed first: exit 1" in failed
+    assert jobs.status(job)["reason"] == "rank 2 (node 0): ValueError: boom"
     assert failed.index(named) < failed.index("Traceback (most recent call last):") < failed.index("then:")
     errors = jobs.gptctl("logs", job, "--errors").stdout
     assert f"[rank 2] {named}\n[rank 2] Traceback (most recent call last):\n" in errors
