@@ -34,7 +34,6 @@ from gptctl.engine.cause import Cause, cause_from
 from gptctl.engine.contract import (
     CANCELLED_FILE,
     CLAIM,
-    OUTCOME,
     PLAN,
     RESULT,
     UNRECOVERABLE_FILE,
@@ -208,28 +207,6 @@ class RunFolder:
         names = [name for node in nodes for name in (f"ranks.{node}.jsonl", f"node.{node}.exit")]
         found = {name: _read_bytes(self.attempt(attempt) / name) for name in names}
         return {name: data for name, data in found.items() if data}
-
-    def record_outcome(self, attempt: int, result: Result, exits: Mapping[int, int]) -> None:
-        """Record how an attempt ended; `exits`: the exit codes of nodes that recorded none."""
-        value = {**result.as_json(), "exits": {str(node): code for node, code in exits.items()}}
-        with replacing(self.attempt(attempt) / OUTCOME) as stream:
-            stream.write(json.dumps(value).encode())
-
-    def outcome(self, attempt: int) -> Result | None:
-        """Return how an attempt ended, if the supervisor recorded it."""
-        found = read_json(self.attempt(attempt) / OUTCOME) or {}
-        state, reason = found.get("state"), found.get("reason")
-        if not isinstance(state, str) or not isinstance(reason, str):
-            return None
-        return Result(
-            state, one_line(reason, LONGEST_REASON), 0.0, cause_from(found.get("failure"))
-        )
-
-    def stopped_nodes(self, attempt: int) -> dict[int, int]:
-        """Return the exit codes of nodes that the supervisor had to stop: they recorded none."""
-        exits = (read_json(self.attempt(attempt) / OUTCOME) or {}).get("exits")
-        pairs = exits.items() if isinstance(exits, dict) else ()
-        return {int(node): code for node, code in pairs if _is_number(node) and type(code) is int}
 
     def exit_time(self, attempt: int, node: int) -> float:
         # launch.sh writes this file as its last action.

@@ -18,7 +18,12 @@ from typing import Any, Protocol
 
 from gptctl.engine.admission import Admission, NeverStarts
 from gptctl.engine.atomic_files import replacing
-from gptctl.engine.cause import first_cause
+from gptctl.engine.attempt_outcome import (
+    failed_attempt,
+    outcome_of,
+    record_outcome,
+    without_progress,
+)
 from gptctl.engine.chain import chain_result
 from gptctl.engine.contract import READY_VARIABLE
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
@@ -188,7 +193,8 @@ class Supervisor:
             self.folder.record_start(self.number, newest_checkpoint(self.plan.output_dir))
             # Also checked here: a scheduler may requeue the job without asking the supervisor.
             if self._stalled() > MAX_STALLED:
-                raise StopRequested(*self._without_progress(self.folder.outcome(self.number - 1)))
+                last = outcome_of(self.folder, self.number - 1)
+                raise StopRequested(*without_progress(last))
 
     def _choose_port(self) -> None:
         """Choose the endpoint of the attempt, and write it to endpoint.json."""
@@ -220,7 +226,7 @@ class Supervisor:
             if self._scheduler_is_ending_job(result.reason):
                 return None
             if self._stalled() >= MAX_STALLED:
-                return self._without_progress(result)
+                return without_progress(result)
             if self._can_requeue() and self.plan.output_dir and _nothing_started(exits):
                 # After a node was unreachable for a moment, Slurm may believe that it is still
                 # running the last step, and start no other one.
@@ -251,19 +257,11 @@ class Supervisor:
             return result._replace(reason=f"{result.reason}; a restart would fail in the same way")
         return result if self.folder.num_failures() >= self.plan.attempts else None
 
-    def _without_progress(self, last: Result | None) -> Result:
-        """The result of a job whose attempts save no checkpoint; `last`: how the last one ended."""
-        reason = f"{last.reason}; " if last and last.reason else ""
-        failure = last.failure if last else None
-        return Result(FAILED, f"{reason}three attempts without a new checkpoint", 0.0, failure)
-
     def _record_outcome(self, result: Result, exits: dict[int, NodeExit]) -> None:
-        recorded = self.folder.exit_codes(self.number, exits)
-        stopped = {node: end.code for node, end in exits.items() if node not in recorded}
         # A full disk must not end the job: this record is for people.
         try:
             with with_spare_space(self.folder.path):
-                self.folder.record_outcome(self.number, result, stopped)
+                record_outcome(self.folder, self.number, result, exits)
             if self.folder.has_stopped_on_purpose(self.number, self.plan.output_dir, self.began):
                 self.folder.record_clean_stop(self.number)
         except OSError as error:
@@ -337,14 +335,7 @@ class Supervisor:
             return Result(STOPPED, "the scheduler asked the job to stop")
         if result.state != FAILED:
             return result
-        cause = first_cause(
-            end.cause for end in exits.values() if end.cause and not end.was_stopped
-        )
-        if cause is None:
-            return result
-        if cause.rank is None and cause.node < len(self.hosts):
-            cause = cause._replace(host=self.hosts[cause.node])
-        return Result(FAILED, cause.reason(self.hosts), 0.0, cause)
+        return failed_attempt(exits.values(), tuple(self.hosts)) or result
 
     def _start_and_wait(self) -> dict[int, NodeExit]:
         self._stop_if_cancelled()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.engine.atomic_files import private_files, replacing
+from gptctl.engine.attempt_outcome import stopped_nodes
 from gptctl.engine.run_folder import RunFolder, is_time, read_json, read_text
 from gptctl.jobs.store import ENDED, REMOVED, JobRecord
 from gptctl.jobs.training_progress import progress_facts
@@ -88,7 +89,7 @@ def facts_of(record: JobRecord) -> dict[str, Any]:
         "endpoint": folder.endpoint(),
         "ended": result.ended if result else None,
         "exit_codes": _exit_codes(folder, attempt, record.nodes),
-        "stopped_nodes": sorted(folder.stopped_nodes(attempt)),
+        "stopped_nodes": sorted(stopped_nodes(folder, attempt)),
         "not_ended": read_text(folder.not_ended_file).split(),
         "trainer": read_json(output) if output else None,
     }
@@ -96,5 +97,5 @@ def facts_of(record: JobRecord) -> dict[str, Any]:
 
 def _exit_codes(folder: RunFolder, attempt: int, nodes: int) -> dict[int, int]:
     """The exit codes of all nodes: those that they recorded, else those that gptctl saw."""
-    codes = {**folder.stopped_nodes(attempt), **folder.exit_codes(attempt, range(nodes))}
+    codes = {**stopped_nodes(folder, attempt), **folder.exit_codes(attempt, range(nodes))}
     return dict(sorted(codes.items()))
