@@ -8,7 +8,7 @@ import signal
 from gptctl.engine.cause import Cause
 from gptctl.engine.error_text import is_about_memory
 
-_NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|disk is full")
+_NO_SPACE = re.compile(r"No space left on device|not enough disk space|Disk quota exceeded")
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _MODULE = re.compile(r"No module named")
 
