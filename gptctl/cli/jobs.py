@@ -35,6 +35,7 @@ LIST_COLUMNS = (
     Column("ranks", importance=10),
     Column("cluster", importance=8),
     Column("created", importance=7),
+    Column("continues", importance=11),
     Column("reason", "cut", importance=2),
 )
 RECENT = 20  # jobs that `list` shows: the state of each may need a query
@@ -73,13 +74,17 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
             **list_cells(row),
             "ranks": f"{row['nodes']} × {row['world_size'] // row['nodes']}",
             "created": clock_time(row["created"]),
+            "continues": row["continues"] or "",
         }
         for row in rows
     ]
-    cells = [[text[column.name] for column in LIST_COLUMNS] for text in texts]
+    # Most jobs continue no other one.
+    is_plain = not any(text["continues"] for text in texts)
+    columns = [each for each in LIST_COLUMNS if each.name != "continues" or not is_plain]
+    cells = [[text[column.name] for column in columns] for text in texts]
     hidden = len(session.store.ids()) - len(rows)
     older = f"; --all shows {hidden:,} more, older or removed" if hidden else ""
-    ui.print_table(f"{count(len(rows), 'job')}{older}", LIST_COLUMNS, cells)
+    ui.print_table(f"{count(len(rows), 'job')}{older}", columns, cells)
 
 
 @click.command(epilog=examples("gptctl status", "gptctl status gpt-3f9a2c --json"))
@@ -128,6 +133,7 @@ def show(
     from gptctl.cli import ui
     from gptctl.engine.run_folder import read_json
     from gptctl.jobs import report
+    from gptctl.jobs.resume import whole_lineage
     from gptctl.jobs.state import is_removed
     from gptctl.text import plain_value
 
@@ -139,7 +145,10 @@ def show(
         require_folder(record)
         print_scripts(session, record, as_json)
         return
-    facts = report.status(record, session.backends)
+    facts = {
+        **report.status(record, session.backends),
+        "lineage": whole_lineage(record, session.store),
+    }
     # The config is in the run folder; without it, show what is known of the job.
     if not record.run_folder.is_dir() and (prefix or not is_removed(record)):
         require_folder(record)

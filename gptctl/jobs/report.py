@@ -52,6 +52,7 @@ def row(record: JobRecord, backends: Backends) -> dict[str, Any]:
         "nodes": record.nodes,
         "world_size": record.world,
         "continues": record.continues or None,
+        "sweep": record.sweep or None,
         "scheduler_id": record.handle.get("scheduler_id"),
         "created": record.created,
         **(
@@ -140,6 +141,12 @@ def endings(ranks: list[dict[str, Any]]) -> str:
     return ", ".join(f"{number} {how}" for how, number in counts.items())
 
 
+def lineage_text(facts: dict[str, Any]) -> str:
+    """The jobs of a run in order; empty for a run of one job, and where nobody asked for it."""
+    jobs = facts.get("lineage", ())
+    return " → ".join(jobs) if len(jobs) > 1 else ""
+
+
 def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Format `gptctl status` for people; empty values are left out."""
     # One line per fact; a value that is not known yet has no line.
@@ -154,6 +161,8 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("scheduler", f"job {facts['scheduler_id']}" if facts["scheduler_id"] else ""),
         ("hosts", " ".join(facts["hosts"])),
         ("continues", facts["continues"] or ""),
+        ("lineage", lineage_text(facts)),
+        ("sweep", facts["sweep"] or ""),
         # On lines of their own: a narrow window must not break a time.
         ("created", clock_time(facts["created"])),
         ("ended", clock_time(facts["ended"]) if facts["ended"] else ""),

@@ -88,6 +88,16 @@ def lineage(record: JobRecord, store: Store) -> list[JobRecord]:
     return found
 
 
+def whole_lineage(record: JobRecord, store: Store) -> list[str]:
+    """The jobs of a run, oldest first: those before this job, the job itself, those after it."""
+    ids = [job.id for job in reversed(lineage(record, store))]
+    # A job that was continued twice has two branches: all of their jobs are named.
+    for other in store.records():
+        if other.continues in ids and other.id not in ids:
+            ids.append(other.id)
+    return ids
+
+
 def check_resume(point: ResumePoint, checked: Checked) -> Iterator[Finding]:
     """Report what the trainer would refuse after the job has waited in a queue."""
     before, now = _resolved(point.record), checked.resolved

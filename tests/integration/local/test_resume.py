@@ -53,6 +53,10 @@ def test_resume_is_the_same_run(jobs, killed: str, tmp_path: Path) -> None:
     assert resumed["continues"] == killed
     assert f"continues {killed} from step" in answer.stderr
     assert "with the same config" in answer.stderr
+    for job in (killed, resumed["job"]):
+        assert json.loads(jobs.gptctl("show", job, "--json").stdout)["lineage"] == [killed, resumed["job"]]
+    assert f"{killed} → {resumed['job']}" in jobs.gptctl("show", killed).stdout
+    assert "continues" in jobs.gptctl("list").stdout
     now = values_of(jobs, resumed["job"])
     assert {key for key in now if now[key] != before[key]} == {"Engine.save_load.ckpt_dir"}
     assert now["Launch.env.MY_NAME"] == ("a b", "--env MY_NAME")
