@@ -189,3 +189,22 @@ def test_a_training_and_a_secret(laptop: Laptop) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for machine, place in (("head", laptop.run_root), ("laptop", laptop.folder)):
         assert laptop.on(machine, f'grep -rlF "s\'3 " {place}') == ""
+
+
+@pytest.mark.long
+def test_a_chain_and_a_job_after_it(laptop: Laptop) -> None:
+    """Slurm keeps the order while the laptop is away; the second job finds that the training is complete."""
+    trained = f"{laptop.run_root}-trained"
+    laptop.write("head", f"{trained}/status.json", json.dumps({"state": "finished", "time": time.time() + 3600}))
+    words = laptop.train(
+        "--json", "--chain", "2", "--env", "JOB_EXIT=5", keys=(f"Engine.save_load.output_dir={trained}",)
+    )
+    done = laptop.run(*["quick" if word == "hpc" else word for word in words])
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = json.loads(done.stdout)["chain"]
+    last = laptop.submit_quick("--after", f"{first}:fail", "--after", second)["job"]
+    assert laptop.wait(last, "COMPLETED", "FAILED", "CANCELLED")["state"] == "COMPLETED"
+    assert laptop.json("status", first)["state"] == "FAILED"
+    facts = laptop.json("status", second)
+    assert (facts["state"], facts["reason"]) == ("COMPLETED", "training was already complete")
+    assert laptop.ran(second) == []
