@@ -51,6 +51,10 @@ def check(jobs, case: Case, job: str) -> None:
     status = jobs.status(job)
     assert (status["reason"], status["failure"]) == (reason, failure)
     assert sorted(status["exit_codes"]) == ["0", "1"]  # of every node, also of one that was stopped
+    # Below torchrun's own opinion of the root cause.
+    if case.name == "exception":
+        for verb in (["logs", job, "--follow"], ["logs", job, "--errors"]):
+            assert jobs.gptctl(*verb).stderr.splitlines()[-1] == f"{job}: FAILED: {reason}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""What a local job asks of this machine. Oracles: the variable that hides GPUs, and the cores of this process."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gptctl.spec.machine_rules import RANKS_PER_CORE, check_cores_here, check_gpus_here
+
+TRAINER = "Data: {Train: {dataset: {name: CharDataset, path: builtin}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "overrides", "expected"),
+    [
+        ("", [], ["S016"]),
+        ("-1", [], ["S016"]),
+        ("0", [], []),
+        ("", ["Global.device=cpu"], []),
+        ("", ["Launch.entrypoint=train.py"], []),  # the script decides
+    ],
+)
+def test_only_the_bundled_trainer_needs_a_gpu_here(check, monkeypatch, visible: str, overrides, expected) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    checked = check(TRAINER, *overrides)
+    found = [*check_gpus_here(checked)]
+    assert [finding.code for finding in found] == expected
+    assert all(finding.level == "notice" for finding in found)
+    # The answer of `validate` is the same on every machine.
+    assert "S016" not in [finding.code for finding in checked.findings]
+
+
+def test_other_clusters_have_other_machines(check, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    profile = tmp_path / "far.yaml"
+    profile.write_text("kind: slurm\nrun_root: /shared/runs\ngpus_per_node: 8\n")
+    assert [*check_gpus_here(check(TRAINER, f"Launch.cluster={profile}"))] == []
+
+
+@pytest.mark.parametrize(("device", "extra", "expected"), [("cpu", 0, []), ("cpu", 1, ["S017"]), ("gpu", 1, [])])
+def test_more_than_four_ranks_per_core(check, device: str, extra: int, expected: list[str]) -> None:
+    ranks = RANKS_PER_CORE * len(os.sched_getaffinity(0)) + extra
+    checked = check(TRAINER, f"Global.device={device}", f"Launch.gpus_per_node={ranks}")
+    found = [*check_cores_here(checked)]
+    assert [finding.code for finding in found] == expected
+    assert all(finding.level == "warning" for finding in found)
+
+
+def test_every_verb_says_so_and_only_submit_refuses(gptctl, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text(TRAINER)
+    (tmp_path / "x.py").write_text("")
+    for verb in (["validate", "--strict"], ["topo"], ["render"], ["submit", "--dry-run"]):
+        answer = gptctl(*verb, CUDA_VISIBLE_DEVICES="")
+        assert answer.returncode == 0, answer.stderr
+        assert "notice: S016 Global.device: this machine has no GPU" in answer.stderr
+        assert "S016" not in answer.stdout
+    refused = gptctl("submit", CUDA_VISIBLE_DEVICES="")
+    assert refused.returncode == 1
+    assert "error: S016 Global.device: this machine has no GPU" in refused.stderr
+    assert "notice" not in refused.stderr
+    assert not (tmp_path / "runs").exists()
+    script = gptctl("submit", "--dry-run", "--", "x.py", CUDA_VISIBLE_DEVICES="")
+    assert (script.returncode, "S016" in script.stderr) == (0, False)
