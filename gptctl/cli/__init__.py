@@ -35,7 +35,7 @@ VERBS = {
     "Jobs": {
         "list": ("jobs", "List jobs and their states."),
         "status": ("jobs", "Show the state of a job."),
-        "plot": ("plot", "Draw the loss, or another metric, over the steps of jobs."),
+        "plot": ("plot", "Plot the loss, or another metric, of one or more jobs."),
         "show": ("jobs", "Show what a job was started with, and where each value came from."),
         "cancel": ("jobs", "Stop jobs; the trainer saves a checkpoint first."),
         "wait": ("jobs", "Wait until a job ends; exit with its status."),
@@ -43,18 +43,18 @@ VERBS = {
         "rerun": ("rerun", "Submit a job again from its saved files."),
         "rm": ("remove", "Remove the run folders of jobs; their history stays."),
         "shell": ("nodes", "Open a shell on a node of a running job, or run a command there."),
-        "stacks": ("nodes", "Show what every rank of a running job executes now."),
+        "stacks": ("nodes", "Show what every rank of a running job is executing."),
         "forward": (
             "nodes",
             "Forward a port of a node, such as TensorBoard's, to this machine.",
         ),
         "sweep": ("sweep", "Run one config with many values, and compare the results."),
-        "fetch": ("jobs", "Copy what a job wrote on its ssh hosts to this machine."),
+        "fetch": ("jobs", "Copy the files that a job wrote on other machines to this one."),
     },
     "Clusters": {
         "clusters": ("clusters", "List, show and check cluster profiles."),
         "doctor": ("clusters", "Check that a cluster can run jobs, and suggest fixes."),
-        "hosts": ("clusters", "Manage the hosts of ssh clusters."),
+        "hosts": ("clusters", "Manage the hosts that gptctl reaches by ssh."),
     },
     "Config": {
         "topo": ("config", "Show where every rank runs, and the members of its groups."),

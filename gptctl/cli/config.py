@@ -162,7 +162,7 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
     "--from",
     "source",
     metavar="COMMAND",
-    help="Translate this launch command, or the script in this file. Nothing of it is executed.",
+    help="Translate this launch command, or the script in this file. Nothing in it is executed.",
 )
 @click.option("--list", "list_them", is_flag=True, help="List the configs; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --list or --from: print JSON.")
@@ -176,9 +176,9 @@ def init(
 ) -> None:
     """Write a commented run config to start from.
 
-    Without NAME: char-gpt, which trains in about two minutes on two cores. With --from: the config
-    of a command of torchrun, paddle.distributed.launch, srun or sbatch, with the flags of
-    PaddleNLP's GPT or of Megatron-LM; it prints the command that submits the config.
+    Without NAME: char-gpt, which trains in about two minutes on two cores. With --from: the
+    translation of a torchrun, paddle.distributed.launch, srun or sbatch command, with the flags of
+    PaddleNLP's GPT or of Megatron-LM. gptctl also prints the command that submits the config.
     """
     from gptctl.cli import ui
     from gptctl.spec.resources import choose, named_files

@@ -46,7 +46,7 @@ RECENT = 20  # jobs that `list` shows: the state of each may need a query
     "--all",
     "show_all",
     is_flag=True,
-    help=f"Show all jobs, not only the last {RECENT}; removed ones, too.",
+    help=f"Show all jobs, also removed ones, not only the last {RECENT}.",
 )
 @as_json_option
 @click.pass_obj
@@ -314,18 +314,18 @@ def _wait_until_final(session: Session, record: JobRecord, timeout: float | None
 @job_argument(required=False)
 @click.option("--to", "target", metavar="DIR", help="Copy to this folder instead of the job's own.")
 @click.option(
-    "--checkpoints/--no-checkpoints", default=True, help="Copy checkpoints, too (default)."
+    "--checkpoints/--no-checkpoints", default=True, help="Also copy checkpoints (default)."
 )
 @as_json_option
 @click.pass_obj
 def fetch(
     session: Session, job: str | None, target: str | None, checkpoints: bool, as_json: bool
 ) -> int:
-    """Copy what a job wrote on its ssh hosts to this machine.
+    """Copy the files that a job wrote on other machines to this one.
 
-    That is logs, metrics and checkpoints, or what a script wrote to its folder. Files that are
-    already here are not copied again, and an interrupted copy resumes where it stopped. Without
-    JOB: the latest job of this folder, or else your latest.
+    These are logs, metrics and checkpoints, or what a script wrote to its folder. Files that are
+    already here are not copied again; an interrupted copy resumes where it stopped. Without JOB:
+    the latest job of this folder, or else your latest.
     """
     from gptctl.cli import ui
     from gptctl.text import count

@@ -77,9 +77,9 @@ def logs(session: Session, /, job: str | None, **options: Any) -> int:
 
     Without JOB: the latest job of this folder, or else your latest. JOB can also be the path of a
     log file. The logs of nodes and of the scheduler are included. --follow works before the job
-    starts, and adds ranks and attempts as they start; Ctrl-C stops following, not the job. A
-    terminal does not show the config dump, and --follow also shortens other long records there and
-    shows the progress; --raw shows every line.
+    starts, and adds ranks and attempts as they start; Ctrl-C stops following, not the job. On
+    a terminal the config dump is hidden, and --follow also shortens other long records and shows
+    the progress. --raw shows every line.
     """
     # Check options first: a clash is reported even if the job cannot be found.
     check_options(options)

@@ -14,7 +14,7 @@ from gptctl.jobs.store import JobRecord
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, UserError
 
 node_option = click.option(
-    "--node", type=int, default=0, show_default=True, metavar="N", help="Number of the node."
+    "--node", type=int, default=0, show_default=True, metavar="N", help="Use this node."
 )
 
 
@@ -36,14 +36,14 @@ def running_job(session: Session, job: str | None, node: int, module: str) -> Jo
     )
 )
 @job_argument(required=True)
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND]")
 @node_option
 @click.pass_obj
 def shell(session: Session, job: str, command: tuple[str, ...], node: int) -> None:
     """Open a shell on a node of a running job, or run a command there.
 
-    It starts in the run folder with the environment of the ranks. The job does not notice it. Exit
-    code: that of the shell or command.
+    It starts in the run folder with the environment of the ranks, and does not disturb the job.
+    Exit code: that of the shell or command.
     """
     from gptctl.cli import ui
     from gptctl.engine.processes import clean_environment
@@ -64,17 +64,18 @@ def shell(session: Session, job: str, command: tuple[str, ...], node: int) -> No
 
 @click.command(epilog=examples("gptctl stacks", "gptctl stacks gpt-3f9a2c --rank 3 --threads"))
 @job_argument(required=False)
-@click.option("--rank", type=int, metavar="R", help="Only this rank.")
+@click.option("--rank", type=int, metavar="R", help="Show this rank only.")
 @click.option("--threads", is_flag=True, help="Show all threads, not only the main one.")
 @as_json_option
 @click.pass_obj
 def stacks(
     session: Session, job: str | None, rank: int | None, threads: bool, as_json: bool
 ) -> int:
-    """Show what every rank of a running job executes now.
+    """Show what every rank of a running job is executing.
 
-    Prints the Python stacks, the innermost call first; ranks with the same stack are one group.
-    The ranks keep running. Without JOB: the latest job. Exit code 1: a rank did not answer.
+    It prints the Python stacks, the innermost call first; ranks with the same stack are one group.
+    The ranks keep running. Without JOB: the latest job of this folder, or else your latest.
+    Exit code 1: a rank did not answer.
     """
     from gptctl.cli import ui
     from gptctl.jobs.on_node import collect_stacks
@@ -92,7 +93,11 @@ def stacks(
     return ANSWER_IS_NO if problems(answer) else 0
 
 
-@click.command(epilog=examples("gptctl forward gpt-3f9a2c 6006", "gptctl forward gpt 8080:18080"))
+@click.command(
+    epilog=examples(
+        "gptctl forward gpt-3f9a2c 6006", "gptctl forward gpt-3f9a2c 8080:18080 --node 1"
+    )
+)
 @job_argument(required=True)
 @click.argument("port", metavar="PORT[:LOCAL]")
 @node_option
@@ -100,8 +105,8 @@ def stacks(
 def forward(session: Session, job: str, port: str, node: int) -> int:
     """Forward a port of a node, such as TensorBoard's, to this machine.
 
-    Listens on 127.0.0.1 only, on port LOCAL or else on the same number. Ends with Ctrl-C, or when
-    the job ends.
+    It listens on port LOCAL of 127.0.0.1; without LOCAL, on the same port number. It stops at
+    Ctrl-C, or when the job ends.
     """
     from gptctl.cli import ui
     from gptctl.jobs.on_node import forwarded_ports

@@ -170,7 +170,7 @@ SECTIONS = {
     "Layout": ("nodes", "gpus_per_node", "cluster", "devices", "overrides"),
     "Job": (
         *("follow", "wait_for_it", "name", "time", "max_restarts", "resume", "queue", "after"),
-        *("chain", "code", "config_option"),
+        *("chain", "code", "parallel", "skip_invalid", "config_option"),
     ),
     "Run": ("dry_run", "variables", "log_dir", "style", "template", "node", "as_json"),
     "Slurm": (
@@ -244,6 +244,8 @@ def launch_options(verb: F) -> F:
 class LaunchCommand(click.Command):
     """A verb that launches jobs: options in sections; a program and its arguments after `--`."""
 
+    refused: tuple[str, ...] = ()  # shared options that the verb does not take: not in its help
+
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
         # Split here: click would take the words after -- for CONFIG.
@@ -272,7 +274,11 @@ class LaunchCommand(click.Command):
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in sections."""
-        options = {param.name: param for param in self.get_params(context)}
+        options = {
+            param.name: param
+            for param in self.get_params(context)
+            if param.name not in self.refused
+        }
         sections = [
             (section, [options[name] for name in names if name in options])
             for section, names in SECTIONS.items()

@@ -34,17 +34,17 @@ NOT_METRICS = ("job", "attempt", "step", "time", "max_steps")
     default=("loss",),
     show_default=True,
     metavar="NAME",
-    help="Draw this one: loss, valid_loss, lr, grad_norm, tokens_per_second, … Can be repeated.",
+    help="Plot this metric: loss, valid_loss, lr, grad_norm, tokens_per_second, …; repeatable.",
 )
 @as_json_option
 @click.pass_obj
 def plot(session: Session, jobs: tuple[str, ...], metrics: tuple[str, ...], as_json: bool) -> None:
-    """Draw the loss, or another metric, over the steps of jobs.
+    """Plot the loss, or another metric, of one or more jobs.
 
-    Without a job: the latest one of this folder, or else your latest. Several jobs are drawn into
-    one chart. A job that continues others is drawn as one run with them; where steps overlap, the
-    later job counts. A job can also be the path of a metrics.jsonl or of a log file. For scripts,
-    the log lines in FleetX's style are read.
+    Without JOBS: the latest job of this folder, or else your latest. Several jobs share one chart.
+    A job that continues others is one curve with them; where steps overlap, the later job counts.
+    A job can also be the path of a metrics.jsonl or of a log file. For your own scripts, gptctl
+    reads the log lines in FleetX's style.
     """
     from gptctl.cli import ui
 

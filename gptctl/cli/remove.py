@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_json: bool) -> int:
     """Remove the run folders of jobs; their history stays.
 
-    Logs and checkpoints in the folder are deleted, on ssh hosts, too. `gptctl list --all` and
-    `gptctl status JOB` still show how the job ended. Folders outside of the run folder stay, such
-    as a --log-dir or output_dir of your own. A running job is refused, and one that a running or
-    waiting job needs.
+    This deletes the logs and checkpoints in the folder, also on ssh hosts. `gptctl list --all` and
+    `gptctl status JOB` still show how the job ended. Folders elsewhere stay, such as a --log-dir or
+    output_dir of your own. gptctl refuses a running job, and a job that an unfinished one needs.
     """
     from gptctl.cli import ui
     from gptctl.jobs.remove import check_removable, left_alone, remove

@@ -66,7 +66,8 @@ def rerun(session: Session, /, **arguments: Any) -> int:
     """Submit a job again from its saved files.
 
     The new job uses the same config, cluster profile and code, in its own run folder. Options and
-    overrides change what was written for the first job; everything else is derived again.
+    overrides replace values that were written for the first job; derived values are derived again.
+    Words after `--` replace the arguments of its script, or the script itself.
     """
     return start_again(session, **arguments)
 

@@ -32,13 +32,19 @@ if TYPE_CHECKING:
 sweep_argument = click.argument("name", metavar="[SWEEP]", required=False)
 
 
-@click.group()
+class SweepCommand(LaunchCommand):
+    refused = ("after", "template")
+
+
+@click.group(
+    epilog=examples("gptctl sweep submit sweep.yaml --parallel 3", "gptctl sweep show --plot")
+)
 def sweep() -> None:
     """Run one config with many values, and compare the results."""
 
 
 @sweep.command(
-    cls=LaunchCommand,
+    cls=SweepCommand,
     epilog=examples(
         "gptctl sweep submit sweep.yaml --parallel 3",
         "gptctl sweep submit sweep.yaml --cluster a800 --nodes 2 --dry-run",
@@ -47,7 +53,7 @@ def sweep() -> None:
 @click.argument("file", type=click.Path())
 @layout_options
 @launch_options
-@click.option("--parallel", type=click.IntRange(1), metavar="N", help="Run at most N at once.")
+@click.option("--parallel", type=click.IntRange(1), metavar="N", help="Run at most N jobs at once.")
 @click.option("--skip-invalid", is_flag=True, help="Leave out runs whose config is invalid.")
 @click.option("--dry-run", is_flag=True, help="Print the runs; start nothing.")
 @as_json_option
@@ -253,11 +259,14 @@ def announce(record: SweepRecord, done: Sequence[SubmittedRun], as_json: bool) -
     return 0
 
 
-@sweep.command("list", epilog=examples("gptctl sweep list --json"))
+@sweep.command("list", epilog=examples("gptctl sweep list", "gptctl sweep list --json"))
 @as_json_option
 @click.pass_obj
 def list_sweeps(session: Session, as_json: bool) -> None:
-    """List sweeps; the newest comes last."""
+    """List sweeps.
+
+    The newest sweep comes last.
+    """
     from gptctl.cli import ui
     from gptctl.jobs.sweeps import SweepStore
     from gptctl.text import clock_time, count
@@ -287,7 +296,10 @@ def list_sweeps(session: Session, as_json: bool) -> None:
 def show(
     session: Session, name: str | None, metric: str | None, with_plot: bool, as_json: bool
 ) -> None:
-    """Show the runs of a sweep and their results, the best one first."""
+    """Show the runs of a sweep and their results, the best one first.
+
+    Without SWEEP: your latest sweep. The result of a run is the last value of its metric.
+    """
     from gptctl.cli import ui
     from gptctl.jobs.sweeps import SweepStore, best_first, members
     from gptctl.spec.sweep import varied
@@ -349,14 +361,15 @@ def draw(jobs: list[str], metric: str, session: Session) -> None:
         ui.print_exactly(chart_of(curves, (metric,)))
 
 
-@sweep.command(epilog=examples("gptctl sweep resume", "gptctl sweep resume lr-3f9a2c"))
+@sweep.command(epilog=examples("gptctl sweep resume lr-3f9a2c", "gptctl sweep resume lr --json"))
 @click.argument("name", metavar="SWEEP")
 @as_json_option
 @click.pass_obj
 def resume(session: Session, name: str, as_json: bool) -> int:
-    """Submit what is missing: runs without a job, and runs whose job did not complete.
+    """Submit the runs of a sweep that did not complete.
 
-    A run that saved a checkpoint continues from it.
+    These are runs without a job, and runs whose job ended in another way. A run that saved a
+    checkpoint continues from it. Runs that are pending or running stay as they are.
     """
     from gptctl.engine.run_folder import COMPLETED
     from gptctl.jobs.state import is_final
@@ -418,7 +431,9 @@ def continued_run(
     return prepared._replace(sweep=record.id, sweep_index=job.sweep_index)
 
 
-@sweep.command(epilog=examples("gptctl sweep cancel lr-3f9a2c"))
+@sweep.command(
+    epilog=examples("gptctl sweep cancel lr-3f9a2c", "gptctl sweep cancel lr-3f9a2c --now")
+)
 @click.argument("name", metavar="SWEEP")
 @click.option("--now", is_flag=True, help="Kill the ranks at once; save no checkpoints.")
 @as_json_option

@@ -23,7 +23,7 @@ from gptctl.jobs.submit import (
     undo,
 )
 from gptctl.jobs.sweeps import SweepRecord
-from trainer.errors import UserError
+from trainer.errors import UserError, errors_in
 
 # Prepares the run of this number; the new job waits until the jobs of these records have ended.
 PrepareRun = Callable[[int, Sequence[JobRecord]], Prepared]
@@ -65,12 +65,17 @@ def submit_one_by_one(
             sent = submit(prepared, store, backends)
         except UserError as error:
             # The others would most likely be refused, too: `sweep resume` submits them later.
-            return [*done, SubmittedRun(index, None, error.message)]
+            return [*done, SubmittedRun(index, None, _reason(error))]
         lanes.append(sent.record)
         done.append(SubmittedRun(index, sent.record, sent.problem))
         if sent.was_interrupted:
             raise KeyboardInterrupt
     return done
+
+
+def _reason(error: UserError) -> str:
+    found = "; ".join(f"{each.code} {each.message}" for each in errors_in(error.findings))
+    return f"{error.message}: {found}" if found else error.message
 
 
 def submit_together(

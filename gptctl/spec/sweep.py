@@ -150,7 +150,7 @@ PARAMETER = r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*"
 class Metric:
     """What the runs are compared by."""
 
-    name: str = text("loss", "a metric of metrics.jsonl, such as loss or eval_loss")
+    name: str = text("loss", "a metric of metrics.jsonl, such as loss or valid_loss")
     goal: str = choice("minimize", ("minimize", "maximize"), "minimize | maximize")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -106,19 +107,31 @@ def test_rules_are_listed(gptctl) -> None:
 def verbs_and_help(gptctl) -> dict[tuple[str, ...], str]:
     """The help page of every verb that there is, those of a group too."""
     verbs = [(name,) for name in MODULE_OF]
-    for group in ("clusters", "hosts"):
+    for group in ("clusters", "hosts", "sweep"):
         found = cli.get_command(click.Context(cli), group)
         verbs += [(group, name) for name in found.commands]
     return {verb: gptctl(*verb, "--help").stdout for verb in [(), *verbs]}
 
 
+def options_of(verb: tuple[str, ...]) -> list[str]:
+    """The first long name of every option that the verb takes."""
+    command: click.Command = cli
+    for name in verb:
+        command = command.get_command(click.Context(command), name)
+    shown = [each for each in command.params if each.name not in getattr(command, "refused", ())]
+    return [
+        next(name for name in each.opts if name.startswith("--")) for each in shown if each.param_type_name == "option"
+    ]
+
+
 def test_help_pages(gptctl) -> None:
-    """They end with two or three examples; the summaries on the first page are whole, and those of the verbs."""
+    """They end with two or three examples and name every option; the summaries on the first page are those of the verbs."""
     pages = verbs_and_help(gptctl)
     for verb, text in pages.items():
         examples = text.split("Examples:")[1].strip().splitlines()
         assert 2 <= len(examples) <= 3, verb
         assert "..." not in text.replace("[ARGS]...", "").replace("JOBS...", ""), verb
+        assert [name for name in options_of(verb) if not re.search(rf"[ ,]{name}\b", text)] == [], verb
     first_page = " ".join(pages[()].split())
     for verbs in VERBS.values():
         for verb, (_, summary) in verbs.items():
