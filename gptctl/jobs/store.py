@@ -70,6 +70,10 @@ class JobRecord(NamedTuple):
     schema: int = SCHEMA
 
     @property
+    def dir_on_nodes(self) -> str:
+        return self.remote_dir or self.local_dir
+
+    @property
     def run_folder(self) -> Path:
         return Path(self.local_dir)
 

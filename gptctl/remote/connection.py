@@ -11,17 +11,17 @@ import logging
 import os
 import shlex
 import socket
-import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from gptctl.remote.host_error import HostError
 from gptctl.remote.known_hosts import key_name, pinned_keys, pinning_file
+from gptctl.remote.listing import Entry, listed
 from gptctl.remote.parallel import in_parallel
-from gptctl.remote.route import Route, route_to
+from gptctl.remote.route import ConfigLookup, Route, route_to
 from gptctl.spec.cluster import Cluster
 from gptctl.text import count
 from trainer.errors import OUT_OF_REACH, Rule, UserError
@@ -61,25 +61,18 @@ class CommandResult(NamedTuple):
     err: str
 
 
-class Entry(NamedTuple):
-    """A file or folder on a host."""
-
-    name: str
-    mode: int
-    size: int
-    changed: int
-
-
 def routes(cluster: Cluster) -> list[Route]:
     """Return the routes to all hosts in the order of the profile, which is the node order."""
+    lookup = config_lookup()
+    return all_or_none(in_parallel(lambda host: route_to(host, cluster, lookup), cluster.ssh_hosts))
+
+
+def config_lookup() -> ConfigLookup:
+    """Read the user's ssh config."""
     # Whatever paramiko would log, it raises as an exception, too.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)
     config = _read_config()
-
-    def lookup(name: str) -> dict[str, Any]:
-        return _options_of(config, name)
-
-    return all_or_none(in_parallel(lambda host: route_to(host, cluster, lookup), cluster.ssh_hosts))
+    return lambda name: _options_of(config, name)
 
 
 def _read_config() -> paramiko.SSHConfig:
@@ -142,7 +135,8 @@ class Connection:
         with host_errors(self.route), self._in_time(timeout):
             channel = self.start(command)
             channel.settimeout(timeout)
-            if stdin:
+            # The command may exit before it has read everything: its exit code says why.
+            with suppress(OSError):
                 channel.sendall(stdin)
             # The command may read its stdin to the end.
             channel.shutdown_write()
@@ -178,33 +172,6 @@ class Connection:
 
     def close(self) -> None:
         self._client.close()
-
-
-def listed(files: Files, run: Callable[[Sequence[str]], CommandResult], folder: str) -> list[Entry]:
-    try:
-        found = files.listdir_attr(folder)
-    except FileNotFoundError:
-        return []
-    # paramiko cannot decode a name that is not UTF-8.
-    except UnicodeDecodeError:
-        return _listed_by_find(run, folder)
-    return [
-        Entry(each.filename, each.st_mode or 0, each.st_size or 0, each.st_mtime or 0)
-        for each in found
-    ]
-
-
-def _listed_by_find(run: Callable[[Sequence[str]], CommandResult], folder: str) -> list[Entry]:
-    depth = ["-mindepth", "1", "-maxdepth", "1"]
-    words = ["find", folder, *depth, "-printf", r"%f\0%y\0%s\0%Ts\0"]
-    fields = os.fsdecode(run(words).out).split("\0")
-    kinds = {"f": stat.S_IFREG, "d": stat.S_IFDIR}
-    # Four fields for each entry; the rest after the last one is empty.
-    each = zip(*(fields[start::4] for start in range(4)))
-    return [
-        Entry(name, kinds.get(kind, 0), int(size), int(changed))
-        for name, kind, size, changed in each
-    ]
 
 
 def files_over(pipe: Any) -> Files:

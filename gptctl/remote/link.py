@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from gptctl.remote.connection import ANSWER_TIMEOUT, CommandResult, Entry, Files, host_errors
+from gptctl.remote.connection import ANSWER_TIMEOUT, CommandResult, Files, host_errors
 from gptctl.remote.host_error import HostError
+from gptctl.remote.listing import Entry
 from gptctl.remote.route import Route
 
 RETRY_DELAYS = (1.0, 15.0)  # seconds until an unreachable host is tried again: first, maximum

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from gptctl.remote.connection import Connection, JumpHosts, routes
+from gptctl.remote.connection import Connection, JumpHosts, config_lookup
 from gptctl.remote.host_error import HostError
 from gptctl.remote.link import HostLink, LinkConnection
 from gptctl.remote.master_connection import MasterConnection, has_master
-from gptctl.remote.route import Route
+from gptctl.remote.route import Route, route_to
 from gptctl.spec.cluster import Cluster
+
+LOGIN_REFUSED = ("does not accept", "no key found", "has a passphrase")
+
+
+def login_route(cluster: Cluster) -> Route:
+    """Raise UserError if profile or ssh config have no usable way to the login host."""
+    assert cluster.login
+    return route_to(cluster.login, cluster, config_lookup())
 
 
 def login_link(cluster: Cluster) -> HostLink:
-    """The link to the login host; raise UserError if profile or ssh config have no way to it."""
-    (route,) = routes(cluster)
-    jump_hosts = JumpHosts()
+    """The link to the login host; it connects when it is used."""
+    route, jump_hosts = login_route(cluster), JumpHosts()
     return HostLink(route, lambda: connect(route, jump_hosts))
 
 
@@ -24,7 +31,7 @@ def connect(route: Route, jump_hosts: JumpHosts) -> LinkConnection:
     try:
         return Connection(route, jump_hosts)
     except HostError as error:
-        if error.is_lost:
+        if not any(words in error.detail for words in LOGIN_REFUSED):
             raise
         hint = (
             f"{error.hint}; if it asks for a password or a code, log in with ssh first, and let "

@@ -14,14 +14,13 @@ from gptctl.remote.connection import (
     ANSWER_TIMEOUT,
     MAX_OUTPUT,
     CommandResult,
-    Entry,
     Files,
     command_line,
     files_over,
-    listed,
     output_of,
 )
 from gptctl.remote.host_error import HostError
+from gptctl.remote.listing import Entry, listed
 from gptctl.remote.route import Route
 
 CONNECTION_FAILED = 255  # the exit code of ssh itself
@@ -72,7 +71,10 @@ class MasterConnection:
         """Run a command until it exits."""
         words = [*self._words("-T"), command_line(command)]
         try:
-            done = subprocess.run(words, input=stdin, capture_output=True, timeout=timeout)
+            # A session of its own: Ctrl-C is for gptctl, which decides what becomes of a request.
+            done = subprocess.run(
+                words, input=stdin, capture_output=True, timeout=timeout, start_new_session=True
+            )
         except subprocess.TimeoutExpired:
             problem = f"no answer in {timeout:.0f} s over your ssh master connection"
             raise HostError(self.route.name, problem, is_lost=True) from None
@@ -114,6 +116,7 @@ class SftpPipe:
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
 
     def send(self, data: bytes) -> int:

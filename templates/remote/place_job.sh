@@ -26,7 +26,11 @@ place() {
   rm -rf "$part"
   is_placed "$@" || return 73
 }
-is_placed "$@" || place "$@" || exit
+is_placed "$@" || place "$@"
+status=$?
+# Take the rest, too: otherwise gptctl would report a lost connection.
+timeout "$4" cat > /dev/null
+[ "$status" = 0 ] || exit "$status"
 # Slurm opens its log file there before the job starts.
 mkdir -p "$5" || exit 73
 for input in "${@:6}"; do

@@ -62,6 +62,7 @@ class SlurmBackend(Backend):
         self._say = say
         self.direct = DirectAccess()
         self._logins: dict[str, LoginAccess] = {}  # with open connections
+        self._login_of_job: dict[str, LoginAccess] = {}
 
     @property
     def queue(self) -> Queue:
@@ -69,7 +70,7 @@ class SlurmBackend(Backend):
 
     def access(self, record: JobRecord) -> Access:
         """How this job's cluster is reached."""
-        return self.login(cluster_of_job(record.run_folder)) if record.login else self.direct
+        return self._login_of(record) if record.login else self.direct
 
     def login(self, cluster: Cluster) -> LoginAccess:
         """Access through a login host: one connection for all jobs of this command."""
@@ -99,6 +100,10 @@ class SlurmBackend(Backend):
         return str(home() / "runs" / plan.job_id) if plan.login else plan.remote_dir
 
     def preflight(self, checked: Checked, plan: LaunchPlan) -> Iterator[Finding]:
+        if checked.cluster.login:
+            from gptctl.backends.slurm.login_access import check_login
+
+            yield from check_login(checked.cluster)
         for key, path in {"run_root": plan.remote_dir, "Launch.log_dir": plan.log_dir}.items():
             if "\\" in path:
                 message = f"{path} contains a backslash"
@@ -123,11 +128,14 @@ class SlurmBackend(Backend):
             return [], self.client(cluster).would_start(script)
         except SlurmError as error:
             # Slurm did not answer: that says nothing about the job.
-            if error.is_doubtful or error.is_missing:
+            if not error.is_answer:
                 return [_not_asked(checked, error.detail)], ""
             message = f"Slurm rejects it: {error.detail}"
             hint = "`sinfo` shows partitions and limits"
-            return [ACCEPTED.found("Launch.cluster", checked.cluster.name, message, hint)], ""
+            return [ACCEPTED.found("Launch.cluster", cluster.name, message, hint)], ""
+        # The ssh config has no way to the login host.
+        except UserError as error:
+            return [_not_asked(checked, error.message)], ""
 
     # Submitting
 
@@ -157,7 +165,8 @@ class SlurmBackend(Backend):
     # Arrays
 
     def is_array(self, plans: Sequence[LaunchPlan]) -> bool:
-        return are_alike(plans)
+        # Through a login host they are submitted one by one.
+        return are_alike(plans) and not plans[0].login
 
     def array_folder(self, plan: LaunchPlan, name: str) -> str:
         return os.path.join(os.path.dirname(plan.remote_dir), name)
@@ -333,10 +342,10 @@ class SlurmBackend(Backend):
         # A controller that lost its state assigns the same ids again: compare the folder, too.
         if seen and seen.work_dir == _remote_dir(record):
             # A job that has ended is judged by what it wrote, so all of that must be here.
-            if STATES.get(seen.state) not in (PENDING, RUNNING):
-                access.final_result(record)
-            state = state_in_queue(seen, folder, record)
-            return self._with_outage(state, record, access)
+            has_ended = STATES.get(seen.state) not in (PENDING, RUNNING)
+            if has_ended and (result := access.final_result(record)):
+                return recorded_state(result)
+            return self._with_outage(state_in_queue(seen, folder, record), record, access)
         if access.queue.silent_since is not None:
             return self._with_outage(JobState(UNKNOWN), record, access)
         # The job may have ended between the caller's check and this one.
@@ -434,16 +443,21 @@ class SlurmBackend(Backend):
         return super().fetch(record, target, checkpoints, show)
 
     def _login_of(self, record: JobRecord) -> LoginAccess:
-        return self.login(cluster_of_job(record.run_folder))
+        # The profile as it was when the job was submitted; it never changes again.
+        if record.id not in self._login_of_job:
+            self._login_of_job[record.id] = self.login(cluster_of_job(record.run_folder))
+        return self._login_of_job[record.id]
 
 
 def _not_asked(checked: Checked, why: str) -> Finding:
     rule = ACCEPTED._replace(level="notice")
     message = f"cannot ask Slurm whether it accepts the job: {why}"
-    hint = "run this command on a login node"
+    hint = "run this command on a login node, or set login in the profile"
+    if checked.cluster.login:
+        hint = f"check the login host: gptctl doctor --cluster {checked.cluster.name}"
     return rule.found("Launch.cluster", checked.cluster.name, message, hint)
 
 
 def _remote_dir(record: JobRecord) -> str:
     """The job's folder, as Slurm knows it; for a task, that of its array."""
-    return record.array_dir or record.remote_dir or record.local_dir
+    return record.array_dir or record.dir_on_nodes

@@ -30,19 +30,26 @@ _OUT_OF_REACH = re.compile(
 class SlurmError(UserError):
     """A command of Slurm failed.
 
-    `is_doubtful`: Slurm may have processed the request; `is_missing`: Slurm is not installed here.
+    `is_doubtful`: Slurm may have processed the request; `is_missing`: Slurm is not installed here;
+    `is_answer`: it was Slurm that refused, not the way to it.
     """
 
     def __init__(
-        self, said: str, is_doubtful: bool, is_missing: bool = False, hint: str = ""
+        self,
+        said: str,
+        is_doubtful: bool,
+        is_missing: bool = False,
+        hint: str = "",
+        is_answer: bool = True,
     ) -> None:
         usual = "`sinfo` shows partitions and limits; `gptctl doctor --cluster NAME` checks more"
         if is_missing:
             usual = "run this command on a login node of the cluster, or set login in its profile"
         elif is_doubtful:
             usual = "try again later; `scontrol ping` shows whether the controller is up"
-        super().__init__(f"Slurm: {said}", hint or usual, OUT_OF_REACH)
+        super().__init__(f"Slurm: {said}" if is_answer else said, hint or usual, OUT_OF_REACH)
         self.detail, self.is_doubtful, self.is_missing = said, is_doubtful, is_missing
+        self.is_answer = is_answer and not is_doubtful and not is_missing
 
 
 class ClientResult(NamedTuple):

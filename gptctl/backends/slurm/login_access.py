@@ -39,10 +39,10 @@ from gptctl.engine.run_folder import (
 )
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.archive import MIN_SPEED, pack, secrets_of
-from gptctl.remote.connection import CommandResult
+from gptctl.remote.connection import USABLE, CommandResult
 from gptctl.remote.host_error import HostError
 from gptctl.remote.log_sync import LogSync
-from gptctl.remote.login import login_link
+from gptctl.remote.login import login_link, login_route
 from gptctl.remote.scripts import (
     LOGIN_MARKER,
     after_login,
@@ -54,6 +54,7 @@ from gptctl.remote.ssh_program import ssh_words
 from gptctl.reporting import Fetched, Say, ShowProgress
 from gptctl.spec.cluster import Cluster
 from gptctl.text import clock_time
+from trainer.errors import Finding, UserError
 
 LAST_STATE = "last-state.json"  # in the job's folder on this machine
 REMEMBER_EVERY = 60.0  # seconds after which an unchanged state is recorded again
@@ -61,6 +62,16 @@ MAX_AGE = 1.0  # seconds for which the copy of a job's folder counts as up to da
 UNSENT = {"abandoned": True, "unsent": True}  # the claim of a job of which nothing was sent
 NOT_FOUND = 127  # the exit code of bash if a command does not exist
 TRY_LATER = 75  # submit_job.sh: an earlier request may still reach sbatch
+
+
+def check_login(cluster: Cluster) -> Iterator[Finding]:
+    """Check that profile and ssh config lead to the login host, without connecting to it."""
+    try:
+        login_route(cluster)
+    except HostError as error:
+        yield USABLE.found("login", error.host, error.detail, error.hint)
+    except UserError as error:
+        yield USABLE.found("login", None, error.message, error.hint)
 
 
 class LoginAccess:
@@ -85,7 +96,7 @@ class LoginAccess:
             said = f"login host {self.host}: {error.detail}"
             # If the connection was lost, the request may have arrived.
             hint = error.hint or f"check that you can log in: ssh {self.host}"
-            raise SlurmError(said, error.is_lost, hint=hint) from None
+            raise SlurmError(said, error.is_lost, hint=hint, is_answer=False) from None
 
     def run(
         self, command: Sequence[str], stdin: bytes = b"", timeout: float = TIMEOUT

@@ -115,8 +115,7 @@ def state_after_end(end: AccountingRecord, folder: RunFolder, record: JobRecord)
     if kind == CANCELLED:
         return after_scancel(folder)
     if end.signal == SCRIPT_FAILED and not folder.attempts():
-        seen = record.remote_dir or record.local_dir
-        where = f"on {end.nodes or 'a node'}: check that the nodes see {seen}"
+        where = f"on {end.nodes or 'a node'}: check that the nodes see {record.dir_on_nodes}"
         hint = f"gptctl doctor --cluster {record.cluster}"
         reason = f"Slurm could not start the job script {where}: {hint}"
         return _with_result_saved(JobState(kind, reason), folder)

@@ -6,7 +6,6 @@ import itertools
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -133,8 +132,3 @@ class Cutter:
 
     def connections(self) -> int:
         return len(self.laptop.on("laptop", f"cat {self.folder}/connections 2> /dev/null"))
-
-
-def mirrored(laptop: Laptop, facts: dict[str, Any], name: str) -> str:
-    """A file of the job's folder on the laptop."""
-    return laptop.on("laptop", f"cat {Path(facts['run_dir']) / name}")
