@@ -81,9 +81,10 @@ def test_a_place_is_freed_by_kill_and_by_cancel(timed) -> None:
     assert facts["state"] == "LOST"
     assert "while it was waiting to start" in facts["reason"]
     await_reason(timed, waiting[2], f"waits for {first} (1 of 2 in the queue)")
+    reason = f"waits for {first} and {waiting[2]} (2 of 2 in the queue)"
+    await_reason(timed, waiting[3], reason)
     # `wait` says what the job waits for.
-    told = timed.gptctl("wait", waiting[3], "--timeout", "0")
-    assert f"{waiting[3]}: PENDING: waits for {first} and {waiting[2]} (2 of 2 in the queue)" in told.stderr
+    assert f"{waiting[3]}: PENDING: {reason}" in timed.gptctl("wait", waiting[3], "--timeout", "0").stderr
     (timed.folder / "go").touch()
     assert timed.ended(first, *waiting[2:]) == ["COMPLETED"] * 3
     assert [job for job, what, _ in times(timed.folder) if what == "start"] == [first, *waiting[2:]]
