@@ -24,8 +24,11 @@ fail() {
 }
 
 # If a lost reply made gptctl submit the job twice, only the one with the claim may run.
-grep -qs "\"scheduler_id\": \"$SLURM_JOB_ID\"" claim.json || {
-  echo "Slurm job $SLURM_JOB_ID does not have the claim of this folder: gptctl abandoned it"
+# A task of an array is known by the id of the array and its number.
+gptctl_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+gptctl_id=${gptctl_id:-$SLURM_JOB_ID}
+grep -qs "\"scheduler_id\": \"$gptctl_id\"" claim.json || {
+  echo "Slurm job $gptctl_id does not have the claim of this folder: gptctl abandoned it"
   exit 1
 }
 
