@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gptctl.jobs.sweep_submit import SubmittedRun
     from gptctl.jobs.sweeps import SweepRecord
     from gptctl.spec.check import Checked
+    from trainer.errors import Finding
 
 sweep_argument = click.argument("name", metavar="[SWEEP]", required=False)
 
@@ -176,7 +177,10 @@ def refusal(record: SweepRecord, checks: Sequence[Checked], wrong: Sequence[int]
     from gptctl.text import count
     from trainer.errors import errors_in
 
-    found = {finding: None for index in wrong for finding in errors_in(checks[index].findings)}
+    # Findings can hold any value of a config, so they are compared, not hashed.
+    found: list[Finding] = []
+    for index in wrong:
+        found += [each for each in errors_in(checks[index].findings) if each not in found]
     shown = "; ".join(f"run {index}: {described(record.runs[index])}" for index in wrong[:5])
     more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
     message = f"{count(len(wrong), 'run')} of {len(checks)} cannot start ({shown}{more})"
@@ -238,7 +242,6 @@ def unfinished(session: Session, jobs: Sequence[JobRecord]) -> list[JobRecord]:
 
 def announce(record: SweepRecord, done: Sequence[SubmittedRun], as_json: bool) -> int:
     from gptctl.cli import ui
-    from gptctl.text import count
 
     jobs = [{"run": each.number, "job": each.record.id} for each in done if each.record]
     problems = [f"run {each.number}: {each.problem}" for each in done if each.problem]
@@ -246,7 +249,7 @@ def announce(record: SweepRecord, done: Sequence[SubmittedRun], as_json: bool) -
         ui.print_json({"sweep": record.id, "jobs": jobs, "problems": problems})
     else:
         rows = [
-            ("runs", f"{count(len(jobs), 'job')} submitted of {len(record.runs)} runs"),
+            ("runs", f"{len(jobs)} of {len(record.runs)} submitted"),
             ("at once", str(record.parallel or "as many as fit")),
             ("show", f"gptctl sweep show {record.id}"),
         ]
@@ -371,6 +374,7 @@ def resume(session: Session, name: str, as_json: bool) -> int:
     These are runs without a job, and runs whose job ended in another way. A run that saved a
     checkpoint continues from it. Runs that are pending or running stay as they are.
     """
+    from gptctl.cli import ui
     from gptctl.engine.run_folder import COMPLETED
     from gptctl.jobs.state import is_final
     from gptctl.jobs.sweeps import SweepStore, members
@@ -384,6 +388,8 @@ def resume(session: Session, name: str, as_json: bool) -> int:
         for each in known
         if each.job and is_final(states[each.number]) and states[each.number].state != COMPLETED
     ]
+    if not fresh and not failed:
+        ui.say("nothing to submit: every run is complete, pending or running")
     done = continue_runs(session, record, failed) if failed else []
     if fresh and all(each.record for each in done):
         done = [*done, *submit_runs(session, record, fresh)]
@@ -440,6 +446,7 @@ def continued_run(
 @click.pass_obj
 def cancel(session: Session, name: str, now: bool, as_json: bool) -> int:
     """Stop all runs of a sweep that have not ended."""
+    from gptctl.cli import ui
     from gptctl.cli.jobs import cancel_records
     from gptctl.jobs.state import may_run
     from gptctl.jobs.sweeps import SweepStore, members
@@ -448,4 +455,6 @@ def cancel(session: Session, name: str, now: bool, as_json: bool) -> int:
     jobs = [each.job for each in members(record, session.store) if each.job]
     # The ones that wait come first: otherwise they would start as others end.
     running = [job for job in reversed(jobs) if may_run(job, session.backends)]
+    if not running:
+        ui.say(f"no run of {record.id} is pending or running")
     return cancel_records(session, running, now, as_json)

@@ -138,6 +138,8 @@ def test_refused_before_anything_is_submitted(jobs) -> None:
         "--json",
     )
     assert [run["Distributed.mp_degree"] for run in json.loads(shown.stdout)] == ["1", "2"]
+    make(jobs, "parameters: {Optimizr.name: [1, 2]}\n")
+    assert jobs.gptctl("sweep", "submit", "sweep.yaml").stderr.count("C010") == 1
     for arguments, words in [
         (["submit", "missing.yaml"], "cannot read missing.yaml"),
         (["show"], "there are no sweeps yet"),
