@@ -37,6 +37,7 @@ def test_jobs_wait_for_their_hosts(desk: Desk) -> None:
         assert desk.on(host, "ls ~/.local/state/gptctl/queue/*/*.ticket 2> /dev/null") == ""
 
 
+@pytest.mark.long
 def test_jobs_after_another(desk: Desk) -> None:
     """The agent of the first host watches the other job there, while nobody is connected."""
     one = ("--nodes", "1")
