@@ -138,6 +138,8 @@ class Lab:
         self.machines.restart(name)
         if name in (host.name for host in self.hosts):
             self.sshd.start([name])
+        elif name in (machine.name for machine in self.laptops):
+            self.sshd.give_keys(name)
         else:
             self.slurm.start_nodes([name])
 

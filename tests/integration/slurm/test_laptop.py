@@ -99,6 +99,22 @@ def test_connections_cut_at_random_moments(lab: Lab, seed: int) -> None:
 
 
 @pytest.mark.long
+def test_gptctl_is_killed_at_every_moment_of_a_submission(laptop: Laptop) -> None:
+    """The next gptctl command completes or undoes what is left, here and on the cluster."""
+    began = time.monotonic()
+    assert laptop.run(*laptop.quick()).returncode == 0
+    whole = time.monotonic() - began
+    for part in range(8):
+        process = laptop.start(*laptop.quick())
+        time.sleep(whole * (part + 1) / 9)
+        process.kill()
+        process.wait()
+    jobs = laptop.json("list", "--all")
+    assert 1 <= len(jobs) <= 9
+    assert_once(laptop, len(jobs))
+
+
+@pytest.mark.long
 def test_a_login_host_that_cannot_be_reached(laptop: Laptop) -> None:
     """Nothing hangs, nothing is left, and the last known state is shown; the host is named each time."""
     job = laptop.submit_quick(JOB_SECONDS="60")["job"]
