@@ -139,7 +139,7 @@ def test_refused_before_anything_is_submitted(jobs) -> None:
     )
     assert [run["Distributed.mp_degree"] for run in json.loads(shown.stdout)] == ["1", "2"]
     make(jobs, "parameters: {Optimizr.name: [1, 2]}\n")
-    assert jobs.gptctl("sweep", "submit", "sweep.yaml").stderr.count("C010") == 1
+    assert jobs.gptctl("sweep", "submit", "sweep.yaml").stderr.count("C010") == 2
     for arguments, words in [
         (["submit", "missing.yaml"], "cannot read missing.yaml"),
         (["show"], "there are no sweeps yet"),
