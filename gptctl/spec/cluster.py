@@ -164,7 +164,7 @@ class Cluster:
     # All kinds of clusters.
     name: str = text(
         None,
-        "name of the cluster: that of the file, which counts",
+        "name of the cluster; must be the name of the file",
         r"[A-Za-z0-9._-]{1,64}",
         "a name of letters, digits and ._-",
     )
@@ -313,7 +313,7 @@ def cluster_of_job(folder: Path) -> Cluster:
 def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
     written = reading.values.get("name", cluster.name)
     if written != cluster.name:
-        message = f"the name is {written}, but the file is called {cluster.name}, which counts"
+        message = f"the name is {written}, but gptctl uses the name of the file: {cluster.name}"
         yield NAME.found("name", written, message, "delete the key, or rename the file")
     yield from _check_hosts(cluster)
     yield from _check_run_root(cluster)
