@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from gptctl.cli.chart import ChartSize
@@ -177,10 +177,12 @@ def say(text: str) -> None:
 
 def print_findings(findings: Iterable[Finding], to_stderr: bool = False) -> None:
     stream = sys.stderr if to_stderr else sys.stdout
-    for finding in findings:
-        _print_marked(str(finding), stream)
-        if finding.hint:
-            _print_marked(f"hint: {finding.hint}", stream)
+    # Messages that cannot be printed do not change the result; the answer itself must be.
+    with suppress(OSError) if to_stderr else nullcontext():
+        for finding in findings:
+            _print_marked(str(finding), stream)
+            if finding.hint:
+                _print_marked(f"hint: {finding.hint}", stream)
 
 
 def note_missing_gpus(checked: Checked) -> None:
