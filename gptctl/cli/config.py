@@ -12,12 +12,12 @@ import click
 from gptctl.cli.completers import complete_key, complete_rule
 from gptctl.cli.options import (
     as_json_option,
-    check_arguments,
     complete_template,
     config_options,
     examples,
 )
 from gptctl.cli.session import Session
+from gptctl.cli.typed import check_arguments
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError, in_order
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from gptctl.cli.options import (
     follow_option,
     job_argument,
     launch_options,
-    launch_overrides,
     layout_options,
     queue_option,
     wait_option,
 )
 from gptctl.cli.session import Session
+from gptctl.cli.typed import launch_overrides
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:

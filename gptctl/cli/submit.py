@@ -16,7 +16,6 @@ from gptctl.cli import INTERRUPTED
 from gptctl.cli.options import (
     LaunchCommand,
     as_json_option,
-    check_job,
     config_options,
     examples,
     follow_option,
@@ -25,6 +24,7 @@ from gptctl.cli.options import (
     wait_option,
 )
 from gptctl.cli.session import Session
+from gptctl.cli.typed import check_job
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from gptctl.cli.options import (
     as_json_option,
     examples,
     launch_options,
-    launch_overrides,
     layout_options,
 )
 from gptctl.cli.session import Session
+from gptctl.cli.typed import launch_overrides
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
