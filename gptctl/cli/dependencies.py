@@ -95,9 +95,7 @@ def start_conditions(
 
     if checked.cluster.traits.has_queue:
         if queue:
-            ui.say(
-                f"note: {checked.cluster.name} has a queue for all jobs: --queue changes nothing"
-            )
+            ui.say(f"note: --queue has no effect on {checked.cluster.name}: it has its own queue")
         return StartConditions()
     backend = session.backends.of(checked.cluster.kind)
     watched = []

@@ -126,7 +126,7 @@ def forward(session: Session, job: str, port: str, node: int) -> int:
     def ready() -> None:
         ui.print_text(f"http://{LOOPBACK}:{here or there}")
         sys.stdout.flush()
-        ui.say(f"leads to port {there} on node {node} of {record.id}; Ctrl-C ends it")
+        ui.say(f"forwards to port {there} on node {node} of {record.id}; Ctrl-C stops it")
 
     try:
         with listener:

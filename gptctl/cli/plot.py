@@ -61,7 +61,7 @@ def plot(session: Session, jobs: tuple[str, ...], metrics: tuple[str, ...], as_j
     for text in missing(runs, drawn, metrics):
         ui.say(text)
     if not drawn:
-        raise UserError("nothing to draw", what_there_is(runs), ANSWER_IS_NO)
+        raise UserError("nothing to plot", what_there_is(runs), ANSWER_IS_NO)
     ui.print_exactly(chart_of(drawn, metrics))
 
 
@@ -116,7 +116,7 @@ def what_there_is(runs: list[dict[str, Any]]) -> str:
     }
     if not names:
         return "no step was logged yet; scripts need log lines in FleetX's style"
-    return f"there is {', '.join(names)}"
+    return f"available: {', '.join(names)}"
 
 
 def chart_of(drawn: list[dict[str, Any]], metrics: tuple[str, ...]) -> str:

@@ -69,7 +69,7 @@ def agrees(records: list[JobRecord]) -> bool:
     from gptctl.text import count
 
     if not sys.stdin.isatty():
-        message = f"rm deletes {count(len(records), 'run folder')}, and cannot ask here"
+        message = "rm asks before it deletes, and this is not a terminal"
         raise UserError(message, "--yes removes without asking", WRONG_USAGE)
     for record in records:
         ui.say(f"{record.id}: {record.local_dir}, {size_of(record.run_folder):,} bytes")

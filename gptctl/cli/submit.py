@@ -197,7 +197,7 @@ def require_endpoint(checked: Checked) -> None:
     if checked.launch.rdzv.endpoint:
         return
     port = C10D_PORT if rendezvous_form(checked.launch) == "c10d" else STATIC_PORT
-    message = f"{checked.machines.nodes} nodes, but nothing says where they meet"
+    message = f"{checked.machines.nodes} nodes, but no rendezvous endpoint is set"
     hint = (
         f"add -o Launch.rdzv.endpoint=HOST:{port} with the address of node 0, or in single quotes "
         f"'$MASTER_ADDR:{port}'; or choose a cluster with --cluster"

@@ -33,11 +33,11 @@ def check_removable(record: JobRecord, store: Store, backends: Backends) -> None
         hint = f"stop it there first: gptctl cancel {record.id}"
         raise UserError(f"{record.id} may still be running on some hosts", hint, OUT_OF_REACH)
     if os.path.lexists(record.local_dir) and not _is_own(record):
-        message = f"{record.local_dir} does not carry the token of {record.id}"
+        message = f"{record.local_dir} is not the folder of {record.id}: it has another token"
         raise UserError(message, "check what it is, and delete it by hand", ANSWER_IS_NO)
     if users := _needed_by(record, store, backends):
-        message = f"{', '.join(users)}: not ended, and needs {record.id} or its checkpoints"
-        raise UserError(message, "wait for it, or stop it first", ANSWER_IS_NO)
+        message = f"{record.id} is needed by unfinished jobs: {', '.join(users)}"
+        raise UserError(message, "wait for them, or stop them first", ANSWER_IS_NO)
 
 
 def _needed_by(record: JobRecord, store: Store, backends: Backends) -> list[str]:

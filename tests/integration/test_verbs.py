@@ -178,7 +178,7 @@ def test_keys_are_listed(gptctl) -> None:
         ),
         (
             ["render", "--nodes", "2", "--gpus-per-node", "1", "--style", "c10d", "--", "x.py"],
-            "2 nodes, but nothing says where they meet",
+            "2 nodes, but no rendezvous endpoint is set",
             "add -o Launch.rdzv.endpoint=HOST:29400 with the address of node 0, or in single quotes "
             "'$MASTER_ADDR:29400'; or choose a cluster with --cluster",
         ),
@@ -267,7 +267,7 @@ def test_a_rule_is_explained(gptctl) -> None:
     for key in ("meaning", "wrong", "fixed"):
         assert answer[key].splitlines()[0] in text
     (outside,) = json.loads(gptctl("rules", "S004", "--json").stdout)
-    assert (outside["wrong"], "It arises" in outside["meaning"]) == (None, True)
+    assert (outside["wrong"], "This happens" in outside["meaning"]) == (None, True)
     assert gptctl("rules", "L999").returncode == 2
 
 

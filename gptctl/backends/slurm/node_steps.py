@@ -23,7 +23,7 @@ def step_on_node(
     # An elastic job may have fewer nodes than it may use.
     if not job or node >= len(hosts):
         message = f"node {node} of this job has not started" if hosts else "the job is starting"
-        raise UserError(message, "try it again in a moment", ANSWER_IS_NO)
+        raise UserError(message, "try again in a moment", ANSWER_IS_NO)
     plan = read_plan(folder.path)
     pythons = (plan.engine_python, plan.submit_python)
     command = remote_command("run_module_here.sh", plan.remote_dir, *pythons, *words)

@@ -68,7 +68,7 @@ def test_rm_refuses_a_running_job_and_a_folder_of_others(jobs) -> None:
     jobs.gptctl("cancel", running, "--now")
     refused = jobs.gptctl("rm", running, "--yes")
     assert (refused.returncode, jobs.run_dir(running).is_dir()) == (1, True)
-    assert f"{waiting}: not ended, and needs {running}" in refused.stderr
+    assert f"{running} is needed by unfinished jobs: {waiting}" in refused.stderr
     jobs.gptctl("cancel", waiting, busy, "--now")
     token = jobs.run_dir(running) / ".token"
     token.write_text("another")
