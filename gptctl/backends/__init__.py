@@ -157,8 +157,8 @@ class Backend(Protocol):
 
     # Arrays: many jobs that are alike, submitted as one
 
-    def is_array(self, plans: Sequence[LaunchPlan]) -> bool:
-        """Whether these jobs can be submitted with `start_array`."""
+    def is_array(self, plans: Sequence[LaunchPlan], numbers: Sequence[int]) -> bool:
+        """Whether these jobs can be submitted with `start_array`, as tasks of these numbers."""
         return False
 
     def array_folder(self, plan: LaunchPlan, name: str) -> str:

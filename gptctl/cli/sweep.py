@@ -19,16 +19,11 @@ from gptctl.cli.options import (
     layout_options,
 )
 from gptctl.cli.session import Session
-from gptctl.cli.typed import launch_overrides
-from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
+from trainer.errors import ANSWER_IS_NO, UserError
 
 if TYPE_CHECKING:
-    from gptctl.jobs.store import JobRecord
-    from gptctl.jobs.submit import Prepared
     from gptctl.jobs.sweep_submit import SubmittedRun
-    from gptctl.jobs.sweeps import SweepRecord
-    from gptctl.spec.check import Checked
-    from trainer.errors import Finding
+    from gptctl.jobs.sweeps import SweepMember, SweepRecord
 
 sweep_argument = click.argument("name", metavar="[SWEEP]", required=False)
 
@@ -75,169 +70,66 @@ def submit(
     The file lists config keys with their values: a grid, a list of runs, or ranges from which
     values are drawn. All runs are checked before the first one is submitted.
     """
-    from gptctl.cli import ui
-    from gptctl.jobs.sweeps import SweepStore
-    from gptctl.spec.sweep import varied
+    from gptctl.cli.sweep_runs import planned_sweep, refuse_templates
 
     refuse_templates(template)
-    planned = planned_sweep(session, Path(file), parallel, arguments)
+    planned = startable(planned_sweep(session, Path(file), parallel, arguments), skip_invalid)
+    if dry_run:
+        print_runs(planned, as_json)
+        return 0
+    return announce(*submit_sweep(session, planned), as_json)
+
+
+def startable(planned: SweepRecord, skip_invalid: bool) -> SweepRecord:
+    """Check all runs together; leave out invalid ones if asked to, else refuse them."""
+    from gptctl.cli import ui
+    from gptctl.cli.sweep_runs import checked_runs, described, distinct, refusal
+    from gptctl.spec.sweep_checks import check_runs
+
     checks = checked_runs(planned)
-    wrong = [index for index, checked in enumerate(checks) if not checked.is_valid]
+    wrong = {index for index, checked in enumerate(checks) if not checked.is_valid}
     if wrong and not (skip_invalid and len(wrong) < len(checks)):
-        raise refusal(planned, checks, wrong)
-    for index in wrong:
+        raise refusal(planned, checks, sorted(wrong))
+    if found := [*check_runs(checks)]:
+        raise UserError("the sweep was not submitted", findings=found)
+    valid = [checked for checked in checks if checked.is_valid]
+    ui.print_findings(distinct([each for one in valid for each in one.findings]), to_stderr=True)
+    for index in sorted(wrong):
         ui.say(f"run {index} is left out: {described(planned.runs[index])}: invalid config")
     # Invalid runs are not part of the sweep, so that it can be complete.
     kept = tuple(run for index, run in enumerate(planned.runs) if index not in wrong)
-    planned = planned._replace(runs=kept)
-    if dry_run:
-        rows = [{"run": index, **run} for index, run in enumerate(kept)]
-        if as_json:
-            ui.print_json(rows)
-        else:
-            keys = varied(kept)
-            ui.print_table(
-                f"{len(rows)} runs", ["run", *keys], [[r["run"], *map(r.get, keys)] for r in rows]
-            )
-        return 0
-    record = SweepStore().add(planned)
-    done = submit_runs(session, record, list(range(len(kept))))
-    return announce(record, done, as_json)
+    return planned._replace(runs=kept)
 
 
-def refuse_templates(template: str | None) -> None:
-    if template is not None:
-        hint = "put a folder named templates beside the config"
-        raise UserError("sweep does not take --template", hint, WRONG_USAGE)
-
-
-def planned_sweep(
-    session: Session, file: Path, parallel: int | None, arguments: dict[str, Any]
-) -> SweepRecord:
-    """Read the sweep file; the record has no id yet, only the start of one."""
-    from gptctl.jobs.submit import this_site
-    from gptctl.jobs.sweeps import new_sweep
-    from gptctl.spec.check import find_config
-    from gptctl.spec.sweep import expand, load_sweep, require_valid
-
-    described = require_valid(load_sweep(file), file)
-    if arguments["after"]:
-        raise UserError("sweep does not take --after", "wait for that job first", WRONG_USAGE)
-    typed = launch_overrides(session, **arguments)
-    # A path in the sweep file is relative to the file, as in _base_.
-    named = str(file.parent / described.config) if described.config else None
-    site = this_site()
-    return new_sweep(
-        id=described.name or file.stem.replace(" ", "-"),
-        file=site.absolute(str(file)),
-        folder=site.folder,
-        config=site.absolute(str(find_config(named))),
-        runs=tuple(expand(described)),
-        arguments={"overrides": [list(override) for override in typed]},
-        parallel=parallel or described.parallel,
-        metric=described.metric.name,
-        goal=described.metric.goal,
-    )
-
-
-def checked_run(record: SweepRecord, index: int, before: Sequence[JobRecord] = ()) -> Checked:
-    """Check the config of one run; in Slurm's queue it waits for the jobs `before`."""
-    from gptctl.spec.check import check_config
-    from gptctl.spec.sweep import overrides_of
-    from trainer.config import Override
-
-    typed = [
-        Override(key, tuple(value) if isinstance(value, list) else value, source, verbatim)
-        for key, value, source, verbatim in record.arguments["overrides"]
-    ]
-    run = overrides_of(record.runs[index], record.id)
-    return check_config(Path(record.config), [*typed, *run, *waiting(typed, before)])
-
-
-def waiting(typed: Sequence[Any], before: Sequence[JobRecord]) -> list[Any]:
-    """The override that makes a Slurm job wait until other jobs have ended, however they do."""
-    from trainer.config import Override
-
-    key = "Launch.slurm.extra.dependency"
-    ids = [job.handle["scheduler_id"] for job in before if "scheduler_id" in job.handle]
-    if not ids:
-        return []
-    # sbatch takes one --dependency: keep the user's own.
-    own = [override.value for override in typed if override.key == key]
-    value = ",".join([*own, *(f"afterany:{job}" for job in ids)])
-    return [Override(key, value, "sweep", verbatim=True)]
-
-
-def checked_runs(record: SweepRecord) -> list[Checked]:
-    return [checked_run(record, index) for index in range(len(record.runs))]
-
-
-def refusal(record: SweepRecord, checks: Sequence[Checked], wrong: Sequence[int]) -> UserError:
-    """All mistakes of all runs; those that every run has, once."""
+def print_runs(planned: SweepRecord, as_json: bool) -> None:
+    from gptctl.cli import ui
+    from gptctl.spec.sweep import varied
     from gptctl.text import count
-    from trainer.errors import errors_in
 
-    # Findings can hold any value of a config, so they are compared, not hashed.
-    found: list[Finding] = []
-    for index in wrong:
-        found += [each for each in errors_in(checks[index].findings) if each not in found]
-    shown = "; ".join(f"run {index}: {described(record.runs[index])}" for index in wrong[:5])
-    more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-    message = f"{count(len(wrong), 'run')} of {len(checks)} cannot start ({shown}{more})"
-    hint = "" if len(wrong) == len(checks) else "fix the values, or add --skip-invalid"
-    return UserError(message, hint, findings=found)
+    if as_json:
+        ui.print_json([{"run": index, **run} for index, run in enumerate(planned.runs)])
+        return
+    keys = varied(planned.runs)
+    cells = [[index, *map(run.get, keys)] for index, run in enumerate(planned.runs)]
+    ui.print_table(count(len(cells), "run"), ["run", *keys], cells)
 
 
-def described(run: Any) -> str:
-    return ", ".join(f"{key}={value}" for key, value in run.items())
+def submit_sweep(
+    session: Session, planned: SweepRecord
+) -> tuple[SweepRecord, Sequence[SubmittedRun]]:
+    from gptctl.cli.sweep_runs import prepared_runs, submit_runs
+    from gptctl.jobs.sweeps import SweepStore
 
-
-def submit_runs(
-    session: Session, record: SweepRecord, indices: Sequence[int]
-) -> list[SubmittedRun]:
-    """Submit runs that have no job yet: as one array if the cluster can, else one by one."""
-    from gptctl.jobs.sweep_submit import submit_one_by_one, submit_together
-    from gptctl.jobs.sweeps import members
-
-    active = unfinished(session, [each.job for each in members(record, session.store) if each.job])
-    backends = session.backends
-    if not active and len(indices) > 1:
-        prepared = [prepared_run(session, record, index) for index in indices]
-        kinds = {each.plan.kind for each in prepared}
-        if len(kinds) == 1 and backends.of(kinds.pop()).is_array([each.plan for each in prepared]):
-            return submit_together(record, indices, prepared, session.store, backends)
-
-    def prepare_run(index: int, before: Sequence[JobRecord]) -> Prepared:
-        return prepared_run(session, record, index, before)
-
-    return submit_one_by_one(record, indices, active, prepare_run, session.store, backends)
-
-
-def prepared_run(
-    session: Session, record: SweepRecord, index: int, before: Sequence[JobRecord] = ()
-) -> Prepared:
-    from gptctl.cli.submit import template_places
-    from gptctl.jobs.submit import prepare, this_site
-    from gptctl.jobs.sweep_submit import sweep_conditions
-
-    checked = checked_run(record, index, before)
-    # The sweep may be resumed from another folder.
-    site = this_site()._replace(folder=record.folder)
-    prepared = prepare(
-        checked,
-        session.store,
-        session.backends,
-        site,
-        templates=template_places(None, checked.path),
-        conditions=sweep_conditions(record, checked.cluster.traits.has_queue),
-    )
-    return prepared._replace(sweep=record.id, sweep_index=index)
-
-
-def unfinished(session: Session, jobs: Sequence[JobRecord]) -> list[JobRecord]:
-    from gptctl.jobs.state import is_final
-
-    return [job for job in jobs if not is_final(session.state_of(job))]
+    sweeps = SweepStore()
+    record = sweeps.add(planned)
+    with sweeps.locked(record):
+        try:
+            prepared = prepared_runs(session, record, range(len(record.runs)))
+        # Nothing was submitted: the same file can be submitted again after a fix.
+        except BaseException:
+            sweeps.remove(record)
+            raise
+        return record, submit_runs(session, record, prepared, ())
 
 
 def announce(record: SweepRecord, done: Sequence[SubmittedRun], as_json: bool) -> int:
@@ -304,14 +196,16 @@ def show(
     Without SWEEP: your latest sweep. The result of a run is the last value of its metric.
     """
     from gptctl.cli import ui
+    from gptctl.cli.sweep_runs import described
+    from gptctl.jobs.report import prefetch_states
     from gptctl.jobs.sweeps import SweepStore, best_first, members
     from gptctl.spec.sweep import varied
 
     record = SweepStore().find(name)
     metric = metric or record.metric
-    rows = best_first(
-        [member_row(session, each, metric) for each in members(record, session.store)], record.goal
-    )
+    known = members(record, session.store)
+    prefetch_states([each.job for each in known if each.job], session.backends)
+    rows = best_first([member_row(session, each, metric) for each in known], record.goal)
     best = next((row for row in rows if row["value"] is not None), None)
     if as_json:
         ui.print_json({"sweep": record.id, "metric": metric, "best": best, "runs": rows})
@@ -336,7 +230,7 @@ def show(
         draw([row["job"] for row in rows if row["job"]], metric, session)
 
 
-def member_row(session: Session, member: Any, metric: str) -> dict[str, Any]:
+def member_row(session: Session, member: SweepMember, metric: str) -> dict[str, Any]:
     from gptctl.jobs.resume import lineage
     from gptctl.jobs.run_metrics import whole_run
     from gptctl.logs.measured import is_number
@@ -375,66 +269,53 @@ def resume(session: Session, name: str, as_json: bool) -> int:
     checkpoint continues from it. Runs that are pending or running stay as they are.
     """
     from gptctl.cli import ui
-    from gptctl.engine.run_folder import COMPLETED
-    from gptctl.jobs.state import is_final
+    from gptctl.cli.sweep_runs import continue_runs, prepared_runs, submit_runs, unfinished
+    from gptctl.jobs.report import prefetch_states
     from gptctl.jobs.sweeps import SweepStore, members
 
-    record = SweepStore().find(name)
-    known = members(record, session.store)
-    states = {each.number: session.state_of(each.job) for each in known if each.job}
-    fresh = [each.number for each in known if each.job is None]
-    failed = [
-        each
-        for each in known
-        if each.job and is_final(states[each.number]) and states[each.number].state != COMPLETED
-    ]
-    if not fresh and not failed:
-        ui.say("nothing to submit: every run is complete, pending or running")
-    done = continue_runs(session, record, failed) if failed else []
-    if fresh and all(each.record for each in done):
-        done = [*done, *submit_runs(session, record, fresh)]
+    sweeps = SweepStore()
+    record = sweeps.find(name)
+    # The members are read under the lock: another `sweep resume` may have submitted them.
+    with sweeps.locked(record):
+        known = members(record, session.store)
+        prefetch_states([each.job for each in known if each.job], session.backends)
+        fresh, failed = missing_runs(session, known)
+        if not fresh and not failed:
+            ui.say("nothing to submit: every run is complete, pending or running")
+        active = unfinished(session, known)
+        prepared = prepared_runs(session, record, fresh)
+        done = continue_runs(session, record, failed, active) if failed else []
+        if fresh and all(each.record for each in done):
+            before = [*active, *(each.record for each in done if each.record)]
+            done = [*done, *submit_runs(session, record, prepared, before)]
     return announce(record, done, as_json)
 
 
-def continue_runs(
-    session: Session, record: SweepRecord, failed: Sequence[Any]
-) -> list[SubmittedRun]:
-    from gptctl.jobs.sweep_submit import submit_one_by_one
-    from gptctl.jobs.sweeps import members
+def missing_runs(
+    session: Session, known: Sequence[SweepMember]
+) -> tuple[list[int], list[SweepMember]]:
+    """The runs that start from the beginning, and those that continue a job that has ended."""
+    from gptctl.engine.run_folder import COMPLETED
+    from gptctl.jobs.state import is_final
 
-    jobs = {each.number: each.job for each in failed}
-    active = unfinished(session, [each.job for each in members(record, session.store) if each.job])
-
-    def prepare_run(index: int, before: Sequence[JobRecord]) -> Prepared:
-        return continued_run(session, record, jobs[index], before)
-
-    return submit_one_by_one(
-        record, list(jobs), active, prepare_run, session.store, session.backends
-    )
-
-
-def continued_run(
-    session: Session, record: SweepRecord, job: JobRecord, before: Sequence[JobRecord]
-) -> Prepared:
-    """The run again: from its newest checkpoint if it has one, else from the start."""
-    from gptctl.jobs.rerun import Changes, prepare_rerun
-    from gptctl.jobs.resume import find_resume_point
-    from gptctl.jobs.sweep_submit import sweep_conditions
-
-    try:
-        find_resume_point(job, session.store, session.backends)
-        can_resume = True
-    except UserError:
-        can_resume = False
-    changes = Changes(waiting((), before), resume=can_resume)
-    prepared = prepare_rerun(
-        job,
-        session.store,
-        session.backends,
-        changes,
-        lambda checked: sweep_conditions(record, checked.cluster.traits.has_queue),
-    )
-    return prepared._replace(sweep=record.id, sweep_index=job.sweep_index)
+    fresh, failed = [], []
+    in_doubt = {record.id for record in session.store.pending()}
+    for each in known:
+        if each.job is None:
+            fresh.append(each.number)
+            continue
+        state = session.state_of(each.job)
+        if not is_final(state) or state.state == COMPLETED:
+            continue
+        # The scheduler did not answer: it may have been started.
+        if each.job.id in in_doubt:
+            continue
+        # Of a removed job nothing is left that could be continued.
+        if each.job.run_folder.is_dir():
+            failed.append(each)
+        else:
+            fresh.append(each.number)
+    return fresh, failed
 
 
 @sweep.command(

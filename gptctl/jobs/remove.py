@@ -14,6 +14,7 @@ from pathlib import Path
 from gptctl.backends import Backends
 from gptctl.engine.contract import TOKEN
 from gptctl.engine.run_folder import PENDING, RUNNING, RunFolder, read_plan, read_text
+from gptctl.jobs.array_folders import remove_unused_folder
 from gptctl.jobs.history import History
 from gptctl.jobs.state import is_final, is_removed, state_of
 from gptctl.jobs.store import NEWEST, JobRecord, Store
@@ -74,6 +75,7 @@ def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> fl
         # rmtree removes links, and refuses to follow them even if they appear meanwhile.
         if record.token and hidden.is_dir():
             shutil.rmtree(hidden)
+        remove_unused_folder(record)
         # Of a folder that was deleted by hand before, nothing may be kept yet.
         if not is_removed(record):
             History().keep(record, state_of(record, backends).as_json())

@@ -26,14 +26,18 @@ from gptctl.text import clock_time, count
 
 def rows(records: Sequence[JobRecord], backends: Backends) -> list[dict[str, Any]]:
     """The rows of `gptctl list`."""
-    # Each backend gets all its unfinished jobs first, to answer with one request for all.
+    prefetch_states(records, backends)
+    return [row(record, backends) for record in records]
+
+
+def prefetch_states(records: Sequence[JobRecord], backends: Backends) -> None:
+    """Give each backend all its unfinished jobs, to answer with one request for all."""
     unfinished = [record for record in records if needs_backend(record)]
     for kind in {record.kind for record in unfinished}:
         if backends.knows(kind):
             backends.of(kind).prefetch_states(
                 [record for record in unfinished if record.kind == kind]
             )
-    return [row(record, backends) for record in records]
 
 
 def row(record: JobRecord, backends: Backends) -> dict[str, Any]:

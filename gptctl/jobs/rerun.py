@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gptctl.backends import Backends
 from gptctl.engine.launch_plan import StartConditions
 from gptctl.engine.run_folder import read_json
-from gptctl.jobs.resume import CKPT_DIR, find_resume_point
+from gptctl.jobs.resume import CKPT_DIR, find_resume_point, frozen_value
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.submit import START_AT_ONCE, Prepared, prepare, this_site
 from gptctl.jobs.written import Written, node_at, read_written, with_absolute_paths, without
@@ -76,6 +76,9 @@ def prepare_rerun(
     )
     if not point and _starts_where(record, checked):
         prepared = prepared._replace(continues=record.continues)
+    # A run of a sweep that is resumed as it was is still this run.
+    if point and not changes.overrides:
+        prepared = prepared._replace(sweep=record.sweep, sweep_index=record.sweep_index)
     if changes.current_code:
         return prepared
     # The code is that of the first run, so the state of git is too.
@@ -161,8 +164,7 @@ def _check(
 
 def _starts_where(record: JobRecord, checked: Checked) -> bool:
     """Whether a rerun starts from the same checkpoint as the job itself."""
-    before = (read_json(record.run_folder / "config.json") or {}).get("resolved", {})
-    start = before.get("Engine", {}).get("save_load", {}).get("ckpt_dir")
+    start = frozen_value(record, CKPT_DIR)
     return bool(start) and checked.inputs.get(CKPT_DIR) == start
 
 
@@ -178,8 +180,8 @@ def _without_outdated(tree: Map) -> Map:
 
 def _frozen_plan(folder: Path) -> dict[str, Any]:
     """Read the job's plan; raise UserError if it or another part of the folder is missing."""
-    before = read_json(folder / "plan.json")
-    if before is not None and (folder / "code" / "rank_log.py").is_file():
+    before = _valid_plan(read_json(folder / "plan.json") or {})
+    if before and (folder / "code" / "rank_log.py").is_file():
         return before
     missing = folder / ("code" if before else "plan.json") if folder.is_dir() else folder
     raise UserError(f"{missing} is missing or damaged", "submit its config again", OUT_OF_REACH)
@@ -200,3 +202,11 @@ def _with_first_origins(checked: Checked, folder: Path) -> Checked:
         origins=before(checked.resolved.origins)
     )
     return checked._replace(resolved=resolved, launch_origins=before(checked.launch_origins))
+
+
+def _valid_plan(plan: dict[str, Any]) -> dict[str, Any]:
+    """The plan, or an empty one if a part is damaged that a rerun needs."""
+    words = plan.get("program")
+    program = words if isinstance(words, list) and len(words) > 1 else [None]
+    texts = (plan.get("python"), plan.get("work_dir"), plan.get("submit_python") or "", *program)
+    return plan if all(isinstance(text, str) for text in texts) else {}

@@ -20,6 +20,7 @@ from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, Finding, Rule, UserError
 SAME_MODEL = Rule("S011", "a resumed run must have the model of its checkpoint")
 STEPS_LEFT = Rule("S012", "a resumed run must have steps left to train")
 
+SNAPSHOT_PATH = "Engine.save_load.snapshot_path"
 CKPT_DIR, MAX_STEPS = "Engine.save_load.ckpt_dir", "Engine.max_steps"
 # Differences in these keys are not reported: they change where files go and what is printed.
 NOT_REPORTED = ("Launch.", "Engine.save_load.", "Engine.logging_freq", "Profiler.", "Offline_Eval.")
@@ -37,6 +38,10 @@ class ResumePoint(NamedTuple):
         # As an override it is checked, recorded and shown like any other value.
         origin = f"resume of {self.record.id}"
         return [Override(CKPT_DIR, self.folder, origin, verbatim=True)] if self.folder else []
+
+
+class NoCheckpoint(UserError):
+    """Neither the job nor the ones that it continues saved a checkpoint."""
 
 
 class Difference(NamedTuple):
@@ -64,7 +69,7 @@ def find_resume_point(record: JobRecord, store: Store, backends: Backends) -> Re
     if not is_final(state_of(record, backends)):
         hint = f"stop it first: gptctl cancel {record.id}"
         raise UserError(f"{record.id} is still running", hint, ANSWER_IS_NO)
-    if _resolved(record).get("Engine", {}).get("save_load", {}).get("snapshot_path"):
+    if frozen_value(record, SNAPSHOT_PATH):
         return ResumePoint(record, "", 0)
     folder = ""
     # A job that failed before its first checkpoint left none: its predecessor may have one.
@@ -76,7 +81,7 @@ def find_resume_point(record: JobRecord, store: Store, backends: Backends) -> Re
         if newest := max((int(step) for step in steps if step.isdecimal()), default=0):
             return ResumePoint(ancestor, place, newest)
     hint = f"start it again: gptctl rerun {record.id}"
-    raise UserError(f"no checkpoint of {record.id} in {folder}", hint)
+    raise NoCheckpoint(f"no checkpoint of {record.id} in {folder}", hint)
 
 
 def lineage(record: JobRecord, store: Store) -> list[JobRecord]:
@@ -101,9 +106,11 @@ def whole_lineage(record: JobRecord, store: Store) -> list[str]:
 def check_resume(point: ResumePoint, checked: Checked) -> Iterator[Finding]:
     """Report what the trainer would refuse after the job has waited in a queue."""
     before, now = _resolved(point.record), checked.resolved
-    if now is None or not before:
+    model = before.get("Model")
+    # Without the job's config the trainer checks it.
+    if now is None or not isinstance(model, Mapping):
         return
-    if different := model_differences(before.get("Model", {}), asdict(now.run.Model)):
+    if different := model_differences(model, asdict(now.run.Model)):
         message = f"checkpoint of another model ({point.record.id}): {'; '.join(different)}"
         yield SAME_MODEL.found(
             "Model", None, message, "use the same Model, or submit without --resume"
@@ -160,6 +167,14 @@ def _resolved(record: JobRecord) -> Mapping[str, Any]:
     """The resolved config of a job; empty if its file is missing or damaged."""
     values = (read_json(record.run_folder / "config.json") or {}).get("resolved")
     return values if isinstance(values, dict) else {}
+
+
+def frozen_value(record: JobRecord, key: str) -> Any:
+    """A value of a job's resolved config; None if it is missing or damaged."""
+    value: Any = _resolved(record)
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def resume_notes(point: ResumePoint, found: Sequence[Difference]) -> list[str]:

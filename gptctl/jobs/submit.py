@@ -22,6 +22,7 @@ from gptctl.engine.contract import CONTINUES_VARIABLE, TOKEN
 from gptctl.engine.launch_plan import LaunchPlan, StartConditions
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder, read_text
+from gptctl.jobs.array_folders import remove_unused_folder
 from gptctl.jobs.freeze import frozen_config
 from gptctl.jobs.preflight import run_preflight
 from gptctl.jobs.resume import ResumePoint, check_resume, differences, resume_notes
@@ -308,6 +309,7 @@ def undo(record: JobRecord, store: Store, backend: Backend) -> bool:
             return False
         shutil.rmtree(record.local_dir, ignore_errors=True)
     shutil.rmtree(_part(record), ignore_errors=True)
+    remove_unused_folder(record)
     store.remove(record)
     return True
 

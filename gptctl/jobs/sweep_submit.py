@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from gptctl.backends import Backend, Backends
 from gptctl.engine.launch_plan import StartConditions
+from gptctl.jobs.array_folders import array_name
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.submit import (
     Prepared,
@@ -73,7 +74,9 @@ def submit_one_by_one(
     return done
 
 
-def _reason(error: UserError) -> str:
+def _reason(error: UserError | OSError) -> str:
+    if isinstance(error, OSError):
+        return f"cannot write {error.filename or 'the run folder'}: {error.strerror or error}"
     found = "; ".join(f"{each.code} {each.message}" for each in errors_in(error.findings))
     return f"{error.message}: {found}" if found else error.message
 
@@ -88,25 +91,41 @@ def submit_together(
     """Submit runs that are alike as one array of the scheduler: all of them, or none."""
     backend = backends.of(prepared[0].plan.kind)
     # One token: if a reply is lost, the array is found by it.
-    # Its folder is new, too: a sweep that is resumed has several arrays.
     token = new_token()
-    folder = backend.array_folder(prepared[0].plan, f"{sweep.id}-array-{token}")
-    recorded = [add_record(each, store, backend, token, folder) for each in prepared]
-    records = [record for _, record in recorded]
+    folder = backend.array_folder(prepared[0].plan, array_name(sweep.id, token))
+    recorded: list[tuple[Prepared, JobRecord]] = []
     try:
+        for each in prepared:
+            recorded.append(add_record(each, store, backend, token, folder))
         for job, record in recorded:
             freeze_job(job, record)
-        plans = [job.plan for job, _ in recorded]
-        handles = backend.start_array(plans, records, sweep.parallel)
-        records = [record._replace(handle=handle) for record, handle in zip(records, handles)]
-        for record in records:
-            store.accept(record)
-    except BaseException:
+        return _started(sweep, indices, recorded, store, backend)
+    except BaseException as error:
+        records = [record for _, record in recorded]
         if _undone(records, store, backend):
+            if isinstance(error, (UserError, OSError)):
+                return [SubmittedRun(indices[0], None, _reason(error))]
             raise
         # The array runs: what is missing in the records is completed from the run folders.
         records = [complete_record(record, store) for record in records]
-    return [SubmittedRun(index, record) for index, record in zip(indices, records)]
+        return [SubmittedRun(index, record) for index, record in zip(indices, records)]
+
+
+def _started(
+    sweep: SweepRecord,
+    indices: Sequence[int],
+    recorded: Sequence[tuple[Prepared, JobRecord]],
+    store: Store,
+    backend: Backend,
+) -> list[SubmittedRun]:
+    plans, records = [job.plan for job, _ in recorded], [record for _, record in recorded]
+    handles = backend.start_array(plans, records, sweep.parallel)
+    done = []
+    for index, record, handle in zip(indices, records, handles):
+        record = record._replace(handle=handle)
+        store.accept(record)
+        done.append(SubmittedRun(index, record))
+    return done
 
 
 def _undone(records: Sequence[JobRecord], store: Store, backend: Backend) -> bool:

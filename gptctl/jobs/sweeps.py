@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.engine.atomic_files import private_files, replacing
-from gptctl.engine.run_folder import read_json
-from gptctl.jobs.store import JobRecord, Store
+from gptctl.engine.run_folder import is_time, read_json
+from gptctl.jobs.store import NOTHING, JobRecord, Store
 from gptctl.spec.resources import home
 from gptctl.spec.sweep import Run
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError, closest
@@ -35,6 +35,8 @@ class SweepRecord(NamedTuple):
     parallel: int | None = None
     metric: str = "loss"
     goal: str = "minimize"
+    # Config and options as they were, see `written.py`; empty in records of older versions.
+    written: Mapping[str, Any] = NOTHING
 
 
 class SweepMember(NamedTuple):
@@ -56,7 +58,8 @@ class SweepStore:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 sweep = sweep._replace(id=self._free_id(sweep))
                 with replacing(self._file(sweep.id)) as stream:
-                    stream.write(json.dumps(sweep._asdict(), indent=1).encode() + b"\n")
+                    values = {**sweep._asdict(), "written": dict(sweep.written)}
+                    stream.write(json.dumps(values, indent=1).encode() + b"\n")
         except OSError as error:
             message = f"cannot write {self.folder}: {error.strerror}"
             hint = "set GPTCTL_HOME to a writable folder"
@@ -77,6 +80,29 @@ class SweepStore:
 
     def _file(self, sweep: str) -> Path:
         return self.folder / f"{sweep}.json"
+
+    def remove(self, sweep: SweepRecord) -> None:
+        """Remove a sweep that has no jobs."""
+        self._file(sweep.id).unlink(missing_ok=True)
+        self._lock_file(sweep.id).unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self, sweep: SweepRecord) -> Iterator[None]:
+        """Let only one gptctl submit runs of a sweep: two would submit the same ones."""
+        import fcntl
+
+        with private_files(), self._lock_file(sweep.id).open("w") as file:
+            # A killed gptctl loses the lock with its file.
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                message = f"another gptctl is submitting runs of {sweep.id}"
+                hint = f"see `gptctl sweep show {sweep.id}`, and try again later"
+                raise UserError(message, hint, OUT_OF_REACH) from None
+            yield
+
+    def _lock_file(self, sweep: str) -> Path:
+        return self.folder / f"{sweep}.lock"
 
     def all(self) -> list[SweepRecord]:
         """All sweeps, oldest first. Damaged files are left out."""
@@ -115,9 +141,24 @@ def _read(file: Path) -> SweepRecord | None:
     try:
         sweep = SweepRecord(**known)
         runs = tuple({str(key): str(value) for key, value in run.items()} for run in sweep.runs)
-        return sweep._replace(runs=runs, created=float(sweep.created), id=file.stem)
+        sweep = sweep._replace(runs=runs, created=float(sweep.created), id=file.stem)
+        return sweep if _is_valid(sweep) else None
     except (TypeError, ValueError, AttributeError):
         return None
+
+
+def _is_valid(sweep: SweepRecord) -> bool:
+    """Whether the fields that the verbs use have their types."""
+    texts = (sweep.file, sweep.folder, sweep.config, sweep.metric, sweep.goal)
+    options = sweep.arguments.get("overrides")
+    return (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(sweep.written, Mapping)
+        and is_time(sweep.created)
+        and (sweep.parallel is None or (isinstance(sweep.parallel, int) and sweep.parallel > 0))
+        and isinstance(options, list)
+        and all(isinstance(each, list) and len(each) == 4 for each in options)
+    )
 
 
 def members(sweep: SweepRecord, store: Store) -> list[SweepMember]:

@@ -8,7 +8,7 @@ paths belong to.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,16 +37,18 @@ def as_json(tree: Map, folder: str) -> dict[str, Any]:
 
 def read_written(run_folder: Path) -> Written | None:
     """What was written for a job; None if an older gptctl has submitted it."""
-    if not (run_folder / WRITTEN).exists():
-        return None
+    file = run_folder / WRITTEN
+    return from_json(read_json(file) or {}, str(file)) if file.exists() else None
+
+
+def from_json(values: Mapping[str, Any], name: str) -> Written:
+    """What `as_json` returned; `name` is where it was kept."""
     try:
-        values = read_json(run_folder / WRITTEN) or {}
         tree, folder = _unpacked(values["tree"], MAX_DEPTH), values["folder"]
         if not isinstance(tree, Map) or not isinstance(folder, str):
             raise TypeError
     except (KeyError, TypeError, ValueError):
-        message = f"{run_folder / WRITTEN} is damaged"
-        raise UserError(message, "submit its config again", OUT_OF_REACH) from None
+        raise UserError(f"{name} is damaged", "submit its config again", OUT_OF_REACH) from None
     return Written(tree, folder)
 
 

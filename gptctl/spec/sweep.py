@@ -7,8 +7,10 @@ those of other tools: `method`, `parameters`, `metric`.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,10 +37,12 @@ from trainer.config.tree import List, Map, Node, Scalar, is_null, read_file
 from trainer.errors import Finding, Place, Rule, UserError, errors_in, in_order
 
 MAX_RUNS = 1000  # Slurm's default limit of an array is 1001
+MAX_NAME = 48  # characters
 METHODS = ("grid", "list", "random")
 DISTRIBUTIONS = ("uniform", "log_uniform")
 RUNS = Rule("W001", f"a sweep must consist of 1 to {MAX_RUNS} different runs")
 METHOD = Rule("W002", "a sweep must have the keys of its method, and no others")
+OWN_OUTPUT = Rule("W003", "every run of a sweep must write into a folder of its own")
 
 
 class Values(NamedTuple):
@@ -60,7 +64,7 @@ class ParameterKind:
     """A list of values, `{values: […]}`, or `{min: …, max: …, distribution: …}`."""
 
     def read(self, node: Node) -> Values | Range:
-        if isinstance(node, Map) and "values" not in node.items:
+        if isinstance(node, Map) and set(node.items) != {"values"}:
             return _range(node)
         listed = node.items["values"] if isinstance(node, Map) else node
         items = listed.items if isinstance(listed, List) else (listed,)
@@ -133,14 +137,32 @@ class YamlKind:
 
 def yaml_text(node: Node) -> str:
     """A node in YAML's flow style: what one would type after `-o KEY=`."""
-    if isinstance(node, List):
-        return f"[{', '.join(yaml_text(item) for item in node.items)}]"
-    if isinstance(node, Map):
-        return f"{{{', '.join(f'{name}: {yaml_text(item)}' for name, item in node.items.items())}}}"
     if is_null(node):
         return ""
-    escaped = node.text.replace("'", "''")
-    return f"'{escaped}'" if node.quoted else node.text
+    # An override parses only lists, mappings and quoted text as YAML.
+    return node.text if isinstance(node, Scalar) and not node.quoted else _flow(node)
+
+
+def _flow(node: Node) -> str:
+    if isinstance(node, List):
+        return f"[{', '.join(map(_flow, node.items))}]"
+    if isinstance(node, Map):
+        pairs = (f"{_word(name)}: {_flow(item)}" for name, item in node.items.items())
+        return f"{{{', '.join(pairs)}}}"
+    return _quoted(node.text) if node.quoted else _word(node.text)
+
+
+def _word(text: str) -> str:
+    """Text without quotes where they are not needed: quoted text is never a number or empty."""
+    return text if re.fullmatch(r"[\w.+/~$^(][\w.+*/~$%^()=-]*|-[\w.]+", text) else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    # YAML folds line breaks inside of single quotes. In double quotes it has the escapes of JSON.
+    if not text.isprintable():
+        return json.dumps(text, ensure_ascii=False)
+    escaped = text.replace("'", "''")
+    return f"'{escaped}'"
 
 
 PARAMETER = r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*"
@@ -160,7 +182,10 @@ class Sweep:
 
     config: str | None = file_path(None, "the run config; empty: config.yaml")
     name: str | None = text(
-        None, "start of the sweep's id", "[A-Za-z0-9][A-Za-z0-9._-]{0,47}", "a short name"
+        None,
+        "start of the sweep's id",
+        f"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}",
+        "a short name",
     )
     method: str = choice("grid", METHODS, f"{' | '.join(METHODS)}")
     parameters: Mapping[str, Values | Range] = key(
@@ -274,6 +299,12 @@ def _draw(parameter: Values | Range, generator: random.Random) -> str:
 def overrides_of(run: Run, name: str) -> list[Override]:
     """The overrides of a run; `name` of the sweep is their origin."""
     return [Override(key, value, f"sweep {name}: {key}={value}") for key, value in run.items()]
+
+
+def name_of(path: Path) -> str:
+    """The start of a sweep's id, from the name of its file: it becomes part of paths."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._")
+    return name[:MAX_NAME].rstrip("-._") or "sweep"
 
 
 def require_valid(loaded: SweepFile, path: Path) -> Sweep:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gptctl.backends.slurm import backend as backend_module
 from gptctl.backends.slurm import client as slurm
 from gptctl.backends.slurm import queue as slurm_queue
+from gptctl.backends.slurm import submission
 from gptctl.backends.slurm.backend import SlurmBackend
 from gptctl.doctor.slurm_checks import pyxis_row
 from gptctl.engine.processes import clean_environment
@@ -146,7 +146,7 @@ def test_what_is_taken_back(
     if has_run:
         folder.attempt(0).mkdir()
     jobs = [SEEN._replace(id=job, reason=reason, work_dir=record.local_dir) for job, reason in queue]
-    monkeypatch.setattr(backend_module, "find_submitted", lambda client, token, run_dir: jobs)
+    monkeypatch.setattr(submission, "find_submitted", lambda client, token, run_dir: jobs)
     ended: list[str] = []
     monkeypatch.setattr(slurm.SlurmClient, "run", lambda self, *command: ended.extend(command[1:]) or "")
     assert backend.abandon(record) is is_undone

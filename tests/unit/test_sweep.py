@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from gptctl.jobs.sweeps import SweepStore, new_sweep
 from gptctl.spec.check import check_config
-from gptctl.spec.sweep import expand, load_sweep, overrides_of, varied
+from gptctl.spec.sweep import expand, load_sweep, name_of, overrides_of, varied
+from gptctl.spec.sweep_checks import check_runs
+from trainer.config import Override
+from trainer.errors import UserError
 
 RANGE = "{min: 1e-5, max: 1e-3, distribution: log_uniform}"
 
@@ -69,6 +74,7 @@ WRONG = [
     ("method: random\nsamples: 3\nparameters: {a: {min: 0}}", ["C011"]),
     ("method: random\nsamples: 3\nparameters: {a: {min: [1], max: 2}}", ["C011"]),
     ("parallel: 0\nparameters: {a: [1]}", ["C012"]),
+    ("parameters: {a: {values: [1], x: 2}}", ["C011"]),
     (f"parameters: {{{', '.join(f'k{n}: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]' for n in range(10))}}}", ["W001"]),
     ("config: http://x/y.yaml\nparameters: {a: [1]}", ["C014"]),
     ("[1, 2]", ["C001"]),
@@ -93,3 +99,58 @@ def test_values_reach_the_config(tmp_path: Path) -> None:
     assert checked.launch.env == {"A": "1e3"}
     assert checked.resolved.run.Optimizer.lr.max_lr == 1e-3
     assert checked.resolved.run.Model.hidden_size == 768
+
+
+def checked(*overrides: str):
+    tiny = ("Global.device=cpu", "Data.Train.dataset.name=CharDataset", "Data.Train.dataset.path=builtin")
+    return check_config(None, [Override.parse(text) for text in (*tiny, *overrides)])
+
+
+def test_runs_are_compared_by_what_they_mean() -> None:
+    """Equal values that are written differently, and folders that two runs would share."""
+    lr = "Optimizer.lr.max_lr"
+    assert not [*check_runs([checked(f"{lr}=1e-3"), checked(f"{lr}=2e-3")])]
+    (same,) = check_runs([checked(f"{lr}=2e-3"), checked(f"{lr}=1e-3"), checked(f"{lr}=0.001")])
+    assert (same.code, same.message) == ("W001", "runs 1 and 2 have the same config")
+    output = "Engine.save_load.output_dir"
+    (shared,) = check_runs([checked(f"{output}=out", f"{lr}={value}") for value in ("1e-3", "2e-3")])
+    assert (shared.code, shared.key) == ("W003", output)
+    assert not [*check_runs([checked(f"{output}=a"), checked(f"{output}=b")])]
+    snapshot = "Engine.save_load.snapshot_path"
+    (shared,) = check_runs([checked(f"{snapshot}=x.pt", f"{lr}={value}") for value in ("1e-3", "2e-3")])
+    assert (shared.code, shared.key) == ("W003", snapshot)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("lr.yaml", "lr"), ("a b\nc.yaml", "a-b-c"), ("$(x).yaml", "x"), ("..yaml", "sweep"), ("x" * 90, "x" * 48)],
+)
+def test_the_name_of_a_file_becomes_part_of_paths(file: str, name: str) -> None:
+    assert name_of(Path(file)) == name
+
+
+DAMAGED = [
+    {"arguments": value} for value in (None, {}, {"overrides": None}, {"overrides": [1]}, {"overrides": [["a", "b"]]})
+]
+DAMAGED += [{"metric": None}, {"created": float("inf")}, {"created": "x"}, {"parallel": "3"}, {"parallel": 0}]
+DAMAGED += [{"runs": [1]}, {"folder": 5}, {"written": [1]}]
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=str)
+def test_a_damaged_record_is_left_out(tmp_path: Path, damage: dict) -> None:
+    store = SweepStore(tmp_path)
+    facts = {"file": "f", "folder": "/", "config": "c", "runs": ({"a": "1"},), "arguments": {"overrides": []}}
+    record = store.add(new_sweep(id="lr", **facts))
+    assert [sweep.id for sweep in store.all()] == [record.id]
+    file = tmp_path / "sweeps" / f"{record.id}.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **damage}))
+    assert store.all() == []
+
+
+def test_only_one_gptctl_submits_a_sweep(tmp_path: Path) -> None:
+    store = SweepStore(tmp_path)
+    record = store.add(new_sweep(id="lr", file="f", folder="/", config="c", runs=({"a": "1"},), arguments={}))
+    with store.locked(record), pytest.raises(UserError, match="another gptctl"), store.locked(record):
+        pass
+    with store.locked(record):
+        pass

@@ -7,16 +7,19 @@ a task is that of the run in its sweep.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 
+from gptctl.backends.slurm.client import SlurmClient, SlurmError
 from gptctl.backends.slurm.queue import Queue
 from gptctl.engine.atomic_files import private_files
+from gptctl.engine.contract import ARRAY_MEMBERS
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
 
 ARRAY_SCRIPT = "array.sbatch"
-MEMBERS = "members"
+DEFAULT_ARRAY_SIZE = 1001  # of Slurm: numbers up to 1000
 # Options of sbatch that differ between jobs, and that the array has itself.
 OWN_OPTIONS = ("chdir", "output")
 
@@ -34,6 +37,17 @@ def are_alike(plans: Sequence[LaunchPlan]) -> bool:
 
 def _common(plan: LaunchPlan) -> dict[str, str]:
     return {name: value for name, value in plan.sbatch.items() if name not in OWN_OPTIONS}
+
+
+def max_array_size(client: SlurmClient) -> int:
+    """The first number that a task must not have."""
+    try:
+        settings = client.run("scontrol", "show", "config")
+    # sbatch will report it.
+    except SlurmError:
+        return DEFAULT_ARRAY_SIZE
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", settings, re.MULTILINE)
+    return int(found[1]) if found else DEFAULT_ARRAY_SIZE
 
 
 def task_list(numbers: Sequence[int], limit: int | None) -> str:
@@ -65,7 +79,7 @@ def write_array(
         os.makedirs(os.path.join(folder, "submitit"), exist_ok=True)
         for plan in plans:
             os.makedirs(plan.log_dir, exist_ok=True)
-        _write(os.path.join(folder, MEMBERS), "\n".join(lines) + "\n")
+        _write(os.path.join(folder, ARRAY_MEMBERS), "\n".join(lines) + "\n")
         plan = plans[0]._replace(sbatch=options, remote_dir=folder)
         _write(script, render(plan, ARRAY_SCRIPT))
     return script

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from gptctl.backends import Backend, JobState, half_submitted, recorded_state
 from gptctl.backends.slurm.access import Access
-from gptctl.backends.slurm.arrays import are_alike, array_of, order, was_removed, write_array
+from gptctl.backends.slurm.arrays import are_alike, max_array_size, was_removed
 from gptctl.backends.slurm.cancelling import (
     STOP_TIMEOUT,
     ask_to_save,
-    cancel_jobs,
     try_to_run,
     unfinished_jobs,
     wait_until_ended,
 )
 from gptctl.backends.slurm.client import SlurmClient, SlurmError
-from gptctl.backends.slurm.direct_access import DirectAccess, sbatch_script
+from gptctl.backends.slurm.direct_access import DirectAccess
 from gptctl.backends.slurm.node_steps import step_on_node
-from gptctl.backends.slurm.options import sbatch_options, submitted_comment
-from gptctl.backends.slurm.queue import Queue, QueuedJob, find_submitted
+from gptctl.backends.slurm.options import sbatch_options
+from gptctl.backends.slurm.queue import Queue
 from gptctl.backends.slurm.states import STATES, after_scancel, state_after_end, state_in_queue
+from gptctl.backends.slurm.submission import Submission, slurm_dir
 from gptctl.engine.contract import BATCH_SCRIPT, LAUNCH_SCRIPT
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder
@@ -39,14 +39,12 @@ from gptctl.reporting import Fetched, Say, ShowProgress
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster, cluster_of_job
 from gptctl.spec.resources import home
-from trainer.errors import OUT_OF_REACH, Finding, Rule, UserError
+from trainer.errors import Finding, Rule, UserError
 
 ACCEPTED = Rule("S008", "the scheduler must accept the job")
 MOUNTABLE = Rule("S015", "folders of a pyxis job must not contain commas, colons or spaces")
 BACKSLASH = Rule("S009", "paths of a Slurm job must not contain a backslash: Slurm interprets it")
 
-SEND_TIMEOUT = 60.0  # seconds for which an unreachable controller is tried again
-REQUEST_DELAY = 3.0  # seconds after which Slurm has processed a request that was still on its way
 ACCOUNTING_DELAY = 3600.0  # seconds until the accounting knows a job, if it ever will
 
 if TYPE_CHECKING:
@@ -140,33 +138,21 @@ class SlurmBackend(Backend):
     # Submitting
 
     def start(self, plan: LaunchPlan, record: JobRecord) -> dict[str, Any]:
-        access, deadline = self.access(record), time.monotonic() + SEND_TIMEOUT
-        access.connect(record)
-        self._retried(lambda: access.send_folder(plan, record), deadline)
-        # Sending may have taken longer than Slurm may.
-        deadline = time.monotonic() + SEND_TIMEOUT
-        # 1. Submit it held: Slurm must not start it before gptctl knows its id.
-        job, was_doubtful = self._send_once(
-            lambda: access.sbatch(plan, record), lambda: self._found(record, deadline), deadline
-        )
-        handle = {"scheduler_id": job, "host": plan.login or os.uname().nodename}
-        # 2. Give it the claim: of several Slurm jobs for this folder only this one does anything.
-        if self._retried(lambda: access.claim(record, handle), deadline) != handle:
-            message = f"another gptctl process undid the submission of {plan.job_id}"
-            raise UserError(message, "submit it again", OUT_OF_REACH)
-        # 3. Remove the others, if a request was repeated because its reply was lost.
-        if was_doubtful:
-            others = [other.id for other in self._found(record, deadline) if other.id != job]
-            self._retried(lambda: cancel_jobs(access, others), deadline)
-        # 4. Only now let Slurm start it.
-        self._release(job, record, deadline)
-        return handle
+        return self._submission(record).start(plan, record)
+
+    def abandon(self, record: JobRecord) -> bool:
+        return self._submission(record).abandon(record)
+
+    def _submission(self, record: JobRecord) -> Submission:
+        return Submission(self.access(record), self._say)
 
     # Arrays
 
-    def is_array(self, plans: Sequence[LaunchPlan]) -> bool:
+    def is_array(self, plans: Sequence[LaunchPlan], numbers: Sequence[int]) -> bool:
         # Through a login host they are submitted one by one.
-        return are_alike(plans) and not plans[0].login
+        if not are_alike(plans) or plans[0].login:
+            return False
+        return max(numbers) < max_array_size(self.direct.client)
 
     def array_folder(self, plan: LaunchPlan, name: str) -> str:
         return os.path.join(os.path.dirname(plan.remote_dir), name)
@@ -174,128 +160,7 @@ class SlurmBackend(Backend):
     def start_array(
         self, plans: Sequence[LaunchPlan], records: Sequence[JobRecord], limit: int | None
     ) -> list[dict[str, Any]]:
-        """The same steps as `start`, for all tasks of an array at once."""
-        access, deadline = self.direct, time.monotonic() + SEND_TIMEOUT
-        for plan, record in zip(plans, records):
-            access.send_folder(plan, record)
-        script = write_array(plans, records, limit)
-        comment = submitted_comment(plans[0], records[0].token)
-
-        def found() -> list[QueuedJob]:
-            return self._submitted(records[0], deadline)
-
-        first, was_doubtful = self._send_once(
-            lambda: sbatch_script(script, comment), found, deadline
-        )
-        array = array_of(first)
-        host = os.uname().nodename
-        handles = [
-            {"scheduler_id": f"{array}_{record.sweep_index}", "host": host} for record in records
-        ]
-        for record, handle in zip(records, handles):
-            if access.claim(record, handle) != handle:
-                message = f"another gptctl process undid the submission of {record.id}"
-                raise UserError(message, "submit it again", OUT_OF_REACH)
-        if was_doubtful:
-            others = {array_of(other.id) for other in found()} - {array}
-            self._retried(lambda: cancel_jobs(access, others), deadline)
-        self._release(array, records[0], deadline)
-        return handles
-
-    def _send_once(
-        self, send: Callable[[], str], find: Callable[[], list[QueuedJob]], deadline: float
-    ) -> tuple[str, bool]:
-        """Submit the job; return its id, and whether it may have been submitted more than once."""
-        was_doubtful = is_reported = False
-        while True:
-            try:
-                return send(), was_doubtful
-            except SlurmError as error:
-                # Without sbatch nothing was sent.
-                if error.is_missing:
-                    raise
-                was_doubtful = True
-                # Slurm may have accepted the job although sbatch failed: look for its token first.
-                if found := find():
-                    return found[0].id, True
-                if not error.is_doubtful:
-                    raise
-                if not is_reported:
-                    self._say(f"{error.detail}; trying again …")
-                is_reported = True
-                # The request may still be on its way: wait, and look again before sending another.
-                time.sleep(REQUEST_DELAY)
-                if found := find():
-                    return found[0].id, True
-                if time.monotonic() > deadline:
-                    raise
-
-    def _found(self, record: JobRecord, deadline: float) -> list[QueuedJob]:
-        """Find the Slurm jobs that were submitted for this record, the oldest first."""
-        found = self._submitted(record, deadline)
-        # The other tasks of the array are other jobs.
-        own = f"_{record.sweep_index}"
-        return [job for job in found if not record.array_dir or job.id.endswith(own)]
-
-    def _submitted(self, record: JobRecord, deadline: float) -> list[QueuedJob]:
-        """Find all Slurm jobs with the token of this record: for an array, all its tasks."""
-        client = self.access(record).client
-
-        def ask() -> list[QueuedJob]:
-            found = find_submitted(client, record.token, _remote_dir(record))
-            return sorted(found, key=lambda job: order(job.id))
-
-        return self._retried(ask, deadline)
-
-    def _release(self, job: str, record: JobRecord, deadline: float) -> None:
-        def release() -> None:
-            try:
-                self.access(record).client.run("scontrol", "release", job)
-            # The reply may have been lost after Slurm released the job.
-            except SlurmError:
-                found = self._submitted(record, deadline)
-                own = [seen for seen in found if job in (seen.id, array_of(seen.id))]
-                if not own or any(seen.is_held for seen in own):
-                    raise
-
-        self._retried(release, deadline)
-
-    def _retried(self, action: Callable[[], T], deadline: float) -> T:
-        """Repeat a request until Slurm answers or the deadline has passed."""
-        is_reported = False
-        while True:
-            try:
-                return action()
-            except SlurmError as error:
-                if not error.is_doubtful or time.monotonic() > deadline:
-                    raise
-                if not is_reported:
-                    self._say(f"{error.detail}; trying again …")
-                is_reported = True
-                time.sleep(1)
-
-    def abandon(self, record: JobRecord) -> bool:
-        """Remove a job that was submitted but not released from the queue."""
-        access, folder = self.access(record), RunFolder(record.local_dir)
-        if not access.was_sent(record):
-            return True
-        # Without the claim the job does nothing, even if it cannot be removed now.
-        owner = access.claim(record, {"abandoned": True}).get("scheduler_id")
-        try:
-            jobs = self._found(record, time.monotonic())
-        except SlurmError as error:
-            # Nothing can have been submitted from a machine without Slurm.
-            if error.is_missing and not owner:
-                return True
-            raise
-        has_begun = any(job.id == owner and not job.is_held for job in jobs)
-        if owner and owner not in {job.id for job in jobs}:
-            # Slurm has forgotten it after it ran, or lost it before it was released.
-            has_begun = access.final_result(record) is not None or folder.attempts() > 0
-        cancel_jobs(access, (job.id for job in jobs if job.id != owner or not has_begun))
-        if not has_begun:
-            access.remove_folder(record)
-        return not has_begun
+        return self._submission(records[0]).start_array(plans, records, limit)
 
     # States
 
@@ -340,7 +205,7 @@ class SlurmBackend(Backend):
         access.queue.refresh()
         seen = access.queue.jobs.get(job)
         # A controller that lost its state assigns the same ids again: compare the folder, too.
-        if seen and seen.work_dir == _remote_dir(record):
+        if seen and seen.work_dir == slurm_dir(record):
             # A job that has ended is judged by what it wrote, so all of that must be here.
             has_ended = STATES.get(seen.state) not in (PENDING, RUNNING)
             if has_ended and (result := access.final_result(record)):
@@ -362,7 +227,7 @@ class SlurmBackend(Backend):
         except SlurmError as error:
             reason = "it is not in the queue any more, and sacct does not answer"
             return JobState(UNKNOWN, f"{reason}: {error.detail}")
-        if known and known.work_dir == _remote_dir(record):
+        if known and known.work_dir == slurm_dir(record):
             return state_after_end(known, folder, record)
         if was_removed(job, record, folder, access.queue):
             return after_scancel(folder)
@@ -393,7 +258,10 @@ class SlurmBackend(Backend):
             # Has no effect if a Slurm job has the claim; else no Slurm job can get it any more.
             access.claim(record, {"abandoned": True})
             access.forbid_attempts(record, now)
-        jobs = {job.id: job for job in self._found(record, time.monotonic() + STOP_TIMEOUT)}
+        jobs = {
+            job.id: job
+            for job in self._submission(record).found(record, time.monotonic() + STOP_TIMEOUT)
+        }
         claimed = (folder.claimed_by() or {}).get("scheduler_id")
         # A cluster may hide jobs from squeue. The name: ids are used again after some years.
         if claimed and claimed not in jobs and not folder.result():
@@ -456,8 +324,3 @@ def _not_asked(checked: Checked, why: str) -> Finding:
     if checked.cluster.login:
         hint = f"check the login host: gptctl doctor --cluster {checked.cluster.name}"
     return rule.found("Launch.cluster", checked.cluster.name, message, hint)
-
-
-def _remote_dir(record: JobRecord) -> str:
-    """The job's folder, as Slurm knows it; for a task, that of its array."""
-    return record.array_dir or record.dir_on_nodes

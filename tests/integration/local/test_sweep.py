@@ -88,6 +88,31 @@ def test_twelve_runs_three_at_once_one_killed_and_resumed(jobs) -> None:
     assert "sweep" in jobs.gptctl("sweep", "list").stdout
 
 
+def test_a_sweep_stays_as_it_was_submitted(jobs) -> None:
+    """Runs without a job, and a removed one, are submitted later from another folder: the config was edited meanwhile."""
+    make(jobs, "parameters: {Engine.max_steps: [2, 3, 4]}\n")
+    (jobs.folder / "hold").touch()
+    answer = submit(jobs, "--env", "A=1e3")
+    name, ids = answer["sweep"], [each["job"] for each in answer["jobs"]]
+    assert jobs.gptctl("cancel", "--now", *ids).returncode == 0
+    (jobs.folder / "hold").unlink()
+    assert jobs.gptctl("rm", "--yes", ids[0]).returncode == 0
+    # As if gptctl had been killed before it submitted the second run.
+    (jobs.folder / f"home/.local/state/gptctl/jobs/{ids[1]}.json").unlink()
+    (jobs.folder / "config.yaml").write_text("Engine: {max_steps: broken}\n")
+    (jobs.folder / "elsewhere").mkdir()
+    # The third one is resumed by hand: it is still the same run.
+    (jobs.run_dir(ids[2]) / "output" / "step_1").mkdir(parents=True)
+    third = json.loads(jobs.gptctl("resume", ids[2], "--json").stdout)["job"]
+    again = jobs.gptctl("sweep", "resume", name, "--json", cwd=jobs.folder / "elsewhere")
+    assert [each["run"] for each in json.loads(again.stdout)["jobs"]] == [0, 1], again.stderr
+    ended = wait(jobs, name, lambda states: states.count("COMPLETED") == 3)
+    assert {row["run"]: row["value"] for row in ended["runs"]} == {0: 2.5, 1: 3.5, 2: 4.5}
+    assert third in [row["job"] for row in ended["runs"]]
+    frozen = json.loads((jobs.run_dir(ended["runs"][0]["job"]) / "plan.json").read_text())
+    assert frozen["env"]["A"] == "1e3"
+
+
 @pytest.mark.long
 def test_a_killed_submit_is_completed_by_resume(jobs) -> None:
     """gptctl is killed while it submits: every run is submitted once in the end."""
@@ -140,6 +165,18 @@ def test_refused_before_anything_is_submitted(jobs) -> None:
     assert [run["Distributed.mp_degree"] for run in json.loads(shown.stdout)] == ["1", "2"]
     make(jobs, "parameters: {Optimizr.name: [1, 2]}\n")
     assert jobs.gptctl("sweep", "submit", "sweep.yaml").stderr.count("C010") == 2
+    # What only the comparison of runs shows, and a key whose value is a mapping.
+    for text, code in [
+        ("parameters: {Optimizer.lr.max_lr: [1e-3, 0.001]}", "W001"),
+        ("parameters: {Optimizer.lr.max_lr: [1e-3, 1e-4]}\nconfig: shared.yaml", "W003"),
+        ("parameters: {a.b: [1, 2]}", "C010"),
+    ]:
+        (jobs.folder / "shared.yaml").write_text("_base_: config.yaml\nEngine: {save_load: {output_dir: out}}\n")
+        (jobs.folder / "sweep.yaml").write_text(text)
+        refused = jobs.gptctl("sweep", "submit", "sweep.yaml", "--cluster", "./quick.yaml")
+        assert refused.returncode == 1
+        assert code in refused.stderr
+    assert json.loads(jobs.gptctl("sweep", "list", "--json").stdout) == []
     for arguments, words in [
         (["submit", "missing.yaml"], "cannot read missing.yaml"),
         (["show"], "there are no sweeps yet"),
