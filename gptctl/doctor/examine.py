@@ -36,7 +36,8 @@ from gptctl.engine.run_folder import read_json, read_text
 from gptctl.planning.build import Site
 from gptctl.reporting import Say
 from gptctl.spec.check import check_config
-from gptctl.spec.cluster import Cluster, Profile, find_profile, load_profile, visible_gpus
+from gptctl.spec.cluster import Cluster, Profile, find_profile, load_profile
+from gptctl.spec.visible_gpus import count_visible_gpus
 from gptctl.text import count
 from trainer.config import Override
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, Finding, UserError
@@ -131,7 +132,7 @@ def _examine_local(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
 
 
 def _local_rows(request: DoctorRequest, cluster: Cluster, folder: Path) -> list[Row]:
-    gpus, host = visible_gpus(), local_node.host_name()
+    gpus, host = count_visible_gpus(), local_node.host_name()
     per_node = cluster.gpus_per_node or gpus or 1
     device = "gpu" if gpus else "cpu"
     plan = plan_probe(request.name, request.site, folder, 1, per_node, device)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from gptctl.backends.slurm.client import SlurmClient, SlurmError
 from gptctl.doctor.rows import Row, notice, ok, warning, wrong
-from gptctl.spec.cluster import PYXIS, Cluster
+from gptctl.spec.cluster import Cluster
+from gptctl.spec.container_profile import PYXIS
 from gptctl.text import count
 from trainer.errors import closest
 

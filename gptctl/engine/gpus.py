@@ -48,7 +48,9 @@ def _visible(gpus: list[list[str]]) -> tuple[str, ...]:
     if chosen is None or not every:
         return every
     numbers = {row[1]: row[0] for row in gpus}
-    return tuple(numbers.get(name, name) for name in chosen.split(",") if name)
+    names = [name.strip() for name in chosen.split(",")]
+    # An empty value and -1 hide all GPUs, as in CUDA itself.
+    return tuple(numbers.get(name, name) for name in names if name not in ("", "-1"))
 
 
 def _gpus() -> list[list[str]]:

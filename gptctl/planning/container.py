@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 
-from gptctl.spec.cluster import PYXIS, Container
+from gptctl.spec.container_profile import PYXIS, Container
 
 # pyxis separates mounts by commas and their parts by colons; enroot separates words by spaces.
 NOT_MOUNTABLE = re.compile(r"[,:\s]")

@@ -14,10 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from gptctl.spec.cluster import Cluster, Profile, load_profile, visible_gpus
+from gptctl.spec.cluster import Cluster, Profile, load_profile
 from gptctl.spec.env_lint import Job, lint
 from gptctl.spec.launch import Launch
 from gptctl.spec.launch_rules import check_disks, check_elastic, check_launch, check_spread
+from gptctl.spec.visible_gpus import count_visible_gpus
 from trainer.config import Override, Resolved, load_tree, read_run, resolve
 from trainer.config.read import Reading, build, paths_of
 from trainer.config.tree import Map
@@ -193,7 +194,7 @@ def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> tuple[Machi
         return Machines(nodes, cluster.gpus_per_node), f"profile {cluster.name}"
     # Only a local job can count GPUs here: other clusters run on other machines.
     on_gpus = reading.values.get("Global.device", "gpu") == "gpu"
-    if cluster.traits.is_one_machine and on_gpus and (visible := visible_gpus()):
+    if cluster.traits.is_one_machine and on_gpus and (visible := count_visible_gpus()):
         return Machines(nodes, visible), "derived: visible GPUs"
     return Machines(nodes, _ranks_per_node(reading, nodes)), AS_ASKED
 

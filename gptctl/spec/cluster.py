@@ -6,12 +6,12 @@ Profiles are read and checked like run configs.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.spec.cluster_kinds import CONNECTION_KEYS, KINDS, ClusterKind
+from gptctl.spec.container_profile import Container, check_container
 from gptctl.spec.launch import MAX_PER_NODE, OWN_KEY, SLURM_WORD, is_set_by_gptctl
 from gptctl.spec.resources import choose, named_files
 from trainer.config.kinds import (
@@ -46,25 +46,12 @@ FOREIGN_KEY = Rule(
     "warning",
     uses=("kind",),
 )
-RUNTIME = Rule(
-    "P006",
-    "the cluster must support the container runtime: pyxis is a plugin of Slurm",
-    uses=("kind", "container.runtime"),
-)
-PYXIS_FORM = Rule(
-    "P007",
-    "image and binds must have the form that pyxis reads",
-    uses=("container.runtime", "container.image", "container.binds"),
-)
-NAME = Rule("P008", "the name of a profile should be that of its file", "warning", uses=("name",))
 SBATCH = Rule("P004", "sbatch must not contain an option that gptctl sets itself", uses=("sbatch",))
 LOGIN = Rule(
     "P005", "only a cluster with a scheduler has a login host", uses=("kind", "login", "hosts")
 )
+NAME = Rule("P008", "the name of a profile should be that of its file", "warning", uses=("name",))
 
-PYXIS = "pyxis"
-# SRC[:DST[:FLAGS]], where pyxis separates flags by +.
-_PYXIS_BIND = re.compile(r"[^,:\s]+(:[^,:\s]+(:[a-z=+]+)?)?")
 # [user@]host[:port], one or several with commas, as ssh -J takes them.
 _JUMPS = r"(?=.{1,255}$)[A-Za-z0-9._@-]+(:\d+)?(,[A-Za-z0-9._@-]+(:\d+)?)*"
 
@@ -138,23 +125,6 @@ class LoginEntry:
 
     def schema(self) -> dict[str, Any]:
         return HostEntry().schema()
-
-
-@record(frozen=True)
-class Container:
-    """The container in which the ranks run; gptctl's engine stays outside of it."""
-
-    runtime: str | None = choice(
-        None,
-        ["singularity", "apptainer", PYXIS],
-        "singularity | apptainer | pyxis (Slurm's plugin for enroot); empty: apptainer",
-    )
-    image: str | None = file_path(
-        None, "image file, with pyxis also REGISTRY#IMAGE:TAG; empty: no container"
-    )
-    binds: tuple[str, ...] = key(Words(), (), "bind mounts: HOST:CONTAINER[:rw]")
-    pwd: str | None = file_path(None, "working folder inside the container")
-    nv: bool = boolean(True, "make the GPUs visible in the container (--nv); not for pyxis")
 
 
 @record(frozen=True)
@@ -319,7 +289,7 @@ def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
     yield from _check_run_root(cluster)
     yield from _check_login(cluster)
     yield from _check_keys(cluster, reading)
-    yield from _check_container(cluster)
+    yield from check_container(cluster.container, cluster.kind)
 
 
 def _check_hosts(cluster: Cluster) -> Iterator[Finding]:
@@ -366,41 +336,3 @@ def _check_keys(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
         if name in reading.values:
             message = f"it is for clusters that are reached by ssh, but this one is {cluster.kind}"
             yield FOREIGN_KEY.found(name, None, message, "delete it, or change kind")
-
-
-def _check_container(cluster: Cluster) -> Iterator[Finding]:
-    container = cluster.container
-    others = [traits for traits in KINDS.values() if traits is not cluster.traits]
-    if any(container.runtime in traits.runtimes for traits in others):
-        message = f"a cluster of kind {cluster.kind} cannot run containers with {container.runtime}"
-        hint = "use apptainer or singularity, or set kind: slurm"
-        yield RUNTIME.found("container.runtime", container.runtime, message, hint)
-    elif container.runtime == PYXIS:
-        yield from _check_pyxis(container)
-
-
-def _check_pyxis(container: Container) -> Iterator[Finding]:
-    for bind in container.binds:
-        if not _PYXIS_BIND.fullmatch(bind):
-            message = f"{bind} is not a mount that pyxis can read"
-            hint = "use SRC:DST or SRC:DST:ro+rprivate, without commas and spaces, one per entry"
-            yield PYXIS_FORM.found("container.binds", bind, message, hint)
-    image = container.image or ""
-    # Without a / or . at its start, pyxis takes it for the name of an image in a registry.
-    if image.endswith((".sqsh", ".sif", ".squashfs")) and not image.startswith(("/", "~/")):
-        message = f"pyxis would look for {image} in a registry"
-        yield PYXIS_FORM.found("container.image", image, message, "use an absolute path")
-    elif image.endswith(".sif"):
-        message = f"{image} is an image of Singularity or Apptainer"
-        hint = "use runtime: apptainer, or make a .sqsh file with enroot import"
-        yield PYXIS_FORM.found("container.image", image, message, hint)
-
-
-def visible_gpus() -> int:
-    """Count the GPUs of this machine that a job may use."""
-    # Counting device files is instant; importing torch to ask the driver takes seconds.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # An empty value and -1 hide all GPUs, as in CUDA itself.
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gptctl.spec.check import Checked
-from gptctl.spec.cluster import visible_gpus
+from gptctl.spec.visible_gpus import count_visible_gpus
 from gptctl.text import count
 from trainer.errors import Finding, Rule
 
@@ -39,7 +39,7 @@ def check_gpus_here(checked: Checked) -> Iterator[Finding]:
 
 
 def has_gpu() -> bool:
-    if visible_gpus():
+    if count_visible_gpus():
         return True
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
     return not is_hidden and any(Path(driver).exists() for driver in OTHER_DRIVERS)

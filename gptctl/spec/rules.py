@@ -23,6 +23,7 @@ MODULES = (
     "trainer.config.resolve",
     "trainer.layout_rules",
     "gptctl.spec.cluster",
+    "gptctl.spec.container_profile",
     "gptctl.spec.check",
     "gptctl.spec.launch_rules",
     "gptctl.spec.program_words",

@@ -7,9 +7,11 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from gptctl.spec.cluster import Cluster, find_profile, known_profiles, load_profile, visible_gpus
+from gptctl.engine.gpus import visible_gpus
+from gptctl.spec.cluster import Cluster, find_profile, known_profiles, load_profile
 from gptctl.spec.cluster_kinds import KINDS
 from gptctl.spec.resources import named_files
+from gptctl.spec.visible_gpus import count_visible_gpus
 from trainer.errors import UserError
 from trainer.estimate import GIB
 
@@ -82,9 +84,22 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 def test_visible_gpus_follow_the_environment(monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,3")
-    assert visible_gpus() == 3
+    assert count_visible_gpus() == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert visible_gpus() == 0
+    assert count_visible_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("-1", ()), ("", ()), ("1, 0", ("1", "0")), ("GPU-b", ("1",))],
+)
+def test_the_queue_sees_the_gpus_that_cuda_would(monkeypatch, tmp_path, value: str, expected: tuple[str, ...]) -> None:
+    """Oracle: the rules of CUDA_VISIBLE_DEVICES. nvidia-smi is a stand-in: there may be no GPU."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf '0, GPU-a, 0, 80\\n1, GPU-b, 0, 80\\n'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert visible_gpus() == expected
 
 
 def test_the_environment_is_linted_where_it_is_written(check, tmp_path) -> None:
