@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from gptctl.backends import Backend, JobState, cause_in_folder, half_submitted, recorded_state
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import ENGINE_FILE, READY_VARIABLE
+from gptctl.engine.file_reading import read_json
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.ports import port_error
 from gptctl.engine.processes import (
@@ -28,16 +29,7 @@ from gptctl.engine.processes import (
     processes_of,
     send,
 )
-from gptctl.engine.run_folder import (
-    CANCELLED,
-    FAILED,
-    LOST,
-    PENDING,
-    RUNNING,
-    UNKNOWN,
-    RunFolder,
-    read_json,
-)
+from gptctl.engine.run_folder import CANCELLED, FAILED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.reporting import Say

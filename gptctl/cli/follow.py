@@ -188,7 +188,8 @@ def close_with_summary(
 def outcome_of(
     session: Session, record: JobRecord, files: LogFiles, state: JobState, total_steps: int
 ) -> Outcome:
-    from gptctl.engine.run_folder import FAILED, RunFolder, read_json
+    from gptctl.engine.file_reading import read_json
+    from gptctl.engine.run_folder import FAILED, RunFolder
     from gptctl.logs.outcome import Outcome
     from gptctl.logs.rank_count import first_start
     from gptctl.logs.tables import failure_line, failure_of

@@ -131,7 +131,7 @@ def show(
     environment variables by their start: Launch, Optimizer.lr.
     """
     from gptctl.cli import ui
-    from gptctl.engine.run_folder import read_json
+    from gptctl.engine.file_reading import read_json
     from gptctl.jobs import report
     from gptctl.jobs.resume import whole_lineage
     from gptctl.jobs.state import is_removed

@@ -31,8 +31,8 @@ from gptctl.doctor.probe import (
 from gptctl.doctor.rows import Row, is_wrong, notice, ok, profile_row, wrong
 from gptctl.doctor.signals import signals_blocked, signals_interrupt
 from gptctl.doctor.slurm_job import DoctorFolder, run_on_nodes
+from gptctl.engine.file_reading import read_json, read_text
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import read_json, read_text
 from gptctl.planning.build import Site
 from gptctl.reporting import Say
 from gptctl.spec.check import check_config

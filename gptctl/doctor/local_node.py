@@ -9,9 +9,9 @@ from pathlib import Path
 from gptctl.backends.local import LOOPBACK
 from gptctl.doctor.probe import NODE_SCRIPT
 from gptctl.doctor.signals import signals_blocked
+from gptctl.engine.file_reading import read_text
 from gptctl.engine.ports import free_port
 from gptctl.engine.processes import clean_environment, kill_all
-from gptctl.engine.run_folder import read_text
 
 TIMEOUT = 120.0  # seconds
 

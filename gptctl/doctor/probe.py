@@ -28,8 +28,8 @@ from gptctl.doctor.rows import Row
 from gptctl.doctor.signals import signals_blocked
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.error_text import last_line
+from gptctl.engine.file_reading import read_json, read_text
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import read_json, read_text
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import render
 from gptctl.spec.check import check_config

@@ -19,7 +19,7 @@ from gptctl.doctor.probe import BATCH_SCRIPT, MINUTES, ArrivalTracker
 from gptctl.doctor.rows import Row, ok, wrong
 from gptctl.doctor.signals import signals_blocked
 from gptctl.engine.contract import CANNOT_CREATE
-from gptctl.engine.run_folder import read_text
+from gptctl.engine.file_reading import read_text
 from gptctl.reporting import Say
 from gptctl.text import count
 

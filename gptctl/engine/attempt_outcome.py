@@ -9,8 +9,9 @@ from gptctl.engine.atomic_files import replacing
 from gptctl.engine.cause import Cause, cause_from, first_cause
 from gptctl.engine.contract import OUTCOME
 from gptctl.engine.error_text import one_line
+from gptctl.engine.file_reading import read_json
 from gptctl.engine.node import NodeExit
-from gptctl.engine.run_folder import FAILED, LONGEST_REASON, Result, RunFolder, read_json
+from gptctl.engine.run_folder import FAILED, LONGEST_REASON, Result, RunFolder
 
 
 def failed_attempt(exits: Iterable[NodeExit], hosts: tuple[str, ...]) -> Result | None:

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gptctl.engine.file_reading import is_time, read_json
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import (
-    CANCELLED,
-    COMPLETED,
-    FAILED,
-    Result,
-    RunFolder,
-    is_time,
-    read_json,
-)
+from gptctl.engine.run_folder import CANCELLED, COMPLETED, FAILED, Result, RunFolder
 
 
 def chain_result(plan: LaunchPlan) -> Result | None:

@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gptctl.engine.file_reading import read_json
 from gptctl.engine.processes import boot_id, is_alive, kill_all, processes_of, send
-from gptctl.engine.run_folder import RunFolder, read_json
+from gptctl.engine.run_folder import RunFolder
 
 STOP_TIMEOUT = 50.0  # seconds; longer than an agent itself needs to stop its ranks
 

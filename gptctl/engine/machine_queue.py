@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.engine.atomic_files import replacing
+from gptctl.engine.file_reading import read_json
 from gptctl.engine.gpus import gpu_use, numbered, visible_gpus
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.node import Node
 from gptctl.engine.processes import boot_id, is_alive, processes_of, this_process
 from gptctl.engine.queue_rules import Decision, GpuUse, Ticket, decide
-from gptctl.engine.run_folder import read_json
 
 LOCK_TIMEOUT = 10.0  # seconds; the lock is held for milliseconds
 RECHECK = 2.0  # seconds after which tickets are read again although the folder has not changed

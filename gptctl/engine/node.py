@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptctl.engine.cause import Cause
 from gptctl.engine.contract import LAUNCH_SCRIPT, RUN_DIR_VARIABLE
+from gptctl.engine.file_reading import read_text
 from gptctl.engine.first_failure import cause_on_nodes
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import kill_all, processes_of, send
-from gptctl.engine.run_folder import RunFolder, read_text
+from gptctl.engine.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import subprocess

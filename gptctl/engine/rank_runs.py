@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from gptctl.engine.contract import PEER_FAILED
 from gptctl.engine.error_text import signal_name
-from gptctl.engine.run_folder import json_lines
+from gptctl.engine.file_reading import json_lines
 
 
 class RankRun(NamedTuple):

@@ -6,8 +6,9 @@ import os
 from typing import NamedTuple
 
 from gptctl.engine.contract import RUN_DIR_VARIABLE
+from gptctl.engine.file_reading import json_lines
 from gptctl.engine.processes import PROC
-from gptctl.engine.run_folder import RunFolder, json_lines
+from gptctl.engine.run_folder import RunFolder
 
 
 class LiveRank(NamedTuple):

@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from gptctl.engine.atomic_files import replacing
 from gptctl.engine.cause import Cause, cause_from
@@ -40,6 +40,7 @@ from gptctl.engine.contract import (
     WAITING,
 )
 from gptctl.engine.error_text import one_line
+from gptctl.engine.file_reading import is_time, read_bytes, read_json, read_text
 from gptctl.engine.launch_plan import LaunchPlan
 
 COMPLETED, FAILED, CANCELLED = "COMPLETED", "FAILED", "CANCELLED"
@@ -48,7 +49,6 @@ LOST, UNKNOWN, PENDING, RUNNING = "LOST", "UNKNOWN", "PENDING", "RUNNING"
 # Only a scheduler reports these.
 OUT_OF_MEMORY, PREEMPTED, NODE_FAIL = "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL"
 LONGEST_REASON = 500  # characters
-LATEST_TIME = 1e11  # seconds since the epoch; some platforms have no date after the year 5000
 # States in which gptctl does not wait for the job any longer.
 FINAL = (COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED, LOST, OUT_OF_MEMORY, PREEMPTED, NODE_FAIL)
 
@@ -205,7 +205,7 @@ class RunFolder:
     def records(self, attempt: int, nodes: Iterable[int]) -> dict[str, bytes]:
         """Read what ranks and launch scripts of these nodes have recorded, by file name."""
         names = [name for node in nodes for name in (f"ranks.{node}.jsonl", f"node.{node}.exit")]
-        found = {name: _read_bytes(self.attempt(attempt) / name) for name in names}
+        found = {name: read_bytes(self.attempt(attempt) / name) for name in names}
         return {name: data for name, data in found.items() if data}
 
     def exit_time(self, attempt: int, node: int) -> float:
@@ -357,12 +357,6 @@ def _is_number(text: str) -> bool:
     return text.isdecimal() and text.isascii() and len(text) < 10
 
 
-def is_time(value: object) -> TypeGuard[float]:
-    """Whether this is a number that can be a time, in seconds since the epoch."""
-    # Other values, such as NaN or 1e400, cannot be formatted as a date.
-    return isinstance(value, (int, float)) and 0 <= value < LATEST_TIME
-
-
 def _user() -> str:
     """This user and machine, as people know them."""
     import pwd
@@ -372,40 +366,3 @@ def _user() -> str:
     except KeyError:  # a container may run with any user id
         name = f"user {os.getuid()}"
     return f"{name} on {os.uname().nodename}"
-
-
-def read_text(file: Path) -> str:
-    # A missing file counts as empty: most files exist only in a part of a job's life.
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _read_bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError:
-        return b""
-
-
-def read_json(file: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(read_text(file))
-    # RecursionError: deeply nested JSON, which another host may have sent.
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def json_lines(data: bytes) -> list[dict[str, Any]]:
-    """Return the objects of a JSON-lines file; skip incomplete and invalid lines."""
-    found = []
-    for line in data.splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found

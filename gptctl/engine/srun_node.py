@@ -20,12 +20,13 @@ from pathlib import Path
 
 from gptctl.engine.cause import Cause
 from gptctl.engine.contract import BATCH_ENVIRONMENT_VARIABLE, LAUNCH_SCRIPT
+from gptctl.engine.file_reading import read_text
 from gptctl.engine.first_failure import cause_on_nodes
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.log import say, write_log
 from gptctl.engine.node import NodeExit, node_log
 from gptctl.engine.processes import disregard
-from gptctl.engine.run_folder import FAILED, RunFolder, read_plan, read_text
+from gptctl.engine.run_folder import FAILED, RunFolder, read_plan
 from gptctl.engine.supervisor import STOP_SIGNALS, Supervisor
 
 START_TIMEOUT = 60  # seconds for which srun may wait for the nodes of its own allocation

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from gptctl.engine.admission import Admission, NeverStarts
 from gptctl.engine.atomic_files import replacing
@@ -44,6 +44,7 @@ from gptctl.engine.run_folder import (
     newest_checkpoint,
     read_plan,
 )
+from gptctl.engine.scheduler import Scheduler
 from gptctl.engine.spare_space import free_space, keep_space, with_spare_space
 
 # Seconds between asking a job to stop and killing it; torchrun gives its ranks the same time.
@@ -61,24 +62,6 @@ class StopRequested(Exception):
     def __init__(self, state: str, reason: str, *details: Any) -> None:
         super().__init__(reason)
         self.result = Result(state, reason, *details)
-
-
-class Scheduler(Protocol):
-    """The scheduler that owns the job's machines, and may stop the job at any time."""
-
-    can_requeue: bool
-
-    def begin_attempt(self, number: int) -> None:
-        """Called before each attempt."""
-        ...
-
-    def ending(self) -> str:
-        """Return the state that the scheduler is moving the job to; empty while the job runs."""
-        ...
-
-    def requeue(self) -> bool:
-        """Put the job back into the queue; return False if the scheduler refuses."""
-        ...
 
 
 class Supervisor:

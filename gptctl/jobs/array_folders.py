@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from gptctl.engine.contract import ARRAY_MEMBERS
-from gptctl.engine.run_folder import read_text
+from gptctl.engine.file_reading import read_text
 from gptctl.jobs.store import JobRecord
 
 

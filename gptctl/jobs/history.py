@@ -15,7 +15,8 @@ from typing import Any
 
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.attempt_outcome import stopped_nodes
-from gptctl.engine.run_folder import RunFolder, is_time, read_json, read_text
+from gptctl.engine.file_reading import is_time, read_json, read_text
+from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import ENDED, REMOVED, JobRecord
 from gptctl.jobs.training_progress import progress_facts
 from gptctl.spec.resources import home

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gptctl.engine.run_folder import is_time
+from gptctl.engine.file_reading import is_time
 from gptctl.logs.progress import duration
 from gptctl.text import clock_time
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from gptctl.backends import Backends
 from gptctl.engine.contract import TOKEN
-from gptctl.engine.run_folder import PENDING, RUNNING, RunFolder, read_plan, read_text
+from gptctl.engine.file_reading import read_text
+from gptctl.engine.run_folder import PENDING, RUNNING, RunFolder, read_plan
 from gptctl.jobs.array_folders import remove_unused_folder
 from gptctl.jobs.history import History
 from gptctl.jobs.state import is_final, is_removed, state_of

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.backends import Backend, Backends, JobState
+from gptctl.engine.file_reading import read_json, read_text
 from gptctl.engine.rank_runs import rank_runs
-from gptctl.engine.run_folder import FINAL, RunFolder, read_json, read_text
+from gptctl.engine.run_folder import FINAL, RunFolder
 from gptctl.jobs.hints import hint_of
 from gptctl.jobs.history import History, facts_of
 from gptctl.jobs.progress_text import status_pairs

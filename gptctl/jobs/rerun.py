@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.backends import Backends
+from gptctl.engine.file_reading import read_json
 from gptctl.engine.launch_plan import StartConditions
-from gptctl.engine.run_folder import read_json
 from gptctl.jobs.resume import CKPT_DIR, find_resume_point, frozen_value
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.submit import START_AT_ONCE, Prepared, prepare, this_site

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from gptctl.backends import Backends
-from gptctl.engine.run_folder import read_json
+from gptctl.engine.file_reading import read_json
 from gptctl.jobs.state import is_final, state_of
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.spec.check import Checked

@@ -19,9 +19,10 @@ import trainer
 from gptctl.backends import Backend, Backends
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import CONTINUES_VARIABLE, TOKEN
+from gptctl.engine.file_reading import read_text
 from gptctl.engine.launch_plan import LaunchPlan, StartConditions
 from gptctl.engine.processes import is_alive, is_here
-from gptctl.engine.run_folder import RunFolder, read_text
+from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.array_folders import remove_unused_folder
 from gptctl.jobs.freeze import frozen_config
 from gptctl.jobs.preflight import run_preflight

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.engine.atomic_files import private_files, replacing
-from gptctl.engine.run_folder import is_time, read_json
+from gptctl.engine.file_reading import is_time, read_json
 from gptctl.jobs.store import NOTHING, JobRecord, Store
 from gptctl.spec.resources import home
 from gptctl.spec.sweep import Run

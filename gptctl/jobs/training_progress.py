@@ -13,7 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.engine.run_folder import FINAL, RUNNING, RunFolder, is_time, json_lines, read_json
+from gptctl.engine.file_reading import is_time, json_lines, read_json
+from gptctl.engine.run_folder import FINAL, RUNNING, RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.lines import readable
 from gptctl.logs.measured import (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.engine.run_folder import read_json
+from gptctl.engine.file_reading import read_json
 from gptctl.spec.check import NO_PATH
 from gptctl.spec.launch import Launch
 from trainer.config.kinds import FilePath, Section, keys_of

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from gptctl.engine.run_folder import json_lines
+from gptctl.engine.file_reading import json_lines
 from trainer.errors import WRONG_USAGE, UserError
 
 Kind = Literal["rank", "node", "batch", "file"]

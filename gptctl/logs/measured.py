@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
-from gptctl.engine.run_folder import json_lines
+from gptctl.engine.file_reading import json_lines
 from gptctl.logs.files import FileFilter, LogFile, LogFiles
 from gptctl.logs.lines import readable
 from gptctl.logs.match import Grep

@@ -21,9 +21,10 @@ from typing import Any
 
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.contract import NO_SUCH_JOB, OUTCOME, RESULT, STILL_RUNNING, UNRECOVERABLE_FILE
+from gptctl.engine.file_reading import read_json
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.messages import parse_message
-from gptctl.engine.run_folder import Result, RunFolder, parse_result, read_json
+from gptctl.engine.run_folder import Result, RunFolder, parse_result
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.answers import is_answer
 from gptctl.remote.connection import CommandResult, Files

@@ -26,17 +26,10 @@ from gptctl.backends.slurm.options import submitted_comment
 from gptctl.backends.slurm.queue import Queue
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.contract import BATCH_SCRIPT, NO_SUCH_JOB
+from gptctl.engine.file_reading import is_time, read_json
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.messages import parse_message
-from gptctl.engine.run_folder import (
-    PENDING,
-    RUNNING,
-    Result,
-    RunFolder,
-    is_scheduler_id,
-    is_time,
-    read_json,
-)
+from gptctl.engine.run_folder import PENDING, RUNNING, Result, RunFolder, is_scheduler_id
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.archive import MIN_SPEED, pack, secrets_of
 from gptctl.remote.connection import USABLE, CommandResult

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gptctl.engine.file_reading import read_text
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import RunFolder, read_plan, read_text
+from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.remote.scripts import remote_command
 from trainer.errors import ANSWER_IS_NO, UserError
 

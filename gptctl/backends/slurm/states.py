@@ -9,6 +9,7 @@ from pathlib import Path
 from gptctl.backends import JobState, cause_in_folder, recorded_state
 from gptctl.backends.slurm.queue import ACTIVE_STATES, PENDING_STATES, AccountingRecord, QueuedJob
 from gptctl.engine.contract import NO_ENGINE_PYTHON
+from gptctl.engine.file_reading import read_text
 from gptctl.engine.run_folder import (
     CANCELLED,
     COMPLETED,
@@ -21,7 +22,6 @@ from gptctl.engine.run_folder import (
     TIMEOUT,
     UNKNOWN,
     RunFolder,
-    read_text,
 )
 from gptctl.jobs.store import JobRecord
 
