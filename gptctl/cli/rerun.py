@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gptctl.cli.options import (
+    F,
     LaunchCommand,
     as_json_option,
     examples,
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from gptctl.jobs.store import JobRecord
     from gptctl.spec.check import Checked
     from trainer.config import Override
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def rerun_options(verb: F) -> F:

@@ -38,5 +38,7 @@ ENGINE_FILE = "engine.pyz"  # the engine, as it was when the job was submitted
 STARTUP_FOLDER = "python"  # first in the search path of the ranks while their Python starts
 LAUNCH_SCRIPT, BATCH_SCRIPT, AGENT_SCRIPT = "launch.sh", "job.sbatch", "agent.sh"
 ARRAY_MEMBERS = "members"  # in the folder of an array: the run folders of its jobs
+# The folder of an attempt, exactly as gptctl names it: others may hold copies of a user.
+ATTEMPT_NAME = r"attempt-(0|[1-9][0-9]{0,5})"
 OUTCOME = "outcome.json"  # in the folder of an attempt: how it ended, and its first failure
 UNRECOVERABLE_FILE = "unrecoverable"  # in the folder of an attempt: see UNRECOVERABLE

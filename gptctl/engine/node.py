@@ -32,7 +32,6 @@ class NodeExit(NamedTuple):
     cause: Cause | None = None  # the first failure there, if it failed
     is_unrecoverable: bool = False  # a rank reported that a restart would fail in the same way
     time: float = 0.0  # when it exited, if that is known; else the order of detection counts
-    has_no_code: bool = False  # it recorded no exit code: it was killed, or its machine is lost
     never_started: bool = False
     was_stopped: bool = False  # the supervisor stopped it, because another node failed
 

@@ -134,7 +134,7 @@ class RemoteNode:
 
 def _exit_of(fields: Any) -> NodeExit:
     match fields:
-        case [int(), cause, bool(), int() | float(), bool(), bool(), bool()]:
+        case [int(), cause, bool(), int() | float(), bool(), bool()]:
             return NodeExit(*fields)._replace(cause=cause_in_message(cause))
     # The agent there is broken, or is not ours: this must not end the job's supervisor.
     raise ConnectionLost(INVALID_MESSAGE)

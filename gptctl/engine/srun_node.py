@@ -122,7 +122,6 @@ class Step:
                 step_code or 1,
                 Cause(text, number, is_consequence=was_asked or self.plan.is_elastic),
                 time=float("inf") if was_asked or self.plan.is_elastic else -1.0,
-                has_no_code=True,
                 never_started=not log.exists(),
             )
         is_unrecoverable = self.folder.is_unrecoverable(self.attempt)

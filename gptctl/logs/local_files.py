@@ -13,13 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from gptctl.engine.contract import OUTCOME
+from gptctl.engine.contract import ATTEMPT_NAME, OUTCOME
 from gptctl.logs.files import Kind, LogFile, kind_of
 
 LARGEST_RECORD = 16 << 20  # bytes; more than any job writes, and bounded if a file is damaged
 SPARE_DESCRIPTORS = 32  # left for everything else this process opens
 # Exactly the names that gptctl writes: other files in these folders are ignored.
-_FOLDER = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
+_FOLDER = re.compile(ATTEMPT_NAME)
 _RECORD = re.compile(rf"ranks\.\d{{1,7}}\.jsonl|node\.\d{{1,7}}\.exit|{OUTCOME}", re.ASCII)
 
 

@@ -9,22 +9,21 @@ import base64
 import errno
 import logging
 import os
-import shlex
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gptctl.remote.host_error import HostError
+from gptctl.remote.host_error import HostError, all_or_none
 from gptctl.remote.known_hosts import key_name, pinned_keys, pinning_file
 from gptctl.remote.listing import Entry, listed
 from gptctl.remote.parallel import in_parallel
 from gptctl.remote.route import ConfigLookup, Route, route_to
+from gptctl.remote.scripts import command_line, output_of
 from gptctl.spec.cluster import Cluster
-from gptctl.text import count
-from trainer.errors import OUT_OF_REACH, Rule, UserError
+from trainer.errors import OUT_OF_REACH, UserError
 
 if TYPE_CHECKING:
     import paramiko
@@ -35,8 +34,6 @@ ANSWER_TIMEOUT = 60.0  # seconds that a command may take by default
 MAX_OUTPUT = 16 << 20  # bytes that a command may print
 MAX_ERRORS = 1 << 20  # bytes of its stderr that are read
 KEEPALIVE = 15  # seconds between two keep-alive packets
-# Printed before the output of a command: a login shell may print something of its own first.
-START_MARKER = "gptctl begins"
 # Any other error of the operating system concerns a file, here or there, and not the connection.
 _NETWORK_ERRORS = (
     *(errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT),
@@ -46,11 +43,6 @@ _NETWORK_ERRORS = (
 _SSHD_HINT = "check that sshd is running there"
 _REACHABLE_HINT = "check that the host is up and reachable from here"
 _KEY_HINT = "check identity_file in the profile"
-
-
-USABLE = Rule("S010", "every host of a job must be reachable and usable when the job starts")
-
-R = TypeVar("R")
 
 
 class CommandResult(NamedTuple):
@@ -179,16 +171,6 @@ def files_over(pipe: Any) -> Files:
     import paramiko
 
     return paramiko.SFTPClient(pipe)
-
-
-def command_line(command: Sequence[str]) -> str:
-    """The command as the login shell of a host gets it, with a mark before its output."""
-    return f"echo {shlex.quote(START_MARKER)}; {shlex.join(command)}"
-
-
-def output_of(printed: bytes) -> bytes:
-    """What a command printed, without what the login shell printed before."""
-    return printed.partition(f"{START_MARKER}\n".encode())[2]
 
 
 def remaining_stderr(channel: Channel, timeout: float = 5.0) -> str:
@@ -390,20 +372,6 @@ def _describe(error: Exception) -> str:
     if isinstance(error, (EOFError, paramiko.AuthenticationException)):
         return "it closed the connection"
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def all_or_none(results: Sequence[R | Exception], prefix: str = "", hint: str = "") -> list[R]:
-    """Return the results if all hosts succeeded; else raise one error with all their problems."""
-    errors = [result for result in results if isinstance(result, HostError)]
-    # Any other exception is not a problem of a host.
-    for result in results:
-        if isinstance(result, Exception) and not isinstance(result, HostError):
-            raise result
-    if errors:
-        found = [USABLE.found(error.host, None, error.detail, error.hint) for error in errors]
-        message = f"{prefix}{count(len(errors), 'host')} cannot be used"
-        raise UserError(message, hint, OUT_OF_REACH, found)
-    return [result for result in results if not isinstance(result, Exception)]
 
 
 def fingerprint(key: paramiko.PKey) -> str:

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-Run = Callable[[Sequence[str]], Any]  # runs a command on the host; its result has `out`
+RunCommand = Callable[[Sequence[str]], Any]  # runs a command on the host; its result has `out`
 
 
 class Entry(NamedTuple):
@@ -19,7 +19,7 @@ class Entry(NamedTuple):
     changed: int
 
 
-def listed(files: Any, run: Run, folder: str) -> list[Entry]:
+def listed(files: Any, run: RunCommand, folder: str) -> list[Entry]:
     """List a folder, including names that are not UTF-8; return nothing if it is missing."""
     try:
         found = files.listdir_attr(folder)
@@ -34,7 +34,7 @@ def listed(files: Any, run: Run, folder: str) -> list[Entry]:
     ]
 
 
-def _listed_by_find(run: Run, folder: str) -> list[Entry]:
+def _listed_by_find(run: RunCommand, folder: str) -> list[Entry]:
     depth = ["-mindepth", "1", "-maxdepth", "1"]
     words = ["find", folder, *depth, "-printf", r"%f\0%y\0%s\0%Ts\0"]
     fields = os.fsdecode(run(words).out).split("\0")

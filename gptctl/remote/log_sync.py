@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.engine.atomic_files import private_files, replacing
-from gptctl.engine.contract import NO_SUCH_JOB, OUTCOME, RESULT, STILL_RUNNING, UNRECOVERABLE_FILE
+from gptctl.engine.contract import (
+    ATTEMPT_NAME,
+    NO_SUCH_JOB,
+    OUTCOME,
+    RESULT,
+    STILL_RUNNING,
+    UNRECOVERABLE_FILE,
+)
 from gptctl.engine.file_reading import read_json
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.messages import parse_message
@@ -43,7 +50,7 @@ REMOVE_TIMEOUT = 600.0  # seconds: a folder may hold many checkpoints
 MAX_WHOLE = 1 << 20  # bytes of a file that is copied whole
 BATCH_LOG = "batch.log"
 MAX_PROBLEM = 200  # characters of a host's error message
-_ATTEMPT = re.compile(r"attempt-(0|[1-9]\d{0,5})", re.ASCII)
+_ATTEMPT = re.compile(ATTEMPT_NAME)
 # Names come from other machines: only these are accepted, and none can leave the folder.
 GROWS = re.compile(
     r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|metrics\.jsonl|batch\.log",
@@ -54,6 +61,12 @@ _WHOLE = re.compile(
     r"|status\.json",
     re.ASCII,
 )
+
+
+def is_copied(record: JobRecord) -> bool:
+    """Whether everything that an ended job wrote is here: no host was unreachable."""
+    folder = RunFolder(record.local_dir)
+    return folder.result() is not None and not folder.not_copied_file.exists()
 
 
 class HostSync:
@@ -251,6 +264,15 @@ class LogSync:
         self._give_up_lock()
         self._refreshed = time.monotonic()
 
+    def catch_up(self) -> list[str]:
+        """Copy what hosts wrote; say which of them could not be reached."""
+        self.refresh()
+        return [f"{problem}; its logs here are incomplete" for problem in self.unreachable()]
+
+    def checkpoints(self) -> tuple[str, list[str]]:
+        """Return the output folder, and the names in it on the first host."""
+        return self.plan.output_dir, self.hosts[0].list_names(self.plan.output_dir)
+
     def _refresh_host(self, host: HostSync, may_write: bool) -> None:
         host.update_status()
         if may_write and host in self.with_files:
@@ -271,7 +293,7 @@ class LogSync:
     def _copy_result(self) -> None:
         """Copy the result last: whoever sees it here may rely on all files written before it."""
         head, folder = self.hosts[0], RunFolder(self.record.local_dir)
-        if not head.has_result or (folder.result() and not folder.not_copied_file.exists()):
+        if not head.has_result or is_copied(self.record):
             return
         results = in_parallel(HostSync.copy_new, self.with_files)
         # The job has ended, but these logs are incomplete until the hosts can be reached again.

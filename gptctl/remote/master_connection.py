@@ -15,13 +15,12 @@ from gptctl.remote.connection import (
     MAX_OUTPUT,
     CommandResult,
     Files,
-    command_line,
     files_over,
-    output_of,
 )
 from gptctl.remote.host_error import HostError
 from gptctl.remote.listing import Entry, listed
 from gptctl.remote.route import Route
+from gptctl.remote.scripts import command_line, output_of
 
 CONNECTION_FAILED = 255  # the exit code of ssh itself
 CHECK_TIMEOUT = 5.0  # seconds; the master is a process of this machine

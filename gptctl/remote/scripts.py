@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 from functools import cache
 
 from gptctl.spec.resources import folder
@@ -12,15 +14,26 @@ BASH = ("bash", "--norc", "-c")
 # Starts a login shell: Slurm's commands may be found only there. What the user's profile prints
 # goes to stderr, and descriptor 3 is the real stdout.
 _LOGIN_BASH = (*BASH, 'exec 3>&1 1>&2; exec bash -l -c "$0" gptctl "$@"')
-LOGIN_MARKER = "gptctl begins"  # separates what the profile printed to stderr
+# Printed before the output of a command: a login shell may print something of its own first.
+START_MARKER = "gptctl begins"
 _USES = re.compile(r"^# uses (\S+)$", re.MULTILINE)
 # After these the command continues in the next line. The last one is a pattern of `case`.
 _OPEN_END = re.compile(r"(\bthen|\bdo|\belse|\bin|[{(|&]|;;|^[^()]*\))$")
 
 
+def command_line(command: Sequence[str]) -> str:
+    """The command as the login shell of a host gets it, with the marker before its output."""
+    return f"echo {shlex.quote(START_MARKER)}; {shlex.join(command)}"
+
+
+def output_of(printed: bytes) -> bytes:
+    """What a command printed, without what the login shell printed before."""
+    return printed.partition(f"{START_MARKER}\n".encode())[2]
+
+
 def remote_command(name: str, *arguments: str) -> list[str]:
     """Return the command that runs a script of templates/remote with these arguments."""
-    return [*BASH, one_line(name), "gptctl", *arguments]
+    return [*BASH, in_one_line(name), "gptctl", *arguments]
 
 
 def login_command(*command: str, marker: str = "") -> list[str]:
@@ -33,23 +46,23 @@ def login_script(name: str, *arguments: str) -> list[str]:
     """Like `remote_command`, in the environment of a login, with the marker."""
     return [
         *_LOGIN_BASH,
-        f"echo '{LOGIN_MARKER}' >&2; exec >&3 3>&-; {one_line(name)}",
+        f"echo '{START_MARKER}' >&2; exec >&3 3>&-; {in_one_line(name)}",
         *arguments,
     ]
 
 
 def after_login(stderr: str) -> str:
     """Return what such a command printed, without what the profile printed before."""
-    before, marker, after = stderr.partition(LOGIN_MARKER)
+    before, marker, after = stderr.partition(START_MARKER)
     return after.strip() if marker else before
 
 
 @cache
-def one_line(name: str) -> str:
+def in_one_line(name: str) -> str:
     """Return a script without comments, in one line."""
     # Not every login shell accepts a quoted line end (csh does not).
     text = (folder("templates") / "remote" / name).read_text(encoding="utf-8")
-    used = [one_line(other) + "; " for other in _USES.findall(text)]
+    used = [in_one_line(other) + "; " for other in _USES.findall(text)]
     return "".join(used) + _joined(text)
 
 

@@ -34,7 +34,7 @@ MODULES = (
     "gptctl.backends.slurm.backend",
     "gptctl.spec.sweep",
     "gptctl.spec.env_lint",
-    "gptctl.remote.connection",
+    "gptctl.remote.host_error",
 )
 
 

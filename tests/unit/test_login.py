@@ -14,8 +14,15 @@ import pytest
 from gptctl.engine.contract import TOKEN
 from gptctl.planning.build import cluster_as_json
 from gptctl.remote.archive import pack
-from gptctl.remote.connection import START_MARKER, command_line, output_of
-from gptctl.remote.scripts import LOGIN_MARKER, after_login, login_command, login_script, remote_command
+from gptctl.remote.scripts import (
+    START_MARKER,
+    after_login,
+    command_line,
+    login_command,
+    login_script,
+    output_of,
+    remote_command,
+)
 from gptctl.spec.cluster import Host, load_profile
 
 HOSTILE = [
@@ -57,14 +64,14 @@ def over_ssh(home: Path, command: list[str], stdin: bytes = b"") -> subprocess.C
 
 
 def test_every_word_arrives_unchanged(home: Path) -> None:
-    done = over_ssh(home, login_command("printf", "%s\\0", *HOSTILE, marker=LOGIN_MARKER))
+    done = over_ssh(home, login_command("printf", "%s\\0", *HOSTILE, marker=START_MARKER))
     assert done.stdout.decode().split("\0")[:-1] == HOSTILE
     assert {file.name for file in home.iterdir()} == {".bash_profile", "bin"}
 
 
 def test_a_noisy_profile_changes_neither_output_nor_errors(home: Path) -> None:
     script = 'echo "$FROM_PROFILE"; echo wrong >&2; exit 3'
-    done = over_ssh(home, login_command("bash", "-c", script, marker=LOGIN_MARKER))
+    done = over_ssh(home, login_command("bash", "-c", script, marker=START_MARKER))
     assert (done.returncode, done.stdout, after_login(done.stderr.decode())) == (3, b"yes\n", "wrong")
     assert b"Welcome" in done.stderr
 

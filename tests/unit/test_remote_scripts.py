@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gptctl.remote.scripts import one_line, remote_command
+from gptctl.remote.scripts import in_one_line, remote_command
 from tests.conftest import ROOT
 
 SCRIPTS = sorted(file.name for file in (ROOT / "templates/remote").glob("*.sh"))
@@ -18,7 +18,7 @@ SCRIPTS = sorted(file.name for file in (ROOT / "templates/remote").glob("*.sh"))
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_is_sent_is_one_line_that_bash_reads(name: str) -> None:
-    text = one_line(name)
+    text = in_one_line(name)
     assert "\n" not in text
     assert "# " not in text
     assert subprocess.run(["bash", "-n"], input=text.encode(), capture_output=True).stderr == b""

@@ -32,12 +32,12 @@ from gptctl.engine.messages import parse_message
 from gptctl.engine.run_folder import PENDING, RUNNING, Result, RunFolder, is_scheduler_id
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.archive import MIN_SPEED, pack, secrets_of
-from gptctl.remote.connection import USABLE, CommandResult
-from gptctl.remote.host_error import HostError
-from gptctl.remote.log_sync import LogSync
+from gptctl.remote.connection import CommandResult
+from gptctl.remote.host_error import USABLE, HostError
+from gptctl.remote.log_sync import LogSync, is_copied
 from gptctl.remote.login import login_link, login_route
 from gptctl.remote.scripts import (
-    LOGIN_MARKER,
+    START_MARKER,
     after_login,
     login_command,
     login_script,
@@ -102,7 +102,7 @@ class LoginAccess:
             return done
 
     def _execute(self, command: Sequence[str], stdin: str) -> ClientResult:
-        words = login_command(*command, marker=LOGIN_MARKER)
+        words = login_command(*command, marker=START_MARKER)
         return self._login_result(command[0], self.run(words, stdin.encode()))
 
     def _login_result(self, program: str, done: CommandResult) -> ClientResult:
@@ -215,16 +215,11 @@ class LoginAccess:
         return self.sync_of(record).keep_updated()
 
     def catch_up(self, record: JobRecord) -> list[str]:
-        folder = RunFolder(record.local_dir)
-        if not record.handle or (folder.result() and not folder.not_copied_file.exists()):
-            return []
-        sync = self.sync_of(record)
-        sync.refresh()
-        return [f"{problem}; its logs here are incomplete" for problem in sync.unreachable()]
+        is_complete = not record.handle or is_copied(record)
+        return [] if is_complete else self.sync_of(record).catch_up()
 
     def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
-        sync = self.sync_of(record)
-        return sync.plan.output_dir, sync.hosts[0].list_names(sync.plan.output_dir)
+        return self.sync_of(record).checkpoints()
 
     def remove(self, record: JobRecord) -> None:
         """Remove the folder of a job that has ended."""

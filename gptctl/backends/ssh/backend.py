@@ -32,7 +32,7 @@ from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.remote.connection import Connection, JumpHosts, routes
 from gptctl.remote.host_error import HostError
 from gptctl.remote.link import HostLink
-from gptctl.remote.log_sync import HostSync, LogSync
+from gptctl.remote.log_sync import HostSync, LogSync, is_copied
 from gptctl.remote.parallel import in_parallel
 from gptctl.reporting import Fetched, Say, ShowProgress
 from gptctl.spec.check import Checked
@@ -195,17 +195,11 @@ class SshBackend(Backend):
         return self.sync_of(record).keep_updated()
 
     def catch_up(self, record: JobRecord) -> list[str]:
-        folder = RunFolder(record.local_dir)
-        # Of a job that has ended everything is here already, unless a host was unreachable.
-        if not record.handle or (folder.result() and not folder.not_copied_file.exists()):
-            return []
-        sync = self.sync_of(record)
-        sync.refresh()
-        return [f"{problem}; its logs here are incomplete" for problem in sync.unreachable()]
+        is_complete = not record.handle or is_copied(record)
+        return [] if is_complete else self.sync_of(record).catch_up()
 
     def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
-        sync = self.sync_of(record)
-        return sync.plan.output_dir, sync.hosts[0].list_names(sync.plan.output_dir)
+        return self.sync_of(record).checkpoints()
 
     def remove(self, record: JobRecord) -> None:
         sync = self.sync_of(record)

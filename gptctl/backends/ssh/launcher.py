@@ -22,18 +22,16 @@ from gptctl.jobs.store import JobRecord
 from gptctl.remote.answers import is_commit
 from gptctl.remote.archive import MIN_SPEED, pack, secrets_of
 from gptctl.remote.connection import (
-    START_MARKER,
     Channel,
     Connection,
     JumpHosts,
-    all_or_none,
     remaining_stderr,
     routes,
 )
-from gptctl.remote.host_error import HostError
+from gptctl.remote.host_error import HostError, all_or_none
 from gptctl.remote.parallel import in_parallel
 from gptctl.remote.route import Route
-from gptctl.remote.scripts import remote_command
+from gptctl.remote.scripts import START_MARKER, remote_command
 from gptctl.reporting import Say
 from gptctl.spec.cluster import cluster_of_job
 from gptctl.text import count
