@@ -103,3 +103,42 @@ def test_cancel_of_a_sweep(login: Login) -> None:
     assert {answer["state"] for answer in answers} == {"CANCELLED"}
     assert len(answers) == 12
     assert not login.lab.run("head", "squeue", "--noheader", "--states=R,PD").stdout.strip()
+
+
+@pytest.mark.long
+def test_what_the_scheduler_does_with_tasks(login: Login) -> None:
+    """One task is requeued, one cancelled, then the whole array; each member has a state and logs of its own."""
+    answer = sweep(login, "parameters: {Engine.max_steps: [2, 3, 4, 5]}\nparallel: 2\n", seconds=30)
+    name, jobs = answer["sweep"], [each["job"] for each in answer["jobs"]]
+    wait_for(login, name, lambda found: [row["state"] for row in found].count("RUNNING") == 2)
+    ids = {row["job"]: row["scheduler_id"] for row in login.json("list")}
+    login.lab.run("head", "scontrol", "requeue", ids[jobs[0]])
+    began = login.folder / "runs" / jobs[0] / "ran"
+    deadline = time.monotonic() + 150
+    assert login.json("cancel", jobs[1])[0]["state"] == "CANCELLED"
+    while len(began.read_text().splitlines()) < 2:
+        assert time.monotonic() < deadline, login.lab.run("head", "squeue", "--array").stdout
+        time.sleep(0.5)
+    assert login.run("logs", jobs[0]).returncode == 0
+    login.lab.run("head", "scancel", ids[jobs[0]].partition("_")[0])
+    # The requeued task came last: the others had time to complete.
+    ended = wait_for(login, name, lambda found: all(row["state"] in ("CANCELLED", "COMPLETED") for row in found))
+    cancelled = [row["run"] for row in ended if row["state"] == "CANCELLED"]
+    assert cancelled[:2] == [0, 1]
+    assert not any(len(file.read_text().splitlines()) > 2 for file in (login.folder / "runs").glob("*/ran"))
+    again = login.json("sweep", "resume", name)
+    assert [each["run"] for each in again["jobs"]] == cancelled
+    assert {answer["state"] for answer in login.json("sweep", "cancel", name, "--now")} == {"CANCELLED"}
+
+
+@pytest.mark.long
+def test_an_array_that_is_too_large_for_slurm(login: Login) -> None:
+    """The jobs are submitted one by one then, each waiting for the one whose place it takes."""
+    shown = '"$LAB_REAL" "$@" | sed "s/^MaxArraySize.*/MaxArraySize = 3/"'
+    login.lab.break_client("scontrol", f'[ "$2" = config ] || exec "$LAB_REAL" "$@"; {shown}')
+    answer = sweep(login, "parameters: {Engine.max_steps: [2, 3, 4, 5]}\nparallel: 2\n")
+    login.lab.mend_client("scontrol")
+    ids = {row["job"]: row["scheduler_id"] for row in login.json("list")}
+    assert not any("_" in ids[each["job"]] for each in answer["jobs"])
+    wait_for(login, answer["sweep"], lambda found: all(row["state"] == "COMPLETED" for row in found))
+    assert most_at_once(login, list(ids.values())) <= 2
