@@ -102,10 +102,11 @@ def test_an_unknown_command_for_a_host_does_nothing(tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys, threading, time
-def inner(): time.sleep(60)
-def other(): time.sleep(60)
+def inner(): started.wait(); print(*seen, flush=True); time.sleep(60)
+def other(): started.set(); time.sleep(60)
+started = threading.Event()
+seen = __import__("os").environ.get("PYTHONPATH"), getattr(sys, "own", None), sys.path.count(sys.argv[1])
 threading.Thread(target=other, daemon=True).start()
-print(__import__("os").environ.get("PYTHONPATH"), getattr(sys, "own", None), sys.path.count(sys.argv[1]), flush=True)
 inner()
 """
 
