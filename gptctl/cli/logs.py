@@ -267,11 +267,11 @@ def rows_of(session: Session, record: JobRecord, options: dict[str, Any]) -> lis
 def print_metrics(rows: list[Row], tail: int | None = None, as_json: bool = False) -> int:
     from gptctl.cli import ui
     from gptctl.cli.table_layout import Column
-    from gptctl.logs.measured import metric_table, with_all_names
+    from gptctl.logs.measured import NO_STEPS, metric_table, with_all_names
     from gptctl.text import count
 
     if not rows:
-        ui.say("no step was logged yet; scripts need log lines in FleetX's style")
+        ui.say(NO_STEPS)
     rows = rows if tail is None else rows[max(0, len(rows) - tail) :]
     # JSON keeps full numbers; the table rounds them.
     if as_json:

@@ -61,7 +61,7 @@ def plot(session: Session, jobs: tuple[str, ...], metrics: tuple[str, ...], as_j
     for text in missing(runs, drawn, metrics):
         ui.say(text)
     if not drawn:
-        raise UserError("nothing to plot", what_there_is(runs), ANSWER_IS_NO)
+        raise UserError("nothing to plot", available_metrics(runs), ANSWER_IS_NO)
     ui.print_exactly(chart_of(drawn, metrics))
 
 
@@ -106,7 +106,9 @@ def missing(
     return [f"{job} has no {metric}" for job, metric in asked if (job, metric) not in found]
 
 
-def what_there_is(runs: list[dict[str, Any]]) -> str:
+def available_metrics(runs: list[dict[str, Any]]) -> str:
+    from gptctl.logs.measured import NO_STEPS
+
     names = {
         name: None
         for run in runs
@@ -115,7 +117,7 @@ def what_there_is(runs: list[dict[str, Any]]) -> str:
         if value is not None and name not in NOT_METRICS
     }
     if not names:
-        return "no step was logged yet; scripts need log lines in FleetX's style"
+        return NO_STEPS
     return f"available: {', '.join(names)}"
 
 

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 @click.command(epilog=examples("gptctl rm gpt-3f9a2c", "gptctl rm gpt-3f9a2c gpt-77b010 --yes"))
 @click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.option("--here", "here_only", is_flag=True, help="Leave the folders on ssh hosts alone.")
+@click.option("--here", "here_only", is_flag=True, help="Remove only the copies on this machine.")
 @as_json_option
 @click.pass_obj
 def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_json: bool) -> int:
     """Remove the run folders of jobs; their history stays.
 
-    This deletes the logs and checkpoints in the folder, also on ssh hosts. `gptctl list --all` and
-    `gptctl status JOB` still show how the job ended. Folders elsewhere stay, such as a --log-dir or
-    output_dir of your own. gptctl refuses a running job, and a job that an unfinished one needs.
+    This deletes the logs and checkpoints in the folder, also on other hosts. `gptctl list --all`
+    and `gptctl status JOB` still show how the job ended. Folders elsewhere stay, such as a
+    --log-dir or output_dir of your own. gptctl refuses a running job, and a job that an unfinished
+    one needs.
     """
     from gptctl.cli import ui
     from gptctl.jobs.remove import check_removable, left_alone, remove

@@ -159,7 +159,7 @@ def pyxis_row(srun_help: str) -> Row:
         return wrong("pyxis", f"srun has no --{', --'.join(missing)}", fix)
     if "--container-env" not in srun_help:
         found = "srun has no --container-env: the image may override variables of printed scripts"
-        return notice("pyxis", found, "jobs of gptctl submit do not need it; else update pyxis")
+        return notice("pyxis", found, "update pyxis, or start jobs with gptctl submit")
     return ok("pyxis", "srun has the options of pyxis")
 
 

@@ -18,7 +18,7 @@ def chain_result(plan: LaunchPlan) -> Result | None:
     before = RunFolder(plan.continues)
     result = before.result()
     name = f"{before.path.name}, which this job continues,"
-    # Whoever cancels a job does not want the next one to go on in its place.
+    # Whoever cancels a job does not want the next one to continue in its place.
     if before.is_cancelled() or (result and result.state == CANCELLED):
         return Result(CANCELLED, f"{name} was cancelled")
     # A job without attempts ended by this rule itself, or could not start at all.

@@ -137,7 +137,7 @@ def collect(folder: RunFolder, node: int, only: int | None = None) -> dict[str, 
 def _problem(found: LiveRank, has_file: bool) -> str:
     if not has_file:
         return NO_FILE
-    return f"no answer in {ANSWER_TIMEOUT:.0f} s; its process is {_state(found.pid)}"
+    return f"no answer in {ANSWER_TIMEOUT:.0f} s; state of its process: {_state(found.pid)}"
 
 
 def _state(pid: int) -> str:
@@ -145,7 +145,7 @@ def _state(pid: int) -> str:
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except OSError:
-        return "gone"
+        return "exited"
     return next((line.split(None, 1)[1] for line in lines if line.startswith("State:")), "unknown")
 
 

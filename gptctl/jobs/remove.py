@@ -94,7 +94,7 @@ def left_alone(record: JobRecord) -> list[str]:
     """Return the folders of the job that are outside of its run folder."""
     try:
         plan = read_plan(record.run_folder)
-    except KeyError:  # the folder is gone already, or damaged
+    except KeyError:  # the folder is already missing, or damaged
         return []
     root = plan.remote_dir
     where = "" if root == record.local_dir else " (on its hosts)"
@@ -127,7 +127,7 @@ def _is_below(folder: str, root: str) -> bool:
 
 
 def _unlink_latest(record: JobRecord) -> None:
-    """Remove `runs/latest` if it points to this job: it would lead nowhere."""
+    """Remove `runs/latest` if it points to this job: its target no longer exists."""
     link = record.run_folder.with_name("latest")
     with suppress(OSError):
         if os.readlink(link) == record.run_folder.name:

@@ -118,7 +118,7 @@ def status(record: JobRecord, backends: Backends) -> dict[str, Any]:
 def attempts_text(attempts: int, state: str) -> str:
     if attempts:
         return str(attempts)
-    return "none: it ended before it started" if state in FINAL else "none yet"
+    return "none: it ended before the first attempt" if state in FINAL else "none yet"
 
 
 def exit_text(facts: dict[str, Any]) -> str:

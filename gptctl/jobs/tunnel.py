@@ -93,7 +93,7 @@ def forward(
             errors.seek(0)
             said = error_text(errors.read()) or f"{command[0]} exited"
             message = f"no connection to the node: {said}"
-            raise UserError(message, "try it again", OUT_OF_REACH)
+            raise UserError(message, "try again", OUT_OF_REACH)
 
 
 def _carry(relay: Relay, is_over: Callable[[], bool]) -> None:

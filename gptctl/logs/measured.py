@@ -25,6 +25,7 @@ from trainer.logline import (
 )
 
 METRICS_FILE = "metrics.jsonl"
+NO_STEPS = "no step has been logged yet; scripts need log lines in FleetX's style"
 HIGHEST_STEP = 10**12  # more is not a step, whatever a script or a host sends
 Row = dict[str, Any]
 

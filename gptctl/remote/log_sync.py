@@ -117,7 +117,7 @@ class HostSync:
         raise HostError(self.route.name, f"its agent script failed: {problem[:MAX_PROBLEM]}")
 
     def remove_folder(self) -> None:
-        """Remove the job's folder on this host, unless it is gone already."""
+        """Remove the job's folder on this host, unless it is already missing."""
         with self.connected() as connection:
             words = (self.plan.remote_dir, self.record.token)
             done = connection.run(remote_command("remove_job.sh", *words), timeout=REMOVE_TIMEOUT)

@@ -247,7 +247,7 @@ class _Sums:
         """Set a number of updates that is given as a number of samples."""
         samples = self.number(name)
         if samples is None or self.batch is None:
-            self.without(name, f"samples or global batch are not known numbers: set {key}")
+            self.without(name, f"the number of samples or the global batch is not known: set {key}")
             return
         steps = -(-samples // self.batch) if rounds_up else samples // self.batch
         self.set(key, steps, name, "global-batch-size")
@@ -265,7 +265,7 @@ class _Sums:
         self.set("Optimizer.lr.warmup_rate", float(rate), "lr-warmup-iters", "lr-warmup-samples")
         if not rate:
             for name in ("lr-warmup-iters", "lr-warmup-samples"):
-                self.without(name, "no warm-up: it is 0, or no fraction of a known decay")
+                self.without(name, "no warm-up is set: it is 0, or the decay steps are not known")
 
     def recompute(self) -> None:
         names = ("recompute-method", "recompute-num-layers", "checkpoint-num-layers")
@@ -308,7 +308,7 @@ class _Sums:
         value = "auto" if is_own else self.flags["load"].value
         self.set("Engine.save_load.ckpt_dir", value, "load")
         if not is_own:
-            self.without("load", "set as ckpt_dir, but a checkpoint of Megatron's does not load")
+            self.without("load", "set as ckpt_dir, but Megatron checkpoints cannot be loaded")
 
     def data(self) -> None:
         if "data-path" not in self.flags:
@@ -316,7 +316,7 @@ class _Sums:
         paths = [word for word in self.flags["data-path"].values if not _is_number(word)]
         if len(paths) == 1:
             self.set("Data.Train.dataset.input_dir", paths[0], "data-path")
-            reason = "set as input_dir, but files of Megatron's (.bin, .idx) must be converted"
+            reason = "set as input_dir, but Megatron's data files (.bin, .idx) must be converted"
             self.without("data-path", reason)
         else:
             self.without("data-path", "a blend of data has no counterpart: set input_dir")

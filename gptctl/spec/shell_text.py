@@ -7,11 +7,11 @@ the commands inside them count once.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from gptctl.spec.shell_arithmetic import calculate
 from trainer.errors import WRONG_USAGE, UserError
 
 MAX_TEXT = 1 << 16  # characters; no launch script is longer
@@ -61,7 +61,7 @@ def is_known(word: str) -> bool:
 def read_script(text: str, variables: Mapping[str, str]) -> ShellScript:
     """Read a text; `variables` are known from outside. Raises UserError if it is not shell text."""
     if len(text) > MAX_TEXT:
-        message = f"the text has {len(text):,} characters, which is no launch command"
+        message = f"the text has {len(text):,} characters: too long for a launch command"
         raise UserError(message, f"give at most {MAX_TEXT:,} characters", WRONG_USAGE)
     if MARK in text or END in text or "\0" in text:
         raise UserError("the text contains control characters", "delete them", WRONG_USAGE)
@@ -329,7 +329,7 @@ class _Reader:
         inner = self.text[start + 3 : end - 2]
         names = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
         text = names.sub(lambda match: " ".join(self.variables.get(match[1], ["?"])), inner)
-        value = _calculate(text)
+        value = calculate(text)
         self.at = end
         return self.mark(start, end) if value is None else str(value)
 
@@ -380,25 +380,3 @@ class _Fields:
                 self.is_open = self.is_open and not place
                 self.add(part)
             self.is_open = self.is_open and not item[-1:].isspace()
-
-
-def _calculate(text: str) -> int | None:
-    if not re.fullmatch(r"[0-9+\-*/() ]{1,100}", text) or "**" in text:
-        return None
-    try:
-        return _value(ast.parse(text.replace("/", "//").strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-        return None
-
-
-def _value(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if not isinstance(node, ast.BinOp):
-        raise ValueError
-    left, right = _value(node.left), _value(node.right)
-    if isinstance(node.op, ast.Add):
-        return left + right
-    if isinstance(node.op, ast.Sub):
-        return left - right
-    return left * right if isinstance(node.op, ast.Mult) else left // right

@@ -193,7 +193,7 @@ class Sweep:
     )
     runs: tuple[dict[str, str], ...] = key(RunsKind(), (), "with method list: the runs")
     samples: int | None = integer(None, "with method random: how many runs", low=1, high=MAX_RUNS)
-    seed: int = integer(0, "with method random: of the generator", low=0)
+    seed: int = integer(0, "with method random: seed of the random numbers", low=0)
     parallel: int | None = integer(
         None, "how many runs may run at once; empty: all", low=1, high=MAX_RUNS
     )

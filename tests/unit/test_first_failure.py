@@ -206,7 +206,7 @@ def test_cancelled_says_by_whom_and_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_job_without_attempts_says_what_happened() -> None:
     assert attempts_text(2, "FAILED") == "2"
-    assert attempts_text(0, "CANCELLED") == "none: it ended before it started"
+    assert attempts_text(0, "CANCELLED") == "none: it ended before the first attempt"
     assert attempts_text(0, "PENDING") == "none yet"
 
 

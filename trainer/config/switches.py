@@ -24,7 +24,7 @@ def _report_adam(tree: Map, found: list[Finding]) -> None:
     optimizer = tree.items.get("Optimizer")
     name = optimizer.items.get("name") if isinstance(optimizer, Map) else None
     if isinstance(name, Scalar) and name.text.lower() == "adam":
-        message = "Adam is read as AdamW: weight decay shrinks the weights, not the gradients"
+        message = "Adam is read as AdamW: weight decay applies to the weights, not to the gradients"
         found.append(ADAM.found("Optimizer.name", name.text, message, "", name.place))
 
 

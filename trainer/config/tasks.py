@@ -208,7 +208,7 @@ def _without_auto(tree: Map, found: list[Finding]) -> Map:
     if module is not None and _is_word("GPTModuleAuto")(module, tree):
         places = {MODULE: module.place, **places}
         if (dp := _own_dp(tree)) is not None:
-            layout += f", where dp_degree becomes {dp.text}: there it includes the shards"
+            layout += f", but dp_degree becomes {dp.text}: Paddle's includes the shards"
             tree = _with(tree, DEGREE_KEYS["dp"], dp)
     elif module is not None and _is_word("GPTModule")(module, tree):
         tree = _without(tree, MODULE)  # what this trainer does: not worth a notice

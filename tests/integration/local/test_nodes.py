@@ -55,7 +55,7 @@ def test_a_rank_that_does_not_answer_is_named_and_a_shell_has_a_terminal(jobs) -
     os.kill(jobs.pid(job, 1), signal.SIGSTOP)
     done = jobs.gptctl("stacks", job)
     assert done.returncode == 1
-    assert done.stdout.endswith("rank 1: no answer in 5 s; its process is T (stopped)\n"), done.stdout
+    assert done.stdout.endswith("rank 1: no answer in 5 s; state of its process: T (stopped)\n"), done.stdout
     os.kill(jobs.pid(job, 1), signal.SIGCONT)
 
     def run(line: str) -> subprocess.CompletedProcess[str]:
