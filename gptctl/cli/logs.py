@@ -17,7 +17,7 @@ from trainer.errors import WRONG_USAGE, UserError
 if TYPE_CHECKING:
     from gptctl.jobs.store import JobRecord
     from gptctl.logs.files import FileFilter, LogFiles
-    from gptctl.logs.measured import Row
+    from gptctl.logs.metric_rows import Row
     from gptctl.logs.stream import LineFilter
 
 # Options that choose log lines.
@@ -254,7 +254,7 @@ def rows_of(session: Session, record: JobRecord, options: dict[str, Any]) -> lis
     """Return the rows of the whole run, or those of the attempts or ranks that were asked for."""
     from gptctl.jobs.resume import lineage
     from gptctl.jobs.run_metrics import each_attempt, job_rows, whole_run
-    from gptctl.logs.measured import run_rows
+    from gptctl.logs.metric_rows import run_rows
 
     wanted = wanted_of(options, record.per_node)
     if options["all_attempts"]:
@@ -267,7 +267,7 @@ def rows_of(session: Session, record: JobRecord, options: dict[str, Any]) -> lis
 def print_metrics(rows: list[Row], tail: int | None = None, as_json: bool = False) -> int:
     from gptctl.cli import ui
     from gptctl.cli.table_layout import Column
-    from gptctl.logs.measured import NO_STEPS, metric_table, with_all_names
+    from gptctl.logs.metric_rows import NO_STEPS, metric_table, with_all_names
     from gptctl.text import count
 
     if not rows:

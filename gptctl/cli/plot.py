@@ -14,7 +14,7 @@ from gptctl.cli.session import Session, require_folder
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
-    from gptctl.logs.measured import Row
+    from gptctl.logs.metric_rows import Row
 
 NOT_METRICS = ("job", "attempt", "step", "time", "max_steps")
 
@@ -85,7 +85,7 @@ def run_of(session: Session, job: str | None) -> dict[str, Any]:
 
 def curves_of(run: dict[str, Any], metric: str) -> list[dict[str, Any]]:
     """Return the curve of a run, as a list of at most one."""
-    from gptctl.logs.measured import is_number
+    from gptctl.logs.metric_rows import is_number
 
     rows: list[Row] = run["rows"]
     points = [(row["step"], row[metric]) for row in rows if is_number(row.get(metric))]
@@ -107,7 +107,7 @@ def missing(
 
 
 def available_metrics(runs: list[dict[str, Any]]) -> str:
-    from gptctl.logs.measured import NO_STEPS
+    from gptctl.logs.metric_rows import NO_STEPS
 
     names = {
         name: None

@@ -233,7 +233,7 @@ def show(
 def member_row(session: Session, member: SweepMember, metric: str) -> dict[str, Any]:
     from gptctl.jobs.resume import lineage
     from gptctl.jobs.run_metrics import whole_run
-    from gptctl.logs.measured import is_number
+    from gptctl.logs.metric_rows import is_number
 
     row = {"run": member.number, "values": dict(member.run), "job": None, "state": "NOT SUBMITTED"}
     if member.job is None:

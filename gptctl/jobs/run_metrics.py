@@ -11,7 +11,7 @@ from pathlib import Path
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile, LocalLogFiles
-from gptctl.logs.measured import METRICS_FILE, Row, metric_rows, parse_metrics, run_rows
+from gptctl.logs.metric_rows import METRICS_FILE, Row, metric_rows, parse_metrics, run_rows
 
 
 def whole_run(jobs: Sequence[JobRecord]) -> list[Row]:

@@ -17,7 +17,7 @@ from gptctl.engine.file_reading import is_time, json_lines, read_json
 from gptctl.engine.run_folder import FINAL, RUNNING, RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.lines import readable
-from gptctl.logs.measured import (
+from gptctl.logs.metric_rows import (
     METRICS_FILE,
     Row,
     is_number,

@@ -15,7 +15,7 @@ from gptctl.engine.rank_runs import node_exits, rank_runs
 from gptctl.logs.failed import find_failure
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile
-from gptctl.logs.measured import metric_rows
+from gptctl.logs.metric_rows import metric_rows
 from gptctl.logs.tables import list_rows
 from tests.unit.test_logline import PUBLISHED
 from tests.unit.test_logs import Job

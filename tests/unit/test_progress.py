@@ -15,7 +15,7 @@ from gptctl.engine.run_folder import COMPLETED, FAILED, PENDING, RUNNING
 from gptctl.jobs.progress_text import list_cells, status_pairs
 from gptctl.jobs.store import JobRecord
 from gptctl.jobs.training_progress import METRICS_TAIL, progress_facts, steps_of_arguments
-from gptctl.logs.measured import metric_table, parse_metrics, run_rows
+from gptctl.logs.metric_rows import metric_table, parse_metrics, run_rows
 from trainer.logline import TrainLine, evaluation_line
 
 NOW = 1_000_000.0
