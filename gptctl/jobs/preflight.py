@@ -96,7 +96,7 @@ def _check_module(
             yield SCRIPT.found("Launch.entrypoint", f"-m {module}", message, hint)
     elif not is_runnable(module, source):
         message = f"{source} has no module {module} that can be run"
-        hint = "name a file of it, such as -m pkg.train, or add __main__.py to the package"
+        hint = "name one of its modules, such as -m pkg.train, or add __main__.py to the package"
         yield SCRIPT.found("Launch.entrypoint", f"-m {module}", message, hint)
 
 

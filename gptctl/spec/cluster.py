@@ -48,7 +48,7 @@ FOREIGN_KEY = Rule(
 )
 SBATCH = Rule("P004", "sbatch must not contain an option that gptctl sets itself", uses=("sbatch",))
 LOGIN = Rule(
-    "P005", "only a cluster with a scheduler has a login host", uses=("kind", "login", "hosts")
+    "P005", "only a cluster with a scheduler may have a login host", uses=("kind", "login", "hosts")
 )
 NAME = Rule("P008", "the name of a profile should be that of its file", "warning", uses=("name",))
 

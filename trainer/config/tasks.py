@@ -118,7 +118,7 @@ NOT_SUPPORTED_YET = (
         "set its enable: False, or delete it, to pre-train without it",
     ),
     Other(
-        "loading a model of Paddle",
+        "loading a Paddle model",
         {"Compress.pretrained": _is_written, "Model.pretrained": _is_written},
         "delete it to train from scratch; Engine.save_load.ckpt_dir loads checkpoints of gptctl",
     ),
