@@ -75,8 +75,10 @@ def slurm_dependencies(dependencies: Sequence[Dependency]) -> list[str]:
 
 def refuse_foreign(session: Session, after: Sequence[str], checked: Checked) -> None:
     """Refuse a job that waits in Slurm's queue for a job that Slurm does not know."""
+    login = checked.cluster.login.host if checked.cluster.login else ""
     for typed, record, _ in unmet(after, session) if checked.cluster.traits.has_queue else ():
-        if "scheduler_id" not in record.handle:
+        # Another login host may be another cluster, where the same id is another job.
+        if "scheduler_id" not in record.handle or record.login != login:
             raise UserError(*cannot_wait(typed, record, checked), WRONG_USAGE)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -210,19 +209,21 @@ def outcome_of(
         folder.attempts(),
         total_steps,
         step if isinstance(step, int) else None,
-        checkpoint_steps(session, record),
+        saved_steps(session, record),
         short_path(record.local_dir),
     )
 
 
-def checkpoint_steps(session: Session, record: JobRecord) -> tuple[int, ...]:
+def saved_steps(session: Session, record: JobRecord) -> tuple[int, ...]:
     """Find the steps of the checkpoints in the output folder, on whichever host it is."""
+    from gptctl.engine.run_folder import checkpoint_steps
+
     names: list[str] = []
     if record.output_dir:
         # A host that is down must not prevent the summary.
         with suppress(UserError, OSError):
             _, names = session.backend_of(record).checkpoints(record)
-    return tuple(int(found[1]) for name in names if (found := re.fullmatch(r"step_(\d+)", name)))
+    return tuple(checkpoint_steps(names))
 
 
 def short_path(path: str) -> str:

@@ -82,7 +82,7 @@ def _decide_gpus(
     blocking = [ticket for ticket in ahead if not ticket.is_running or ticket.devices]
     if blocking:
         return Decision(_reason(own, blocking, rivals))
-    what = f"GPU {', '.join(missing)}" if own.devices else f"{number} free GPUs"
+    what = f"GPU {', '.join(missing)}" if own.devices else f"{number} free GPU{'s' * (number > 1)}"
     place = _place(own, rivals)
     use = f"other processes use {len(gpus.busy)} of {len(gpus.visible)}"
     return Decision(f"waits for {what}: {use}{place}")

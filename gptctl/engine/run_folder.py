@@ -342,9 +342,14 @@ def newest_checkpoint(output_dir: str) -> int:
         names = os.listdir(output_dir)
     except OSError:
         return -1
+    return max(checkpoint_steps(names), default=-1)
+
+
+def checkpoint_steps(names: Iterable[str]) -> list[int]:
+    """Return the steps of the trainer's checkpoints among the names in its output folder."""
     # A checkpoint that is being written or removed has a suffix after its number.
     steps = [name[len("step_") :] for name in names if name.startswith("step_")]
-    return max((int(step) for step in steps if step.isdecimal()), default=-1)
+    return [int(step) for step in steps if step.isdecimal()]
 
 
 def is_scheduler_id(value: object) -> bool:

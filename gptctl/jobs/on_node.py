@@ -115,11 +115,11 @@ def _ranks_of(command: Sequence[str]) -> list[dict[str, Any]]:
         return [_checked(each) for each in json.loads(answer)["ranks"]]
     # A host may be broken: what it says is only shown.
     except (ValueError, LookupError, TypeError):
-        message = error_text(done.stderr) or f"{command[0]} exited with code {done.returncode}"
+        message = stderr_text(done.stderr) or f"{command[0]} exited with code {done.returncode}"
         raise UserError(message, "", OUT_OF_REACH) from None
 
 
-def error_text(stderr: bytes) -> str:
+def stderr_text(stderr: bytes) -> str:
     """What ssh, srun or a script printed, in one line: the cause is often not the last one."""
     lines = [line.strip() for line in stderr.decode(errors="replace").splitlines()]
     return "; ".join(line.removeprefix("error: ") for line in dict.fromkeys(lines) if line)[:400]

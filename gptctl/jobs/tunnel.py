@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 from gptctl.engine.processes import clean_environment
 from gptctl.engine.relay import Relay
-from gptctl.jobs.on_node import error_text
+from gptctl.jobs.on_node import stderr_text
 from gptctl.reporting import Say
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError
 
@@ -91,7 +91,7 @@ def forward(
             _carry(relay, is_over)
         if not is_over():
             errors.seek(0)
-            said = error_text(errors.read()) or f"{command[0]} exited"
+            said = stderr_text(errors.read()) or f"{command[0]} exited"
             message = f"no connection to the node: {said}"
             raise UserError(message, "try again", OUT_OF_REACH)
 

@@ -52,6 +52,10 @@ class CommandResult(NamedTuple):
     out: bytes
     err: str
 
+    @property
+    def last_error(self) -> str:
+        return self.err.splitlines()[-1] if self.err else f"exit code {self.code}"
+
 
 def routes(cluster: Cluster) -> list[Route]:
     """Return the routes to all hosts in the order of the profile, which is the node order."""

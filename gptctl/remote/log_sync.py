@@ -113,7 +113,7 @@ class HostSync:
             return answer
         if not done.code:
             raise HostError(self.route.name, f"invalid answer to `{command}`")
-        problem = done.err.splitlines()[-1] if done.err else f"exit code {done.code}"
+        problem = done.last_error
         raise HostError(self.route.name, f"its agent script failed: {problem[:MAX_PROBLEM]}")
 
     def remove_folder(self) -> None:
@@ -124,7 +124,7 @@ class HostSync:
         if done.code == STILL_RUNNING:
             raise HostError(self.route.name, "processes of the job are running there")
         if done.code not in (0, NO_SUCH_JOB):
-            problem = done.err.splitlines()[-1] if done.err else f"exit code {done.code}"
+            problem = done.last_error
             raise HostError(self.route.name, problem[:MAX_PROBLEM])
 
     def update_status(self) -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gptctl.backends import JobState
 from gptctl.backends.slurm import client as slurm
 from gptctl.backends.slurm import queue as slurm_queue
 from gptctl.backends.slurm import submission
 from gptctl.backends.slurm.backend import SlurmBackend
+from gptctl.cli.dependencies import refuse_foreign
 from gptctl.doctor.slurm_checks import pyxis_row
 from gptctl.engine.processes import clean_environment
-from gptctl.engine.run_folder import RunFolder
+from gptctl.engine.run_folder import PENDING, RunFolder
 from gptctl.jobs.store import JobRecord
+from gptctl.spec.cluster import load_profile
+from trainer.errors import UserError
 
 SEEN = slurm_queue.QueuedJob("7", "PENDING", "Priority", "N/A", "", 0, 0, "", "")
 
@@ -220,3 +227,17 @@ def test_doctor_looks_for_pyxis_in_the_help_of_srun(options: str, state: str, wo
     """The options are those that pyxis's README lists under `srun --help`."""
     row = pyxis_row(f"Usage: srun [OPTIONS(0)]\n  {options}\n")
     assert (row.state, words in row.found) == (state, True), row
+
+
+@pytest.mark.parametrize(("login", "is_refused"), [("hpc", False), ("other", True), ("", True)])
+def test_a_job_waits_only_for_jobs_of_its_own_cluster(
+    record: JobRecord, tmp_path: Path, login: str, is_refused: bool
+) -> None:
+    """Oracle: Slurm, where the id 7 of another cluster is another job."""
+    (tmp_path / "hpc.yaml").write_text("kind: slurm\nrun_root: /runs\nlogin: hpc\n")
+    job = record._replace(login=login)
+    session: Any = SimpleNamespace(store=SimpleNamespace(find=lambda _: job), state_of=lambda _: JobState(PENDING))
+    checked: Any = SimpleNamespace(cluster=load_profile(str(tmp_path / "hpc.yaml")).cluster)
+    expected = pytest.raises(UserError, match="cannot wait for it") if is_refused else nullcontext()
+    with expected:
+        refuse_foreign(session, ["gpt-1"], checked)
