@@ -94,13 +94,17 @@ class Chain:
 
     def submit(self) -> bool:
         """Submit all jobs; return False if the user interrupted it."""
+        from gptctl.cli import ui
         from gptctl.engine.run_folder import read_plan
+        from gptctl.jobs import report
         from gptctl.jobs.submit import submit
 
         while len(self.records) < self.length:
             prepared = self._prepare_next() if self.records else self.first
             sent = submit(prepared, self._session.store, self._session.backends)
             self.records.append(sent.record)
+            if sent.problem:
+                ui.say(report.start_problem(sent.record, sent.problem))
             # Another gptctl may have taken the id of the first job: then it got the next one.
             if len(self.records) == 1:
                 self.first = self.first._replace(plan=read_plan(sent.record.run_folder))

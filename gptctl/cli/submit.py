@@ -293,9 +293,8 @@ def submit_and_follow(
     if sent.was_interrupted:
         ui.say(report.still_running(sent.record))
         return INTERRUPTED
-    # The job runs, so this is a warning: an error would make scripts submit it again.
     if sent.problem:
-        ui.say(f"warning: {sent.record.id} was started, but there was a problem: {sent.problem}")
+        ui.say(report.start_problem(sent.record, sent.problem))
     return announce_and_follow(session, prepared, sent.record, as_json, follow, wait_for_it)
 
 

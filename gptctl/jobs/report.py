@@ -218,6 +218,12 @@ def still_running(record: JobRecord) -> str:
     )
 
 
+def start_problem(record: JobRecord, problem: str) -> str:
+    """The message for a problem after the job has started."""
+    # A warning: an error would make scripts submit the job again.
+    return f"warning: {record.id} was started, but there was a problem: {problem}"
+
+
 def scripts(record: JobRecord, backend: Backend) -> list[str]:
     """The scripts of a job, in the order in which they run."""
     return [read_text(record.run_folder / name) for name in backend.scripts]

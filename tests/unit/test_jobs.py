@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gptctl.backends import Backends
+from gptctl.cli.chain import Chain
 from gptctl.engine import ports
 from gptctl.engine.processes import (
     clean_environment,
@@ -28,7 +30,7 @@ from gptctl.engine.run_folder import COMPLETED, FAILED, STOPPED, RunFolder
 from gptctl.jobs.freeze import frozen_config, git_state, imported_beside
 from gptctl.jobs.history import History
 from gptctl.jobs.store import JobRecord, Store, matching_ids, new_record
-from gptctl.jobs.submit import finish_interrupted_submits, prepare
+from gptctl.jobs.submit import Submitted, finish_interrupted_submits, prepare
 from gptctl.planning.build import Site
 from gptctl.spec.check import check_config
 from trainer.config import Override
@@ -365,3 +367,16 @@ def test_the_history_keeps_every_field_and_belongs_to_one_token(tmp_path) -> Non
     assert (history.state(mine), history.facts(mine), history.removed(mine)) == (None, {}, None)
     (history.folder / f"{mine.id}.ended").write_text('{"token": "t", "state": [1], "facts": 3}')
     assert (history.state(mine), history.facts(mine)) == (None, {})
+
+
+def test_a_chain_reports_problems_of_jobs_that_started(tmp_path, monkeypatch, capsys) -> None:
+    """Oracle: what submit returns, replaced: no disk can be made to fail just after the start of a job."""
+    record = JobRecord("gpt-1", "gpt", 0.0, "local", "local", str(tmp_path), str(tmp_path), 1, 1, 1)
+    monkeypatch.setattr("gptctl.jobs.submit.submit", lambda *_: Submitted(record, problem="disk full"))
+    monkeypatch.setattr("gptctl.engine.run_folder.read_plan", lambda _: None)
+    monkeypatch.setattr(Chain, "_prepare_next", lambda _: None)
+    chain = Chain.__new__(Chain)
+    chain.length, chain.records, chain._session = 2, [], SimpleNamespace(store=None, backends=None)
+    chain.first = SimpleNamespace(_replace=lambda plan: None)
+    assert chain.submit()
+    assert capsys.readouterr().err.count("gpt-1 was started, but there was a problem: disk full") == 2
