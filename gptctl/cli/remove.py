@@ -30,7 +30,7 @@ def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_j
     one needs.
     """
     from gptctl.cli import ui
-    from gptctl.jobs.remove import check_removable, left_alone, remove
+    from gptctl.jobs.remove import check_removable, folders_outside, remove
 
     # Check all jobs before removing one: after a typing error nothing is removed.
     records = list({record.id: record for record in map(session.find, jobs)}.values())
@@ -42,7 +42,7 @@ def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_j
     answers: list[dict[str, Any]] = []
     problems: list[UserError] = []
     for record in records:
-        answer = {"job": record.id, "run_dir": record.local_dir, "kept": left_alone(record)}
+        answer = {"job": record.id, "run_dir": record.local_dir, "kept": folders_outside(record)}
         try:
             answers.append({**answer, "removed": remove(record, session.backends, here_only)})
         except UserError as error:  # remove the others anyway

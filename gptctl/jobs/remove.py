@@ -90,7 +90,7 @@ def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> fl
     return moment
 
 
-def left_alone(record: JobRecord) -> list[str]:
+def folders_outside(record: JobRecord) -> list[str]:
     """Return the folders of the job that are outside of its run folder."""
     try:
         plan = read_plan(record.run_folder)
@@ -127,7 +127,7 @@ def _is_below(folder: str, root: str) -> bool:
 
 
 def _unlink_latest(record: JobRecord) -> None:
-    """Remove `runs/latest` if it points to this job: its target no longer exists."""
+    """Remove `runs/latest` if it points to this job."""
     link = record.run_folder.with_name("latest")
     with suppress(OSError):
         if os.readlink(link) == record.run_folder.name:
