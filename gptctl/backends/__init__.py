@@ -155,6 +155,13 @@ class Backend(Protocol):
     def remove(self, record: JobRecord) -> None:
         """Remove the job's folder on other machines; the one on this machine is removed next."""
 
+    def fetch(
+        self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
+    ) -> Fetched:
+        """Copy what the job wrote on its hosts to this machine."""
+        message = f"the files of {record.id} are already visible from this machine"
+        raise UserError(message, f"see {record.local_dir}", WRONG_USAGE)
+
     # Arrays: many jobs that are alike, submitted as one
 
     def is_array(self, plans: Sequence[LaunchPlan], numbers: Sequence[int]) -> bool:
@@ -170,13 +177,6 @@ class Backend(Protocol):
     ) -> list[dict[str, Any]]:
         """Start jobs as one array, at most `limit` at once; return their handles, as `start`."""
         raise NotImplementedError
-
-    def fetch(
-        self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
-    ) -> Fetched:
-        """Copy what the job wrote on its hosts to this machine."""
-        message = f"the files of {record.id} are already visible from this machine"
-        raise UserError(message, f"see {record.local_dir}", WRONG_USAGE)
 
 
 def half_submitted(record: JobRecord) -> JobState:
