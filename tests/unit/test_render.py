@@ -307,10 +307,10 @@ PYXIS_LAB = "kind: slurm\nrun_root: /data/runs\ngpus_per_node: 1\n"
     "image", ["$(touch hit)", "a b", "-x", "reg#img:1 --uid=0", "'\"`touch hit`", "é中文", "{{ x }}"]
 )
 def test_a_hostile_image_stays_one_word(tmp_path, image: str) -> None:
-    """A stub of srun, run by bash from the printed script, writes down its words."""
+    """A stub of srun, run by bash from the printed script, writes down its words. No port of the address is in use."""
     profile = PYXIS_LAB + f"container: {json.dumps({'runtime': 'pyxis', 'image': image, 'pwd': '/b c'})}\n"
     plan = plan_of(tmp_path, profile, ["nodes=1"], IN_PLACE)
-    stubs = {"srun": 'printf "%s\\0" "$@" > words', "scontrol": "echo node1", "getent": "echo 10.0.0.1"}
+    stubs = {"srun": 'printf "%s\\0" "$@" > words', "scontrol": "echo node1", "getent": "echo 0.0.0.0"}
     for name, line in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
