@@ -20,8 +20,9 @@ from gptctl.engine.atomic_files import private_files
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.copy_files import CHUNK, Part, copy_rest, is_up_to_date, resume
 from gptctl.remote.host_error import HostError
+from gptctl.remote.host_sync import HostSync, is_synced
 from gptctl.remote.link import LinkConnection
-from gptctl.remote.log_sync import HostSync, LogSync, is_synced
+from gptctl.remote.log_sync import LogSync
 from gptctl.reporting import Fetched, Progress, Say, ShowProgress
 from trainer.errors import OUT_OF_REACH, UserError
 

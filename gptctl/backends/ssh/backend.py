@@ -31,8 +31,9 @@ from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.remote.connection import Connection, JumpHosts, routes
 from gptctl.remote.host_error import HostError
+from gptctl.remote.host_sync import HostSync
 from gptctl.remote.link import HostLink
-from gptctl.remote.log_sync import HostSync, LogSync, is_copied
+from gptctl.remote.log_sync import LogSync, is_copied
 from gptctl.remote.parallel import in_parallel
 from gptctl.reporting import Fetched, Say, ShowProgress
 from gptctl.spec.check import Checked
