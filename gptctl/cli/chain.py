@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptctl.cli import INTERRUPTED
+from gptctl.cli.overrides import check_job
 from gptctl.cli.session import Session
-from gptctl.cli.typed import check_job
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from gptctl.cli.options import (
     config_options,
     examples,
 )
+from gptctl.cli.overrides import check_arguments
 from gptctl.cli.session import Session
-from gptctl.cli.typed import check_arguments
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError, in_order
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from gptctl.cli.options import (
     queue_option,
     wait_option,
 )
+from gptctl.cli.overrides import launch_overrides
 from gptctl.cli.session import Session
-from gptctl.cli.typed import launch_overrides
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from gptctl.cli.options import (
     queue_option,
     wait_option,
 )
+from gptctl.cli.overrides import check_job
 from gptctl.cli.session import Session
-from gptctl.cli.typed import check_job
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:

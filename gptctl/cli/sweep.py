@@ -156,8 +156,7 @@ def announce(record: SweepRecord, done: Sequence[SubmittedRun], as_json: bool) -
 
 @sweep.command("list", epilog=examples("gptctl sweep list", "gptctl sweep list --json"))
 @as_json_option
-@click.pass_obj
-def list_sweeps(session: Session, as_json: bool) -> None:
+def list_sweeps(as_json: bool) -> None:
     """List sweeps.
 
     The newest sweep comes last.
@@ -184,8 +183,8 @@ def list_sweeps(session: Session, as_json: bool) -> None:
     epilog=examples("gptctl sweep show", "gptctl sweep show lr-3f9a2c --metric valid_loss --plot")
 )
 @sweep_argument
-@click.option("--metric", metavar="NAME", help="Compare by this metric, not by the file's.")
-@click.option("--plot", "with_plot", is_flag=True, help="Draw the curves of all runs, too.")
+@click.option("--metric", metavar="NAME", help="Compare by this metric instead of the file's.")
+@click.option("--plot", "with_plot", is_flag=True, help="Also draw the curves of all runs.")
 @as_json_option
 @click.pass_obj
 def show(

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gptctl.cli.overrides import launch_overrides
 from gptctl.cli.session import Session
-from gptctl.cli.typed import launch_overrides
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def planned_sweep(
     """Read the sweep file; the record has no id yet, only the start of one."""
     from gptctl.jobs.submit import this_site
     from gptctl.jobs.sweeps import new_sweep
-    from gptctl.jobs.written import as_json as written_json
+    from gptctl.jobs.written_config import as_json as written_json
     from gptctl.spec.check import find_config
     from gptctl.spec.sweep import expand, load_sweep, name_of, require_valid
 
@@ -78,7 +78,7 @@ def common_tree(config: Path, typed: Sequence[Override]) -> Map:
 
 
 def written_tree(record: SweepRecord) -> Map:
-    from gptctl.jobs.written import from_json
+    from gptctl.jobs.written_config import from_json
     from trainer.config import Override
 
     if record.written:
@@ -110,7 +110,7 @@ def profile_of(tree: Map, folder: str) -> Path | None:
 
     None for any other profile.
     """
-    from gptctl.jobs.written import node_at
+    from gptctl.jobs.written_config import node_at
     from trainer.config.tree import Scalar
 
     node = node_at(tree, "Launch.cluster")
@@ -120,7 +120,7 @@ def profile_of(tree: Map, folder: str) -> Path | None:
 
 def waiting(tree: Map | None, before: Sequence[JobRecord]) -> list[Override]:
     """The override that makes a Slurm job wait until other jobs have ended, however they do."""
-    from gptctl.jobs.written import node_at
+    from gptctl.jobs.written_config import node_at
     from trainer.config import Override
     from trainer.config.tree import Scalar
 

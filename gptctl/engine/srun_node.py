@@ -107,6 +107,9 @@ class Step:
             log_dir, first = self.plan.log_dir, failed[0][1]
             cause = cause_on_nodes(self.folder, self.attempt, log_dir, codes, first)
             number = cause.node if cause and cause.node in exits else first
+            # What a node prints while srun stops it, because of another one, is not the cause.
+            if cause and cause.rank is None and self._was_asked(number):
+                cause = cause._replace(is_consequence=True)
             exits[number] = exits[number]._replace(cause=cause)
         return exits
 
@@ -116,7 +119,7 @@ class Step:
             # A node that recorded nothing was killed or lost, and the others failed because of it:
             # report it as the first failure. Not if it was asked to stop: then srun killed it
             # because of another one. An elastic job continues without it.
-            was_asked = self.folder.stop_was_requested(self.attempt, number)
+            was_asked = self._was_asked(number)
             text = f"no exit code recorded: srun exited with code {step_code}"
             return NodeExit(
                 step_code or 1,
@@ -127,6 +130,9 @@ class Step:
         is_unrecoverable = self.folder.is_unrecoverable(self.attempt)
         exit_time = self.folder.exit_time(self.attempt, number)
         return NodeExit(code, None, is_unrecoverable, exit_time)
+
+    def _was_asked(self, number: int) -> bool:
+        return self.folder.stop_was_requested(self.attempt, number)
 
     def has_ranks(self) -> bool:
         return self.folder.has_ranks(self.attempt)

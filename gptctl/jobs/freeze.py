@@ -22,8 +22,8 @@ from gptctl import engine
 from gptctl.engine.contract import ENGINE_FILE, STARTUP_FOLDER
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.jobs.module_source import module_source
-from gptctl.jobs.written import WRITTEN
-from gptctl.jobs.written import as_json as written_json
+from gptctl.jobs.written_config import WRITTEN
+from gptctl.jobs.written_config import as_json as written_json
 from gptctl.planning.build import Site, cluster_as_json
 from gptctl.spec.check import NO_PATH, Checked
 from gptctl.spec.summary import as_json

@@ -14,7 +14,7 @@ from gptctl.engine.launch_plan import StartConditions
 from gptctl.jobs.resume import CKPT_DIR, find_resume_point, frozen_value
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.submit import START_AT_ONCE, Prepared, prepare, this_site
-from gptctl.jobs.written import Written, node_at, read_written, with_absolute_paths, without
+from gptctl.jobs.written_config import Written, node_at, read_written, with_absolute_paths, without
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked, check_config, check_tree
 from gptctl.spec.cluster_kinds import KINDS

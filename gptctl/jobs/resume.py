@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from gptctl.backends import Backends
 from gptctl.engine.file_reading import read_json
+from gptctl.engine.run_folder import checkpoint_steps
 from gptctl.jobs.state import is_final, state_of
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.spec.check import Checked
@@ -76,9 +77,7 @@ def find_resume_point(record: JobRecord, store: Store, backends: Backends) -> Re
     for ancestor in lineage(record, store):
         place, names = backends.of(ancestor.kind).checkpoints(ancestor)
         folder = folder or place
-        steps = [name.removeprefix("step_") for name in names if name.startswith("step_")]
-        # Checkpoints that are being written have a suffix.
-        if newest := max((int(step) for step in steps if step.isdecimal()), default=0):
+        if newest := max(checkpoint_steps(names), default=0):
             return ResumePoint(ancestor, place, newest)
     hint = f"start it again: gptctl rerun {record.id}"
     raise NoCheckpoint(f"no checkpoint of {record.id} in {folder}", hint)

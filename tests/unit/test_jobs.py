@@ -260,7 +260,7 @@ def test_equal_jobs_have_equal_ids_and_others_have_not(tmp_path, monkeypatch) ->
 
 
 def test_flags_win_over_overrides() -> None:
-    from gptctl.cli.typed import typed_overrides
+    from gptctl.cli.overrides import typed_overrides
 
     typed = typed_overrides({"nodes": "3", "devices": "0,1"}, ("Launch.nodes=2", "Launch.gpus_per_node=8"))
     checked = check_config(None, typed)

@@ -170,6 +170,12 @@ def test_a_full_disk_under_the_log_costs_no_result(tmp_path: Path) -> None:
     [
         ("", "FAILED", "node 1: no exit code recorded: srun exited with code 137"),
         ("echo 7 > attempt-0/node.1.exit", "FAILED", "node 1: exit code 7"),
+        # Node 0 had the time to complain.
+        (
+            "echo 1 > attempt-0/node.0.exit; echo 'Error: told to stop' > logs/attempt-0/node.0.log",
+            "FAILED",
+            "node 1: no exit code recorded: srun exited with code 137",
+        ),
         ("touch attempt-0/node.1.stop-requested", "STOPPED", "the scheduler asked the job to stop"),
     ],
 )
