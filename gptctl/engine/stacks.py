@@ -64,8 +64,10 @@ def by_py_spy(ranks: Sequence[LiveRank]) -> dict[int, list[Thread]]:
     for found in ranks:
         if program := _py_spy(found.pid):
             command = [program, "dump", "--json", "--pid", str(found.pid)]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            started.append((found, subprocess.Popen(command, text=True, **pipes)))  # type: ignore[call-overload]
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            started.append((found, process))
     stacks = {}
     deadline = time.monotonic() + ANSWER_TIMEOUT
     for found, process in started:

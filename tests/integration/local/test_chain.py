@@ -93,7 +93,7 @@ def test_a_failure_in_the_middle_names_what_was_submitted(jobs) -> None:
     (jobs.folder / "config.yaml").write_text("Global: {device: cpu}\n")
     launch = jobs.folder / "templates"
     launch.mkdir()
-    # A template that is no shell script for the jobs after the first.
+    # A template that is not a shell script for the jobs after the first.
     (launch / "launch.sh.j2").write_text("{% if continues %}( {% endif %}exit 0\n")
     tiny = [word for key in TINY for word in ("-o", key)]
     refused = jobs.gptctl("submit", "--cluster", "./quick.yaml", "--chain", "3", *tiny)

@@ -246,6 +246,7 @@ def test_hostile_values_arrive_unchanged(laptop: Laptop) -> None:
     found = laptop.on("head", f"cat {shlex.quote(root)}/*/code/words")
     assert json.loads(found) == [hostile, hostile]
     fetched = laptop.json("fetch", "--to", f"{laptop.folder}/{hostile.replace('/', '_')}")
-    assert json.loads(laptop.on("laptop", f"cat {shlex.quote(fetched['folder'])}/work/words")) == [hostile, hostile]
+    copied = laptop.on("laptop", f"cd {shlex.quote(fetched['folder'])} && cat work/words")
+    assert json.loads(copied) == [hostile, hostile]
     for machine in ("head", "laptop"):
         assert laptop.on(machine, "find / -xdev -name '*.canary' 2> /dev/null") == ""
