@@ -1,5 +1,8 @@
 """The GPT: learned positions, pre-norm blocks, GELU, tied embedding. Knows nothing of parallelism.
 
+A GPT builds its layers with `Components`. Another set of them, like that of tensor parallelism,
+may create layers that compute differently, but with the same names.
+
 Shapes: B samples, T tokens, C hidden, H heads, D = C / H, V padded vocabulary.
 A model holds a range of layers. The first range also embeds tokens, and the last one also computes
 logits. Names and initial values of parameters do not depend on the range.
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from typing import Any
 
@@ -41,14 +45,62 @@ class Embedding(nn.Embedding):
         """Do nothing, as in `Linear`."""
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, model: Model, layer: int) -> None:
+class Head(nn.Module):
+    """Logits from the embedding's weight, or directly their loss."""
+
+    def __init__(self, vocab_size: int) -> None:
         super().__init__()
-        hidden = model.hidden_size
-        self.head_dim = hidden // model.num_attention_heads
+        self.vocab_size = vocab_size  # without padding
+
+    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: float) -> Tensor:
+        if labels is None:
+            return F.linear(x, weight)
+        return next_token_loss(x, weight, labels, self.vocab_size, factor)
+
+
+class Components:
+    """Creates the layers of a GPT. The methods that create one have the name it gets there.
+
+    `autocast` creates the context in which every forward pass runs.
+    """
+
+    def __init__(self, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self.autocast = autocast
+
+    def word_embeddings(self, vocab: int, hidden: int) -> Embedding:
+        return Embedding(vocab, hidden)
+
+    def position_embeddings(self, length: int, hidden: int) -> Embedding:
+        return Embedding(length, hidden)
+
+    def qkv_proj(self, hidden: int) -> Linear:
         # Rows are ordered (head, 3, D), so that splitting them over ranks splits between heads.
-        self.qkv_proj = Linear(hidden, 3 * hidden)
-        self.out_proj = Linear(hidden, hidden)
+        return Linear(hidden, 3 * hidden)
+
+    def out_proj(self, hidden: int) -> Linear:
+        return Linear(hidden, hidden)
+
+    def linear1(self, hidden: int, ffn: int) -> Linear:
+        return Linear(hidden, ffn)
+
+    def linear2(self, ffn: int, hidden: int) -> Linear:
+        return Linear(ffn, hidden)
+
+    def head(self, vocab_size: int) -> Head:
+        return Head(vocab_size)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        """The attention core: softmax(QK)V, each (B, H, T, D)."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, model: Model, layer: int, components: Components) -> None:
+        super().__init__()
+        self.head_dim = model.hidden_size // model.num_attention_heads
+        self.qkv_proj = components.qkv_proj(model.hidden_size)
+        self.out_proj = components.out_proj(model.hidden_size)
+        self.attend = components.attend
         self.dropout = model.attention_probs_dropout_prob
         self.out_dropout = model.hidden_dropout_prob
         self.recompute_core = _recomputes(model, layer, "core_attn")
@@ -67,17 +119,18 @@ class SelfAttention(nn.Module):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        return self.attend(q, k, v, dropout)
 
 
 class Block(nn.Module):
-    def __init__(self, model: Model, layer: int) -> None:
+    def __init__(self, model: Model, layer: int, components: Components) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(model.hidden_size)
-        self.self_attn = SelfAttention(model, layer)
-        self.norm2 = nn.LayerNorm(model.hidden_size)
-        self.linear1 = Linear(model.hidden_size, model.ffn_hidden_size)
-        self.linear2 = Linear(model.ffn_hidden_size, model.hidden_size)
+        hidden, ffn = model.hidden_size, model.ffn_hidden_size
+        self.norm1 = nn.LayerNorm(hidden)
+        self.self_attn = SelfAttention(model, layer, components)
+        self.norm2 = nn.LayerNorm(hidden)
+        self.linear1 = components.linear1(hidden, ffn)
+        self.linear2 = components.linear2(ffn, hidden)
         self.dropout = model.hidden_dropout_prob
         self.max_dropout = max(model.hidden_dropout_prob, model.attention_probs_dropout_prob)
         self.recompute_attention = _recomputes(model, layer, "full_attn")
@@ -98,42 +151,35 @@ class Block(nn.Module):
         return x + _dropped(y, self.dropout, self.training)
 
 
-class Head(nn.Module):
-    """Logits from the embedding's weight, or directly their loss.
-
-    A module without parameters, so that tensor parallelism can replace its forward pass.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        self.vocab_size = vocab_size  # without padding
-
-    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: float) -> Tensor:
-        if labels is None:
-            return F.linear(x, weight)
-        return next_token_loss(x, weight, labels, self.vocab_size, factor)
-
-
 class GPT(nn.Module):
     def __init__(
-        self, model: Model, layers: range | None = None, recompute_interval: int = 1
+        self,
+        model: Model,
+        layers: range | None = None,
+        recompute_interval: int = 1,
+        components: Components | None = None,
     ) -> None:
         super().__init__()
+        components = components or Components()
+        self.autocast, hidden = components.autocast, model.hidden_size
         layers = range(model.num_layers) if layers is None else layers
         self.first_layer = layers.start
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.num_layers
         assert model.vocab_size is not None, "count the vocabulary before building the model"
         if self.is_first or self.is_last:
             vocab = padded_vocab(model.vocab_size, model.vocab_size_divisible_unit)
-            self.word_embeddings = Embedding(vocab, model.hidden_size)
+            self.word_embeddings = components.word_embeddings(vocab, hidden)
         if self.is_first:
-            self.position_embeddings = Embedding(model.max_position_embeddings, model.hidden_size)
+            length = model.max_position_embeddings
+            self.position_embeddings = components.position_embeddings(length, hidden)
         # By layer number, so that names do not depend on the range of layers.
-        self.layers = nn.ModuleDict({str(layer): Block(model, layer) for layer in layers})
+        self.layers = nn.ModuleDict(
+            {str(layer): Block(model, layer, components) for layer in layers}
+        )
         self.runs = _runs([*self.layers.values()], recompute_interval)
         if self.is_last:
-            self.norm = nn.LayerNorm(model.hidden_size)
-            self.head = Head(model.vocab_size)
+            self.norm = nn.LayerNorm(hidden)
+            self.head = components.head(model.vocab_size)
         self.dropout = model.hidden_dropout_prob
 
     def forward(self, x: Tensor, labels: Tensor | None = None, factor: float = 1.0) -> Tensor:
@@ -142,6 +188,10 @@ class GPT(nn.Module):
         Output of the last layer: logits (B, T, V), or with labels (B, T) the loss, which is
         factor · the sum of cross entropies.
         """
+        with self.autocast():  # here, so that backward passes between two of these run without it
+            return self._output(x, labels, factor)
+
+    def _output(self, x: Tensor, labels: Tensor | None, factor: float) -> Tensor:
         if self.is_first:
             positions = torch.arange(x.shape[1], device=x.device)
             x = self.word_embeddings(x) + self.position_embeddings(positions)

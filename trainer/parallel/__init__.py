@@ -17,10 +17,10 @@ from trainer.data import LocalBatch
 from trainer.dropout import Dropout
 from trainer.layout import own_chunks
 from trainer.mesh import Mesh
-from trainer.model import GPT, initial_value, materialize
+from trainer.model import GPT, Components, initial_value, materialize
 from trainer.optim import Precision, Weight, new_weight
 from trainer.parallel.data import replicate
-from trainer.parallel.tensor import split, split_dim
+from trainer.parallel.tensor import Group, TensorComponents, split_dim
 from trainer.slices import Holders, Slice
 
 
@@ -80,12 +80,11 @@ def parallelize(run: RunConfig, mesh: Mesh, precision: Precision) -> Parallel:
     layout, dropout = mesh.layout, Dropout(run, mesh)
     chunks = own_chunks(layout, run.Model.num_layers, run.Model.virtual_pp_degree, mesh.rank)
     interval = run.Distributed.pp_recompute_interval if layout.pp > 1 else 1
+    components = _components(run, mesh)
     # Without memory at first: a model that is split further may be too large for one rank.
     with torch.device("meta"):
-        parts = [GPT(run.Model, layers, interval) for _, layers in chunks]
+        parts = [GPT(run.Model, layers, interval, components) for _, layers in chunks]
     for part in parts:
-        if layout.mp > 1:
-            split(part, mesh, run.Model.sequence_parallel)
         precision.apply(part)
         dropout.attach(part)
         if layout.sharding > 1:
@@ -107,6 +106,12 @@ def parallelize(run: RunConfig, mesh: Mesh, precision: Precision) -> Parallel:
         stages = [(number, module) for (number, _), module in zip(chunks, modules)]
         runner = Pipeline(run, mesh, precision, stages)
     return Parallel(mesh, parts, runner, weights, dropout, run.Model.sequence_parallel)
+
+
+def _components(run: RunConfig, mesh: Mesh) -> Components:
+    if mesh.layout.mp == 1:
+        return Components()
+    return TensorComponents(Group(mesh, run.Model.sequence_parallel))
 
 
 def parameter_device(sharding: Sharding, mesh: Mesh) -> torch.device:

@@ -11,17 +11,18 @@ all-gather.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.dropout import own_stream
 from trainer.loss import chunked_loss
 from trainer.mesh import Mesh
-from trainer.model import GPT, Block, Embedding, Head, Linear, SelfAttention
+from trainer.model import Components, Embedding, Head, Linear
 
 Action = Callable[[Tensor], Tensor]
 
@@ -111,7 +112,9 @@ def _identity(x: Tensor) -> Tensor:
 class ColumnLinear(Linear):
     """Computes this rank's columns of the output, from the whole input."""
 
-    mp: Group
+    def __init__(self, inputs: int, outputs: int, mp: Group) -> None:
+        super().__init__(inputs, outputs // mp.size)
+        self.mp = mp
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.mp.whole(x), self.weight, self.bias)
@@ -120,30 +123,21 @@ class ColumnLinear(Linear):
 class RowLinear(Linear):
     """Computes the whole output, from this rank's columns of the input."""
 
-    mp: Group
+    def __init__(self, inputs: int, outputs: int, mp: Group) -> None:
+        super().__init__(inputs // mp.size, outputs)
+        self.mp = mp
 
     def forward(self, x: Tensor) -> Tensor:
         # The bias after the sum: otherwise every rank would add it once.
         return self.mp.sum(F.linear(x, self.weight)) + self.bias
 
 
-class SplitAttention(SelfAttention):
-    """Attention of this rank's heads. Each rank draws its own attention dropout."""
-
-    mp: Group
-
-    def _core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # With sequence parallelism, the ranks have different random streams already.
-        if not (self.dropout and self.training) or self.mp.sequence_parallel:
-            return super()._core(q, k, v)
-        with own_stream(self.mp.device, self.mp.rank):
-            return super()._core(q, k, v)
-
-
 class VocabEmbedding(Embedding):
     """Holds this rank's rows of the vocabulary. Other tokens are zero until the sum over ranks."""
 
-    mp: Group
+    def __init__(self, vocab: int, hidden: int, mp: Group) -> None:
+        super().__init__(vocab // mp.size, hidden)
+        self.mp = mp
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.weight.shape[0]
@@ -153,19 +147,23 @@ class VocabEmbedding(Embedding):
         return self.mp.sum(found.masked_fill(elsewhere[..., None], 0.0))
 
 
-class PositionEmbedding(Embedding):
-    mp: Group
+class PartEmbedding(Embedding):
+    """Position embeddings of this rank's part of the sequence."""
+
+    def __init__(self, length: int, hidden: int, mp: Group) -> None:
+        super().__init__(length, hidden)
+        self.mp = mp
 
     def forward(self, positions: Tensor) -> Tensor:
-        if self.mp.sequence_parallel:  # only the positions of this rank's part of the sequence
-            positions = positions.chunk(self.mp.size)[self.mp.rank]
-        return F.embedding(positions, self.weight)
+        return F.embedding(positions.chunk(self.mp.size)[self.mp.rank], self.weight)
 
 
 class VocabHead(Head):
     """Computes the loss from this rank's rows of the vocabulary: no rank sees all logits."""
 
-    mp: Group
+    def __init__(self, vocab_size: int, mp: Group) -> None:
+        super().__init__(vocab_size)
+        self.mp = mp
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: float) -> Tensor:
         assert labels is not None, "with tensor parallelism, no rank has all logits"
@@ -175,31 +173,42 @@ class VocabHead(Head):
         )
 
 
-def split(part: GPT, mesh: Mesh, sequence_parallel: bool) -> None:
-    """Reduce a model on the meta device to this rank's share."""
-    group = Group(mesh, sequence_parallel)
-    for module in part.modules():
-        if isinstance(module, Block):
-            _convert(module.self_attn, SplitAttention, group)
-            for child in (module.self_attn.qkv_proj, module.linear1):
-                _convert(child, ColumnLinear, group)
-            for child in (module.self_attn.out_proj, module.linear2):
-                _convert(child, RowLinear, group)
-    if part.is_first or part.is_last:
-        _convert(part.word_embeddings, VocabEmbedding, group)
-    if part.is_first:
-        _convert(part.position_embeddings, PositionEmbedding, group)
-    if part.is_last:
-        _convert(part.head, VocabHead, group)
-    # A list, because registering parameters changes the dictionary that is iterated.
-    for name, parameter in list(part.named_parameters()):
-        if (dim := split_dim(name)) is not None:
-            own = parameter.chunk(group.size, dim)[group.rank]
-            owner, _, last = name.rpartition(".")
-            part.get_submodule(owner).register_parameter(last, nn.Parameter(torch.empty_like(own)))
+class TensorComponents(Components):
+    """The layers of one rank of an mp group: modules of this rank's size, with collectives."""
 
+    def __init__(
+        self, mp: Group, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        super().__init__(autocast)
+        self.mp = mp
 
-def _convert(module: nn.Module, cls: type[nn.Module], group: Group) -> None:
-    """Change the class of a module, and so its forward pass, but not its place and names."""
-    module.__class__ = cls
-    module.mp = group  # type: ignore[assignment]
+    def word_embeddings(self, vocab: int, hidden: int) -> Embedding:
+        return VocabEmbedding(vocab, hidden, self.mp)
+
+    def position_embeddings(self, length: int, hidden: int) -> Embedding:
+        if self.mp.sequence_parallel:
+            return PartEmbedding(length, hidden, self.mp)
+        return super().position_embeddings(length, hidden)
+
+    def qkv_proj(self, hidden: int) -> Linear:
+        return ColumnLinear(hidden, 3 * hidden, self.mp)
+
+    def out_proj(self, hidden: int) -> Linear:
+        return RowLinear(hidden, hidden, self.mp)
+
+    def linear1(self, hidden: int, ffn: int) -> Linear:
+        return ColumnLinear(hidden, ffn, self.mp)
+
+    def linear2(self, ffn: int, hidden: int) -> Linear:
+        return RowLinear(ffn, hidden, self.mp)
+
+    def head(self, vocab_size: int) -> Head:
+        return VocabHead(vocab_size, self.mp)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        """Attention of this rank's heads. Each rank draws its own attention dropout."""
+        # With sequence parallelism, the ranks have different random streams already.
+        if not dropout or self.mp.sequence_parallel:
+            return super().attend(q, k, v, dropout)
+        with own_stream(self.mp.device, self.mp.rank):
+            return super().attend(q, k, v, dropout)
