@@ -8,7 +8,7 @@ keys of the degrees.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -69,6 +69,22 @@ class Layout(NamedTuple):
         stride = math.prod(self[position + 1 :])
         first = rank - self.coordinates(rank)[position] * stride
         return range(first, first + self[position] * stride, stride)
+
+    def tied(self, rank: int) -> tuple[int, ...]:
+        """The first and last stage of a rank's pipeline, which share the embedding.
+
+        A middle stage is alone: it has none.
+        """
+        first, *_, last = self.group("pp", rank)
+        return (first, last) if rank in (first, last) else (rank,)
+
+    def groups(self, rank: int) -> dict[str, Sequence[int]]:
+        """A rank's group along every axis that has more than one rank, and its `tied` ranks.
+
+        The same names in the same order for all ranks, and each name divides all ranks.
+        """
+        axes = {axis: self.group(axis, rank) for axis, degree in zip(AXES, self) if degree > 1}
+        return {**axes, "tied": self.tied(rank)} if self.pp > 1 else {**axes}
 
     def has_whole_replicas(self, per_node: int) -> bool:
         """Whether every node holds complete model replicas, so that it needs no other node."""

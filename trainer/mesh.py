@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.config.sections import RunConfig
 from trainer.device import choose_device, group_options
 from trainer.errors import OUT_OF_REACH, UserError
-from trainer.layout import AXES, Coordinates, Layout, Machines
+from trainer.layout import Coordinates, Layout, Machines
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +62,7 @@ class Mesh:
     device: torch.device
     # Separate from the group of the training loop: for checkpoints, and to exchange objects.
     cpu_group: dist.ProcessGroup | None = None
-    # By axis, only those with more than one rank.
+    # By axis, only those with more than one rank; and `tied`, see `Layout.tied`.
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     disks: int = 1  # > 1: every node has its own disk, with a full copy of everything saved
@@ -194,17 +194,67 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
         raise UserError(message, hint, OUT_OF_REACH) from None
     finally:
         waiting.cancel()
-    # Ranks wait in this group while another one prepares data or writes its part of a checkpoint,
-    # which can take longer than any training step.
-    cpu_group = dist.new_group(backend="gloo", timeout=max(timeout, PREPARATION), group_desc="cpu")
-    _check_same(layout, cpu_group)
-    disks = _disks(layout, environ)
-    disk_group = _disk_group(layout.world // disks) if disks > 1 else cpu_group
-    groups = _groups(layout, timeout)
-    yield Mesh(
-        layout, rank, local_rank, device, cpu_group, groups, disks=disks, disk_group=disk_group
-    )
+    yield connect(layout, rank, local_rank, device, timeout, _disks(layout, environ))
     dist.destroy_process_group()  # not after an error: it could wait for ranks that have exited
+
+
+def connect(
+    layout: Layout,
+    rank: int,
+    local_rank: int,
+    device: torch.device,
+    timeout: timedelta,
+    disks: int = 1,
+    cpu_backend: str = "gloo",
+) -> Mesh:
+    """Create the process groups of this rank. The default group exists already, and may be a fake.
+
+    A rank creates only the groups that it is in: a handful, however many ranks there are. All ranks
+    create them in this order, and each step divides all ranks into groups: NCCL splits the
+    communicator of all ranks for it, and would wait for a rank that does not take part.
+    Not init_device_mesh, because its timeout is always 30 minutes.
+    """
+    # Ranks wait in these two while another one prepares data or writes its part of a checkpoint,
+    # which can take longer than any training step.
+    slow = max(timeout, PREPARATION)
+    cpu_group = disk_group = _new_group("cpu", range(layout.world), slow, cpu_backend)
+    _check_same(layout, cpu_group)
+    if disks > 1:
+        per_disk = layout.world // disks
+        first = rank - rank % per_disk
+        disk_group = _new_group("disk", range(first, first + per_disk), slow, cpu_backend)
+    members = layout.groups(rank)
+    groups = {name: _new_group(name, ranks, timeout) for name, ranks in members.items()}
+    shared = {name: group for name, group in groups.items() if len(members[name]) > 1}
+    return Mesh(
+        layout, rank, local_rank, device, cpu_group, shared, disks=disks, disk_group=disk_group
+    )
+
+
+@contextmanager
+def rehearse(layout: Layout, rank: int, timeout: timedelta = PREPARATION) -> Iterator[Mesh]:
+    """The mesh of one rank without the others: its collectives return at once and move nothing."""
+    if layout.world == 1:
+        yield Mesh(layout, 0, 0, torch.device("cpu"))
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+    try:
+        yield connect(layout, rank, 0, torch.device("cpu"), timeout, cpu_backend="fake")
+    finally:
+        dist.destroy_process_group()
+
+
+def _new_group(
+    name: str, ranks: Sequence[int], timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Create a group of this rank; without a backend, it has those of the default group."""
+    # Local: otherwise torch has all ranks create all groups one after the other, and those outside
+    # of a gloo group would split the NCCL communicator, but its members would not.
+    return dist.new_group(
+        list(ranks), timeout, backend, group_desc=name, use_local_synchronization=True
+    )
 
 
 def _disks(layout: Layout, environ: Mapping[str, str]) -> int:
@@ -215,11 +265,6 @@ def _disks(layout: Layout, environ: Mapping[str, str]) -> int:
     if not layout.has_whole_replicas(per_node):
         raise UserError(*TORN_OVER_NODES)
     return layout.world // per_node
-
-
-def _disk_group(per_disk: int) -> dist.ProcessGroup:
-    own, _ = dist.new_subgroups(per_disk, timeout=PREPARATION, backend="gloo", group_desc="disk")
-    return own
 
 
 def _check_same(layout: Layout, group: dist.ProcessGroup) -> None:
@@ -240,26 +285,6 @@ def _check_same(layout: Layout, group: dist.ProcessGroup) -> None:
 def answer_time(limit: float) -> float:
     """The seconds that ranks have to answer the watchdog; a running rank always does."""
     return min(max(1.0, limit / 2), 15.0)
-
-
-def _groups(layout: Layout, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along every axis, and `tied`: the first and last stage of its pipeline.
-
-    These two share the embedding. torch requires all ranks to create all groups in the same order.
-    Not init_device_mesh, because its timeout is always 30 minutes.
-    """
-    members = {
-        axis: {tuple(layout.group(axis, rank)) for rank in range(layout.world)} for axis in AXES
-    }
-    members["tied"] = {(pipeline[0], pipeline[-1]) for pipeline in members["pp"]}
-    groups = {}
-    for name, lists in members.items():
-        ranks = sorted(map(list, lists))  # the same order on all ranks
-        if len(set(ranks[0])) > 1:
-            own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, group_desc=name)
-            if own is not None:  # middle stages of a pipeline hold no embedding
-                groups[name] = own
-    return groups
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
