@@ -109,10 +109,10 @@ class LeanChunk(LeanStage):
         while len(self.sending) > remaining:
             self.sending.popleft().wait()
 
-    def clear_runtime_states(self) -> None:
-        """Called between updates."""
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """The last action of a chunk in an update, which leaves no message under way."""
         self._wait(0)
-        super().clear_runtime_states()
+        super().perform_reduce_grad(grad_scale_factor)
 
 
 def _emptied(infos: tuple[Any, ...]) -> tuple[Any, ...]:
