@@ -9,6 +9,7 @@ computed before the next chunk.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,13 +21,55 @@ from trainer.estimate import CHUNK_LOGITS, LARGE_VOCAB
 IGNORED = -100  # label of tokens that are not predicted; torch's own default
 
 
+class EmbeddingGradient:
+    """The embedding's fp32 gradient, between the forward and backward passes of micro-batches.
+
+    GPipe runs many forward passes before the first backward pass. All of them add to one tensor,
+    and the last of their backward passes returns it.
+    """
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.open: WeakSet[_Pass] = WeakSet()  # a pass whose loss is dropped disappears from it
+        self.num_added = self.num_returned = 0
+
+    def begin(self, weight: Tensor) -> tuple[_Pass, Tensor]:
+        """A new forward pass, and the tensor to which it adds."""
+        if self.total is None or not self.open:
+            self.total = torch.zeros_like(weight, dtype=torch.float32)
+            self.num_added = self.num_returned = 0
+        self.num_added += 1
+        self.open.add(new := _Pass())
+        return new, self.total
+
+    def end(self, ended: _Pass) -> Tensor | None:
+        """A backward pass: the sum if it is the last one, else nothing."""
+        self.open.remove(ended)
+        self.num_returned += 1
+        if self.open:
+            return None
+        # The sum would contain the gradient of a loss that was dropped while others were open.
+        assert self.num_returned == self.num_added, "a forward pass had no backward pass"
+        total, self.total = self.total, None
+        return total
+
+
+class _Pass:
+    pass
+
+
 def next_token_loss(
-    x: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, factor: float
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    factor: float,
+    sums: EmbeddingGradient | None = None,
 ) -> Tensor:
     """factor · sum of cross entropies, without the padding rows of the vocabulary."""
     # For a small vocabulary, all logits at once are faster and fit into memory.
     if weight.shape[0] >= LARGE_VOCAB:
-        return chunked_loss(x, weight, labels, vocab_size, factor)
+        return chunked_loss(x, weight, labels, vocab_size, factor, sums)
     logits = F.linear(x, weight)[..., :vocab_size].flatten(0, 1).float()
     return F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED) * factor
 
@@ -37,12 +80,17 @@ def chunked_loss(
     labels: Tensor,
     vocab_size: int,
     factor: float,
+    sums: EmbeddingGradient | None = None,
     first_row: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The same in chunks. With `group`, this rank holds the embedding rows from `first_row` on."""
+    """The same in chunks. With `group`, this rank holds the embedding rows from `first_row` on.
+
+    `sums` belongs to the weight; losses with the same one must be differentiated alike.
+    """
+    sums, rows = sums or EmbeddingGradient(), vocab_size - first_row
     return _ChunkedLoss.apply(
-        x.flatten(0, 1), weight, labels.flatten(), vocab_size - first_row, factor, first_row, group
+        x.flatten(0, 1), weight, labels.flatten(), rows, factor, sums, first_row, group
     )
 
 
@@ -60,6 +108,7 @@ class _ChunkedLoss(torch.autograd.Function):
         labels: Tensor,
         true_rows: int,
         factor: float,
+        sums: EmbeddingGradient,
         first_row: int,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
@@ -67,7 +116,7 @@ class _ChunkedLoss(torch.autograd.Function):
         half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         loss = torch.zeros((), device=x.device)
         ctx.dx = torch.empty_like(x) if wants_x else None
-        ctx.dw = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        ctx.sums, (ctx.own, dw) = sums, sums.begin(weight) if wants_weight else (None, None)
         length = max(1, CHUNK_LOGITS.get(device, CHUNK_LOGITS["cuda"]) // weight.shape[0])
         # Casts are explicit below: the weight is converted once for all chunks.
         with torch.autocast(device, enabled=False):
@@ -83,19 +132,21 @@ class _ChunkedLoss(torch.autograd.Function):
                     gradient = gradient.mul_(factor).to(half)
                 if wants_x:
                     ctx.dx[chunk] = gradient @ rows
-                if wants_weight and half == torch.float32:
-                    ctx.dw.addmm_(gradient.T, part)  # saves a temporary of the embedding's size
-                elif wants_weight:
-                    ctx.dw += gradient.T @ part  # sum in fp32: half precision loses small parts
+                if dw is not None and half == torch.float32:
+                    dw.addmm_(gradient.T, part)  # saves a temporary of the embedding's size
+                elif dw is not None:
+                    dw += gradient.T @ part  # sum in fp32: half precision loses small parts
         ctx.weight_dtype = weight.dtype
         return loss * factor
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         dx = None if ctx.dx is None else ctx.dx.mul_(outer[0])
-        dw = None if ctx.dw is None else ctx.dw.mul_(outer[0]).to(ctx.weight_dtype)
-        ctx.dx = ctx.dw = None  # free the memory as soon as possible
-        return dx, dw, None, None, None, None, None
+        dw = None if ctx.own is None else ctx.sums.end(ctx.own)
+        if dw is not None:
+            dw = dw.mul_(outer[0]).to(ctx.weight_dtype)
+        ctx.dx = None  # free the memory as soon as possible
+        return dx, dw, None, None, None, None, None, None
 
 
 def _entropy(

@@ -155,6 +155,11 @@ class Mesh:
             dist.barrier(group=self.cpu_group)
 
 
+def wait_for(work: dist.Work) -> None:
+    """Wait for a collective that runs in the background. Here for the same reason as `read`."""
+    work.wait()
+
+
 def machines(environ: Mapping[str, str] = os.environ) -> Machines:
     """The number of nodes and ranks, from the variables that the launcher sets."""
     world = _number(environ, "WORLD_SIZE", 1)

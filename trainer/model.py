@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.config.sections import Model
 from trainer.errors import UserError
 from trainer.layout import padded_vocab
-from trainer.loss import next_token_loss
+from trainer.loss import EmbeddingGradient, next_token_loss
 from trainer.slices import Slice
 
 # Elements per random stream: a rank can then create the rows it holds without drawing all others.
@@ -51,21 +50,16 @@ class Head(nn.Module):
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size  # without padding
+        self.sums = EmbeddingGradient()
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: float) -> Tensor:
         if labels is None:
             return F.linear(x, weight)
-        return next_token_loss(x, weight, labels, self.vocab_size, factor)
+        return next_token_loss(x, weight, labels, self.vocab_size, factor, self.sums)
 
 
 class Components:
-    """Creates the layers of a GPT. The methods that create one have the name it gets there.
-
-    `autocast` creates the context in which every forward pass runs.
-    """
-
-    def __init__(self, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        self.autocast = autocast
+    """Creates the layers of a GPT. The methods that create one have the name it gets there."""
 
     def word_embeddings(self, vocab: int, hidden: int) -> Embedding:
         return Embedding(vocab, hidden)
@@ -161,7 +155,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         components = components or Components()
-        self.autocast, hidden = components.autocast, model.hidden_size
+        hidden = model.hidden_size
         layers = range(model.num_layers) if layers is None else layers
         self.first_layer = layers.start
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.num_layers
@@ -188,10 +182,6 @@ class GPT(nn.Module):
         Output of the last layer: logits (B, T, V), or with labels (B, T) the loss, which is
         factor · the sum of cross entropies.
         """
-        with self.autocast():  # here, so that backward passes between two of these run without it
-            return self._output(x, labels, factor)
-
-    def _output(self, x: Tensor, labels: Tensor | None, factor: float) -> Tensor:
         if self.is_first:
             positions = torch.arange(x.shape[1], device=x.device)
             x = self.word_embeddings(x) + self.position_embeddings(positions)

@@ -1,4 +1,4 @@
-"""AdamW, learning rate, gradient norm, loss scale and half precision."""
+"""AdamW, learning rate and gradient norm."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from trainer.config.sections import LearningRate, MixPrecision
+from trainer.config.sections import LearningRate
 from trainer.config.sections import Optimizer as OptimizerConfig
 from trainer.slices import Holders, Piece, Slice
 
 MAX_SUMMED = 1 << 16  # elements per partial sum of squares, see `_summable`
-GROWTH_INTERVAL = 1000  # updates without overflow before the loss scale doubles, as in Paddle
-HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def learning_rate(lr: LearningRate, update: int) -> float:
@@ -32,48 +30,13 @@ def learning_rate(lr: LearningRate, update: int) -> float:
     return lr.min_lr + (lr.max_lr - lr.min_lr) * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
-class Precision:
-    """Mixed precision: the dtype of the forward pass, and the loss scale of float16."""
-
-    def __init__(self, config: MixPrecision, device: str) -> None:
-        self.half = HALVES[config.dtype] if config.enable else None
-        self.is_pure = config.enable and config.level == "O2"
-        self.device = device
-        self.is_dynamic = self.half is torch.float16
-        self.scale = config.scale_loss if self.is_dynamic else 1.0
-        self.good_updates = 0
-
-    def apply(self, model: nn.Module) -> None:
-        """Convert the model, or wrap its forward pass in autocast.
-
-        Wrapping the forward pass keeps autocast out of backward passes between two of them.
-        """
-        if self.is_pure:
-            model.to(self.half)
-        elif self.half:
-            model.forward = torch.autocast(self.device, self.half)(model.forward)
-
-    def update_scale(self, finite: bool) -> None:
-        """Halve the scale after an overflow, double it after many updates without one."""
-        if not self.is_dynamic:
-            return
-        self.good_updates = self.good_updates + 1 if finite else 0
-        if not finite:  # an overflow: gradients times the scale exceeded float16
-            self.scale /= 2
-        elif self.good_updates == GROWTH_INTERVAL:
-            self.scale, self.good_updates = self.scale * 2, 0
-
-    def state(self) -> dict[str, float]:
-        return {"scale": self.scale, "good_updates": self.good_updates}
-
-    def restore(self, state: dict[str, float]) -> None:
-        if self.is_dynamic:  # a run may resume in another precision
-            self.scale, self.good_updates = state["scale"], int(state["good_updates"])
-
-
 @dataclass
 class Weight:
-    """A rank's piece of a parameter, its fp32 master copy (O2 only), and Adam's moments."""
+    """A rank's piece of a parameter, and its fp32 training state.
+
+    Without sharding, O2 has a master copy of the parameter. O2 and data parallelism have a main
+    gradient, to which hooks add each micro-batch's gradient. All others use the parameter's own.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -86,6 +49,7 @@ class Weight:
     is_tied: bool = False  # the embedding, held by the first and the last pipeline stage
     is_copy: bool = False  # the embedding of the last stage: neither counted nor saved
     holders: Holders = Holders()
+    main_gradient: Tensor | None = None
 
     @property
     def local(self) -> Tensor:
@@ -111,6 +75,9 @@ class Weight:
 
     @property
     def gradient(self) -> Tensor:
+        """The fp32 gradient of an update."""
+        if self.main_gradient is not None:
+            return self.main_gradient
         assert self.parameter.grad is not None, self.name
         return _local(self.parameter.grad)
 
@@ -145,8 +112,7 @@ class Optimizer:
         ]
         if not parts:
             return torch.zeros((), dtype=torch.float64)
-        # With a dtype, half-precision gradients are summed in fp32 without being copied.
-        norms = torch._foreach_norm([part for part, _ in parts], 2, torch.float32)
+        norms = torch._foreach_norm([part for part, _ in parts], 2)
         squares = torch.stack(norms).double().square()
         if self._shares is None:  # only once: copying to a GPU makes the host wait
             self._shares = squares.new_tensor([1 / holders for _, holders in parts])
@@ -176,7 +142,7 @@ class Optimizer:
         device = weights[0].exp_avg.device
         adamw(
             [weight.fp32 for weight in weights],
-            [weight.gradient.float() for weight in weights],
+            [weight.gradient for weight in weights],
             [weight.exp_avg for weight in weights],
             [weight.exp_avg_sq for weight in weights],
             [],

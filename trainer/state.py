@@ -8,8 +8,9 @@ from trainer.config.sections import RunConfig
 from trainer.data import Length, Splits
 from trainer.mesh import Mesh
 from trainer.metrics import Log, Metrics
-from trainer.optim import Optimizer, Precision
+from trainer.optim import Optimizer
 from trainer.parallel import Parallel
+from trainer.precision import Precision
 from trainer.stop import StopRequest
 
 

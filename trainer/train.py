@@ -24,8 +24,9 @@ from trainer.generate import generate
 from trainer.logline import COMPLETE, epoch_line, evaluation_line, sample_title
 from trainer.mesh import Mesh
 from trainer.metrics import Log, Metrics
-from trainer.optim import Optimizer, Precision, learning_rate
+from trainer.optim import Optimizer, learning_rate
 from trainer.parallel import parallelize
+from trainer.precision import Precision
 from trainer.resume import (
     choose_checkpoint,
     how_to_resume,
@@ -73,7 +74,8 @@ def stop_text(step: int, has_trained: bool) -> str:
 def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training:
     """Create data, model and optimizer at step 0. `t.run` also has the vocabulary of the data."""
     run, splits, length = open_data(run, mesh, log.warn)
-    precision = Precision(run.Engine.mix_precision, mesh.device.type)
+    is_sharded = mesh.layout.sharding > 1
+    precision = Precision(run.Engine.mix_precision, mesh.device.type, is_sharded)
     parallel = parallelize(run, mesh, precision)
     optimizer = Optimizer(parallel.weights, run.Optimizer)
     metrics = Metrics(run, mesh, log, output_dir(run), length.max_steps)

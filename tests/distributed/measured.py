@@ -104,7 +104,9 @@ class _Bytes:
         there = [parameter for parameter in self._alive() if _local(parameter).untyped_storage().size()]
         self.parameters = self.parameters or _bytes_of(there)
         self.backward(*args, **kwargs)
-        self.gradients.append(_bytes_of([parameter.grad for parameter in self._alive()]))
+        gradients = [weight.main_gradient for weight in self.t.optimizer.weights]
+        gradients += [parameter.grad for parameter in self._alive()]
+        self.gradients.append(_bytes_of(gradients))
 
 
 @torch.no_grad()

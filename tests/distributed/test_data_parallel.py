@@ -101,7 +101,7 @@ def test_an_overflow_skips_the_update_on_all_ranks_and_the_rate_waits(tmp_path: 
 
 def test_single_overflows_are_no_lack_of_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scale doubles after every two updates and overflows again and again, but never three times in a row."""
-    monkeypatch.setattr("trainer.optim.GROWTH_INTERVAL", 2)
+    monkeypatch.setattr("trainer.precision.GROWTH_INTERVAL", 2)
     monkeypatch.setattr("trainer.train.MAX_SKIPPED", 3)
     amp = {"Engine.mix_precision.enable": True, "Engine.mix_precision.scale_loss": 2.0**15}
     ended = run(tmp_path, *tiny(max_steps=40, **amp))

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from trainer.config import load
 from trainer.config.sections import LearningRate, MixPrecision
-from trainer.optim import GROWTH_INTERVAL, Optimizer, Precision, Weight, learning_rate, new_weight
+from trainer.optim import Optimizer, Weight, learning_rate, new_weight
+from trainer.parallel.data import Buckets
+from trainer.precision import GROWTH_INTERVAL, Precision
 from trainer.slices import Slice
 
 RUN = load(None).run
@@ -155,12 +157,15 @@ def test_pure_half_parameters_have_fp32_masters() -> None:
     precision = Precision(MixPrecision(enable=True, dtype="bfloat16", level="O2", scale_loss=1.0), "cpu")
     model = module()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    precision.apply(model)
+    precision.convert(model)
     optimizer = Optimizer(weights_of(model, before), replace(RUN.Optimizer, weight_decay=0.0))
     assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     assert all(torch.equal(weight.master, right) for weight, right in zip(optimizer.weights, before))
+    buckets = Buckets(optimizer.weights, 25, 1, None)
     for _ in range(100):
+        buckets.begin()
         model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        buckets.finish()
         optimizer.step(1e-6, 1.0, 1.0)
         optimizer.zero_grad()
     bias = optimizer.weights[-1]

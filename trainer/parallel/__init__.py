@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,9 +17,10 @@ from trainer.dropout import Dropout
 from trainer.layout import own_chunks
 from trainer.mesh import Mesh
 from trainer.model import GPT, Components, initial_value, materialize
-from trainer.optim import Precision, Weight, new_weight
-from trainer.parallel.data import replicate
+from trainer.optim import Weight, new_weight
+from trainer.parallel.data import Buckets
 from trainer.parallel.tensor import Group, TensorComponents, split_dim
+from trainer.precision import Precision
 from trainer.slices import Holders, Slice
 
 
@@ -46,16 +46,23 @@ class Parallel:
     runner: Runner
     weights: list[Weight]
     dropout: Dropout
+    precision: Precision
+    buckets: Buckets | None  # data parallelism and O2, both without sharding
     sequence_parallel: bool
 
     def train(self, mode: bool = True) -> None:
-        for part in self.parts:  # DDP and pipeline stages wrap these modules
+        for part in self.parts:  # autocast and pipeline stages wrap these modules
             part.train(mode)
 
     def gradients(self, batch: LocalBatch, factor: float, step: int) -> Tensor:
-        """Run a batch, then sum the gradients that DDP and FSDP do not reduce."""
+        """Run a batch, then sum the gradients that buckets and FSDP do not reduce."""
         self.dropout.begin(step)
-        loss = self.runner.gradients(batch, factor)
+        if self.buckets:
+            self.buckets.begin()
+        with self.precision.update():
+            loss = self.runner.gradients(batch, factor)
+        if self.buckets:
+            self.buckets.finish()
         # Each rank of an mp group saw only its part of the sequence.
         if self.sequence_parallel:
             self._add_up([weight for weight in self.weights if not weight.is_split], "mp")
@@ -85,27 +92,38 @@ def parallelize(run: RunConfig, mesh: Mesh, precision: Precision) -> Parallel:
     with torch.device("meta"):
         parts = [GPT(run.Model, layers, interval, components) for _, layers in chunks]
     for part in parts:
-        precision.apply(part)
+        precision.convert(part)
         dropout.attach(part)
         if layout.sharding > 1:
             # Imported here, like the pipeline below: torch's part takes a second to import.
             from trainer.parallel.sharding import shard
 
-            shard(part, run.Distributed.sharding, mesh)
+            shard(part, run.Distributed.sharding, mesh, precision)
         materialize(part, parameter_device(run.Distributed.sharding, mesh))
     weights = [weight for part in parts for weight in _initial_weights(part, run, mesh, precision)]
-    copied = layout.dp > 1 and layout.sharding == 1  # with sharding, FSDP reduces along dp too
-    modules = [
-        replicate(part, run.Distributed.bucket_cap_mb, mesh) if copied else part for part in parts
-    ]
+    modules = [precision.runnable(part) for part in parts]
     if layout.pp == 1:
-        runner: Runner = OneStage(run, mesh, parts[0], modules[0])
+        runner: Runner = OneStage(run, mesh, modules[0])
     else:
         from trainer.parallel.pipeline import Pipeline
 
         stages = [(number, module) for (number, _), module in zip(chunks, modules)]
         runner = Pipeline(run, mesh, precision, stages)
-    return Parallel(mesh, parts, runner, weights, dropout, run.Model.sequence_parallel)
+    buckets = _buckets(run, mesh, precision, weights)
+    sequence_parallel = run.Model.sequence_parallel
+    return Parallel(mesh, parts, runner, weights, dropout, precision, buckets, sequence_parallel)
+
+
+def _buckets(
+    run: RunConfig, mesh: Mesh, precision: Precision, weights: list[Weight]
+) -> Buckets | None:
+    """None where parameters have fp32 gradients of their own, which nobody has to average."""
+    layout = mesh.layout
+    # With sharding, FSDP reduces gradients in fp32, along dp too.
+    if layout.sharding > 1 or not (layout.dp > 1 or precision.has_masters):
+        return None
+    cap, micro_batches = run.Distributed.bucket_cap_mb, run.Engine.accumulate_steps
+    return Buckets(weights, cap, micro_batches, mesh.groups.get("dp"))
 
 
 def _components(run: RunConfig, mesh: Mesh) -> Components:
@@ -132,7 +150,7 @@ def _initial_weights(part: GPT, run: RunConfig, mesh: Mesh, precision: Precision
         piece = piece if dim is None else piece.chunk(dim, layout.mp, at.mp)
         piece = piece.chunk(0, layout.sharding, at.sharding)
         value = initial_value(name, piece, run.Model, run.Global.seed)
-        weight = new_weight(name, parameter, piece, value, precision.is_pure)
+        weight = new_weight(name, parameter, piece, value, precision.has_masters)
         weight.is_split = dim is not None
         weight.is_tied = name == "word_embeddings.weight" and layout.pp > 1
         weight.is_copy = weight.is_tied and not part.is_first
@@ -147,36 +165,30 @@ def _initial_weights(part: GPT, run: RunConfig, mesh: Mesh, precision: Precision
 class OneStage:
     """Runs micro-batches one after the other, without a pipeline: this rank has all layers."""
 
-    def __init__(self, run: RunConfig, mesh: Mesh, part: GPT, module: nn.Module) -> None:
-        self.part, self.module, self.device = part, module, mesh.device
+    def __init__(self, run: RunConfig, mesh: Mesh, module: nn.Module) -> None:
+        self.module, self.device = module, mesh.device
         self.micro_batch_size = run.Global.micro_batch_size
         self.accumulate = run.Engine.accumulate_steps
-        self.layout, self.stage = mesh.layout, run.Distributed.sharding.sharding_stage
+        self.is_sharded = mesh.layout.sharding > 1
+        self.stage = run.Distributed.sharding.sharding_stage
 
     def gradients(self, batch: LocalBatch, factor: float) -> Tensor:
         total = torch.zeros((), device=self.device)
         for number, (inputs, labels) in enumerate(
             batch.micro(self.micro_batch_size, self.device), 1
         ):
-            with self._synchronized(is_last=number == self.accumulate):
-                loss = self.module(inputs, labels, factor)
-                loss.backward()
+            if self.is_sharded:
+                from trainer.parallel.sharding import before_backward
+
+                is_last = number == self.accumulate
+                before_backward(self.module, self.stage, is_last)  # type: ignore[arg-type]
+            loss = self.module(inputs, labels, factor)
+            loss.backward()
             total += loss.detach()
         return total
 
     def loss(self, batch: LocalBatch) -> Tensor:
-        """The summed loss. Uses the model without DDP, which is only needed for gradients."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for inputs, labels in batch.micro(self.micro_batch_size, self.device):
-            total += self.part(inputs, labels)
+            total += self.module(inputs, labels)
         return total
-
-    def _synchronized(self, is_last: bool) -> AbstractContextManager[None]:
-        """Reduce gradients only with the last micro-batch, unless the sharding stage needs more."""
-        if self.layout.sharding > 1:
-            from trainer.parallel.sharding import before_backward
-
-            before_backward(self.module, self.stage, is_last)  # type: ignore[arg-type]
-        elif self.layout.dp > 1 and not is_last:
-            return self.module.no_sync()  # type: ignore[operator]
-        return nullcontext()

@@ -1,21 +1,132 @@
-"""Data parallelism: the same model on every rank.
+"""Data parallelism: the same model on every rank, whose gradients are averaged in buckets.
 
-DDP averages gradients in buckets, overlapped with the backward pass.
+A bucket is a flat fp32 buffer with the gradients of some parameters. A hook adds every
+micro-batch's gradient to it and frees that gradient, so only one gradient is in memory. When a
+bucket is complete it is averaged over the ranks, while the backward pass continues.
+
+Not torch's DDP, which keeps a second gradient while it accumulates, adds half-precision gradients
+in half precision, and imports torch's compiler. Without a group, the buckets are O2's fp32
+gradients of a single replica.
 """
 
 from __future__ import annotations
 
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from collections.abc import Iterable, Iterator
+from functools import partial
 
-from trainer.mesh import Mesh
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.mesh import wait_for
+from trainer.optim import Weight
+
+MIB = 1 << 20
 
 
-def replicate(model: nn.Module, bucket_cap_mb: float, mesh: Mesh) -> nn.Module:
-    return DistributedDataParallel(
-        model,
-        process_group=mesh.groups["dp"],
-        device_ids=[mesh.local_rank] if mesh.device.type == "cuda" else None,  # DDP's rule for CPUs
-        bucket_cap_mb=bucket_cap_mb,
-        gradient_as_bucket_view=True,  # gradients are views of the buckets: saves memory and a copy
-    )
+class Bucket:
+    """The gradients of some parameters, one after the other in one buffer."""
+
+    def __init__(self, weights: list[Weight]) -> None:
+        sizes = [weight.parameter.numel() for weight in weights]
+        self.buffer = torch.zeros(sum(sizes), device=weights[0].parameter.device)
+        self.views = [
+            view.view(weight.parameter.shape)
+            for weight, view in zip(weights, self.buffer.split(sizes))
+        ]
+        self.received = [0] * len(weights)  # micro-batches of this update, by parameter
+        self.work: dist.Work | None = None
+
+    def begin(self) -> None:
+        self.received = [0] * len(self.received)
+
+    def is_complete(self, micro_batches: int) -> bool:
+        return min(self.received) == micro_batches
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        if self.received[index]:
+            self.views[index].add_(gradient)
+        else:
+            self.views[index].copy_(gradient)  # overwrites the previous update: saves zeroing it
+        self.received[index] += 1
+
+    def fill(self) -> None:
+        """Set the gradients of unused parameters to zero."""
+        for view, received in zip(self.views, self.received):
+            if not received:
+                view.zero_()
+
+    def average(self, group: dist.ProcessGroup) -> None:
+        self.work = dist.all_reduce(self.buffer, dist.ReduceOp.AVG, group, async_op=True)
+
+    def wait(self) -> None:
+        if self.work is not None:
+            wait_for(self.work)
+            self.work = None
+
+
+class Buckets:
+    """The main gradients of all weights of a rank."""
+
+    def __init__(
+        self,
+        weights: list[Weight],
+        bucket_cap_mb: float,
+        micro_batches: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.micro_batches, self.group, self.num_reduced = micro_batches, group, 0
+        self.buckets: list[Bucket] = []
+        # Backward passes compute gradients about in the reverse order of the parameters.
+        for members in _grouped(reversed(weights), bucket_cap_mb * MIB):
+            bucket = Bucket(members)
+            self.buckets.append(bucket)
+            for index, (weight, view) in enumerate(zip(members, bucket.views)):
+                weight.main_gradient = view
+                weight.parameter.register_post_accumulate_grad_hook(
+                    partial(self._received, bucket, index)
+                )
+
+    def begin(self) -> None:
+        """Call this before the first backward pass of an update."""
+        self.num_reduced = 0
+        for bucket in self.buckets:
+            bucket.begin()
+
+    def finish(self) -> None:
+        """Call this after the last backward pass: reduce what is left, and wait for all ranks."""
+        for bucket in self.buckets[self.num_reduced :]:
+            self._reduce(bucket)
+        for bucket in self.buckets:
+            bucket.wait()
+
+    @torch.no_grad()
+    def _received(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        bucket.add(index, parameter.grad)
+        parameter.grad = None
+        # In the order of the list: all ranks have to call the same collectives in the same order,
+        # even if one of them has no gradient for a parameter.
+        while self.num_reduced < len(self.buckets) and self.buckets[self.num_reduced].is_complete(
+            self.micro_batches
+        ):
+            self._reduce(self.buckets[self.num_reduced])
+
+    @torch.no_grad()
+    def _reduce(self, bucket: Bucket) -> None:
+        self.num_reduced += 1
+        bucket.fill()
+        if self.group is not None:
+            bucket.average(self.group)
+
+
+def _grouped(weights: Iterable[Weight], limit: float) -> Iterator[list[Weight]]:
+    """Consecutive weights: a bucket is full when its fp32 gradients reach the limit."""
+    members: list[Weight] = []
+    for weight in weights:
+        members.append(weight)
+        if 4 * sum(member.parameter.numel() for member in members) >= limit:
+            yield members
+            members = []
+    if members:
+        yield members

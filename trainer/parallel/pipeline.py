@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 from trainer.config.sections import RunConfig
 from trainer.data import LocalBatch
 from trainer.mesh import Mesh
-from trainer.optim import Precision
+from trainer.precision import Precision
 
 SENDS_IN_FLIGHT = 4  # per chunk, before the oldest one is waited for
 
@@ -155,11 +155,12 @@ class Pipeline:
         batch, tokens = run.Global.micro_batch_size, run.Data.Train.dataset.max_seq_len
         # With sequence parallelism, stages exchange only this rank's part of the sequence.
         length = tokens // mesh.layout.mp if run.Model.sequence_parallel else tokens
-        dtype = precision.half if precision.is_pure else torch.float32
         with torch.device("meta"):
             text = torch.empty(batch, tokens, dtype=torch.long)
             hidden = torch.empty(
-                batch, length, run.Model.hidden_size, dtype=dtype, requires_grad=True
+                (batch, length, run.Model.hidden_size),
+                dtype=precision.message_dtype,
+                requires_grad=True,
             )
             loss = torch.empty((), requires_grad=True)
         # The first stage reads tokens, and the last one returns the loss.

@@ -11,7 +11,6 @@ all-gather.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -168,18 +167,14 @@ class VocabHead(Head):
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: float) -> Tensor:
         assert labels is not None, "with tensor parallelism, no rank has all logits"
         first_row = self.mp.rank * weight.shape[0]
-        return chunked_loss(
-            self.mp.whole(x), weight, labels, self.vocab_size, factor, first_row, self.mp.group
-        )
+        whole, vocab_size, group = self.mp.whole(x), self.vocab_size, self.mp.group
+        return chunked_loss(whole, weight, labels, vocab_size, factor, self.sums, first_row, group)
 
 
 class TensorComponents(Components):
     """The layers of one rank of an mp group: modules of this rank's size, with collectives."""
 
-    def __init__(
-        self, mp: Group, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> None:
-        super().__init__(autocast)
+    def __init__(self, mp: Group) -> None:
         self.mp = mp
 
     def word_embeddings(self, vocab: int, hidden: int) -> Embedding:

@@ -39,7 +39,7 @@ TIMED_OUT = re.compile(r"Timed out waiting")
 # stamps in whole seconds, so it must be clearly the first to exit.
 EXIT_DELAY = 1.1
 EXIT_GRACE = 5.0  # seconds that a thread leaves to another one that is already exiting
-# Files in which a thread waits for other ranks: DDP exchanges gradients during `backward`.
+# Files in which a thread waits for other ranks: FSDP exchanges gradients during `backward`.
 WAITING = re.compile(
     rf"/torch/distributed/|/torch/autograd/graph\.py$|^{re.escape(trainer.mesh.__file__)}$"
 )
