@@ -1,10 +1,11 @@
-"""Write docs/config-reference.md from the definitions that `gptctl keys` prints.
+"""Write docs/config-reference.md, and a table of docs/parallelism.md.
 
-    python docs/generate.py            writes the file
-    python docs/generate.py --check    exits with 1 if the file is out of date, and writes nothing
+    python docs/generate.py            writes the files
+    python docs/generate.py --check    exits with 1 if one is out of date, and writes nothing
 
-Edit the texts where the keys are defined: trainer/config/sections.py, gptctl/spec/launch.py and
-gptctl/spec/cluster.py.
+The reference has the definitions that `gptctl keys` prints: edit the texts where the keys are
+defined, in trainer/config/sections.py, gptctl/spec/launch.py and gptctl/spec/cluster.py. The table
+has what `gptctl topo --collectives` prints.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that the script also works where gptctl is not installed
 
 from gptctl.spec.cluster import Cluster, Host  # noqa: E402
+from gptctl.spec.collective_rows import reasons, size_text, totals  # noqa: E402
 from gptctl.spec.summary import key_rows  # noqa: E402
+from trainer.collectives import collectives  # noqa: E402
+from trainer.config import Override, load  # noqa: E402
 from trainer.config.kinds import Section, keys_of  # noqa: E402
 from trainer.config.presets import PRESETS  # noqa: E402
 from trainer.config.sections import RunConfig  # noqa: E402
+from trainer.layout import AXES, DEGREE_KEYS, Machines  # noqa: E402
 
 TARGET = ROOT / "docs" / "config-reference.md"
+PARALLELISM = ROOT / "docs" / "parallelism.md"
+BEGIN, END = "<!-- written by docs/generate.py -->\n", "<!-- end -->\n"
 COPIES_OF_TRAIN = ("Data.Eval.", "Data.Test.")
 
 INTRODUCTION = """\
@@ -66,6 +73,34 @@ PRESETS_INTRODUCTION = """\
 """
 
 COLUMNS = ("key", "default", "meaning")
+
+# The model of the table of collectives, and its layouts on 8 GPUs: degrees and other keys.
+MODEL = {
+    "Model.name": "1.3B",
+    "Model.vocab_size": 50304,
+    "Model.use_recompute": True,
+    "Model.hidden_dropout_prob": 0,
+    "Engine.mix_precision.enable": True,
+    "Engine.mix_precision.level": "O2",
+    "Data.Train.dataset.max_seq_len": 1024,
+    "Data.Train.dataset.input_dir": "data",
+    "Global.global_batch_size": 64,
+    "Global.micro_batch_size": 2,
+}
+STAGE = "Distributed.sharding.sharding_stage"
+SEQUENCE = "Model.sequence_parallel"
+LAYOUTS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("dp 8", {}),
+    ("sharding 8, stage 1", {"sharding": 8, STAGE: 1}),
+    ("sharding 8, stage 2", {"sharding": 8, STAGE: 2}),
+    ("sharding 8, stage 3", {"sharding": 8, STAGE: 3}),
+    ("sharding 4 × dp 2, stage 2", {"sharding": 4, STAGE: 2}),
+    ("mp 8", {"mp": 8}),
+    ("mp 8, `sequence_parallel`", {"mp": 8, SEQUENCE: True}),
+    ("pp 8", {"pp": 8}),
+    ("mp 2 × pp 2 × sharding 2, stage 1", {"mp": 2, "pp": 2, "sharding": 2, STAGE: 1}),
+    ("the same, `sequence_parallel`", {"mp": 2, "pp": 2, "sharding": 2, STAGE: 1, SEQUENCE: True}),
+)
 
 
 def reference() -> str:
@@ -145,14 +180,44 @@ def sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
+def sent_by_layout() -> str:
+    """What the rank that sends most sends per update, by layout."""
+    columns = ["layout", "sent by axis", "total", "minimum", "why more"]
+    return table(columns, [[name, *_sent(keys)] for name, keys in LAYOUTS])
+
+
+def _sent(keys: dict[str, object]) -> list[str]:
+    paths = {axis: DEGREE_KEYS[axis] for axis in AXES}
+    overrides = {**MODEL, **{paths.get(key, key): value for key, value in keys.items()}}
+    resolved = load(
+        None,
+        [Override(key, str(value), "docs/generate.py") for key, value in overrides.items()],
+        Machines(1, 8),
+    )
+    tables = [collectives(resolved.run, resolved.layout, rank) for rank in range(8)]
+    rows = max(tables, key=lambda rows: sum(row.sent for row in rows))
+    # The summary of a step is 32 bytes: not worth a column.
+    *axes, (_, sent, needed) = totals([row for row in rows if row.axis != "world"])
+    by_axis = ", ".join(f"{axis} {size_text(own)}" for axis, own, _ in axes)
+    return [by_axis, size_text(sent), size_text(needed), prose("; ".join(reasons(rows)))]
+
+
+def parallelism() -> str:
+    """The page with its table written again."""
+    before, rest = PARALLELISM.read_text(encoding="utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{sent_by_layout()}\n{END}{after}"
+
+
 def main(arguments: Sequence[str]) -> int:
-    text = reference()
-    if "--check" not in arguments:
-        TARGET.write_text(text, encoding="utf-8")
-    elif not TARGET.exists() or TARGET.read_text(encoding="utf-8") != text:
-        print(f"{TARGET} is out of date: run python docs/generate.py", file=sys.stderr)
-        return 1
-    return 0
+    code = 0
+    for file, text in ((TARGET, reference()), (PARALLELISM, parallelism())):
+        if "--check" not in arguments:
+            file.write_text(text, encoding="utf-8")
+        elif not file.exists() or file.read_text(encoding="utf-8") != text:
+            print(f"{file} is out of date: run python docs/generate.py", file=sys.stderr)
+            code = 1
+    return code
 
 
 if __name__ == "__main__":

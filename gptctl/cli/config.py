@@ -96,13 +96,21 @@ def _print_summary(checked: Checked, valid: bool, starts: str) -> None:
 
 @click.command(
     epilog=examples(
-        "gptctl topo config", "gptctl topo run.yaml --nodes 2 --gpus-per-node 8 --rank 3"
+        "gptctl topo config",
+        "gptctl topo run.yaml --nodes 2 --gpus-per-node 8 --rank 3",
+        "gptctl topo run.yaml --collectives",
     )
 )
 @config_options
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Show this rank only.")
+@click.option(
+    "--collectives",
+    "show_collectives",
+    is_flag=True,
+    help="Show what rank R (default: 0) sends in an update, and the least that theory needs.",
+)
 @as_json_option
-def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
+def topo(rank: int | None, show_collectives: bool, as_json: bool, **arguments: Any) -> None:
     """Show where every rank runs, and the members of its groups."""
     from gptctl.cli import ui
     from gptctl.cli.table_layout import Column
@@ -117,6 +125,9 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
     layout, machines = checked.resolved.layout, checked.machines
     if rank is not None and rank >= layout.world:
         raise UserError(f"there is no rank {rank}", f"use 0 to {layout.world - 1}", WRONG_USAGE)
+    if show_collectives:
+        _show_collectives(checked, rank or 0, as_json)
+        return
     if rank is None and layout.world > MAX_LISTED:
         message = f"too many ranks to list: {layout.world:,}"
         raise UserError(message, "choose one with --rank", WRONG_USAGE)
@@ -144,6 +155,33 @@ def topo(rank: int | None, as_json: bool, **arguments: Any) -> None:
     ]
     title = f"{layout} = {layout.world} ranks, {machines.nodes} × {machines.per_node}"
     ui.print_table(title, columns, cells, by_first=True)
+
+
+def _show_collectives(checked: Checked, rank: int, as_json: bool) -> None:
+    from gptctl.cli import ui
+    from gptctl.cli.table_layout import Column
+    from gptctl.spec import collective_rows
+    from trainer.collectives import collectives
+
+    assert checked.resolved is not None
+    layout = checked.resolved.layout
+    rows = collectives(checked.resolved.run, layout, rank)
+    if as_json:
+        ui.print_json({"rank": rank, **collective_rows.as_json(rows)})
+        return
+    if not rows:
+        ui.print_text("A single rank sends nothing.")
+        return
+    columns = [
+        Column(name, "wrap" if name == "what" else "keep", 2 if name in ("dtype", "size") else 0)
+        for name in collective_rows.COLUMNS
+    ]
+    title = f"Collectives of rank {rank} per update: {layout}"
+    ui.print_table(title, columns, collective_rows.cells(rows), by_first=True)
+    names = ["axis", "sent per update", "needed"]
+    ui.print_table("Bytes that the rank sends", names, collective_rows.total_cells(rows))
+    for reason in collective_rows.reasons(rows):
+        ui.print_text(f"more than needed, {reason}")
 
 
 @click.command(

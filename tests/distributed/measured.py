@@ -16,6 +16,8 @@ from tests.distributed.layouts import Case
 from tests.ranks import Ended, Ranks, tiny
 from trainer import train as loop
 from trainer.__main__ import main
+from trainer.collectives import collectives
+from trainer.counting import Call, Collectives
 from trainer.data import LocalBatch
 from trainer.estimate import stage_memory
 from trainer.layout import Layout
@@ -35,10 +37,18 @@ class Held(NamedTuple):
     collectives: dict[str, int]  # of its third update, by name; only of few layouts
 
 
+class Sent(NamedTuple):
+    """The collectives of a rank from the gradients of its third update to those of its fourth."""
+
+    counted: Counter[Call]
+    computed: Counter[Call]
+
+
 class Trained(NamedTuple):
     case: Case
     ended: Ended
     held: list[Held]
+    sent: list[Sent]
 
 
 def train(folder: Path, case: Case, accumulate: int = 1, recompute: bool = False, **more: Any) -> Trained:
@@ -47,14 +57,26 @@ def train(folder: Path, case: Case, accumulate: int = 1, recompute: bool = False
     ended = Ranks(tiny(**keys), case.world, folder, {}, measuring_main).wait(300)
     assert ended.ok, ended.text
     noted = [json.loads((folder / f"noted.{rank}").read_text()) for rank in range(case.world)]
-    return Trained(case, ended, [Held(**each) for each in noted])
+    files = [folder / f"sent.{rank}" for rank in range(case.world)]
+    sent = [json.loads(file.read_text()) for file in files if file.exists()]  # a short run has no fourth update
+    return Trained(case, ended, [Held(**each) for each in noted], [Sent(*map(_calls, each)) for each in sent])
 
 
 def measuring_main(arguments: Sequence[str]) -> int:
     """The trainer, whose second and third updates are watched."""
     compute_gradients, noted = loop.compute_gradients, {"collectives": {}}
+    counting: list[Collectives] = []
 
     def watched(t: Training, batch: LocalBatch, num_predicted: float) -> Any:
+        if t.progress.step == 2:
+            counting.append(Collectives(t.mesh).__enter__())
+        if t.progress.step == 3:
+            counting[0].__exit__(None, None, None)
+            rows = collectives(t.run, t.mesh.layout, t.mesh.rank)
+            computed = Counter[Call]()
+            for row in rows:
+                computed[Call(row.operation, row.axis, row.dtype, row.nbytes)] += row.calls
+            Path(f"sent.{t.mesh.rank}").write_text(json.dumps([[*x.items()] for x in (counting[0].calls, computed)]))
         if t.progress.step == 1:
             with _Bytes(t) as held:
                 result = compute_gradients(t, batch, num_predicted)
@@ -77,6 +99,10 @@ def measuring_main(arguments: Sequence[str]) -> int:
 
     loop.compute_gradients = watched
     return main(arguments)
+
+
+def _calls(items: list[Any]) -> Counter[Call]:
+    return Counter({Call(*call): count for call, count in items})
 
 
 class _Bytes:

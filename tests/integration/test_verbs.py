@@ -40,6 +40,23 @@ def test_topo_of_two_nodes(gptctl, tmp_path) -> None:
     assert gptctl("topo", "config", "--gpus-per-node", "3", "-o", "mp_degree=2").returncode == 1
 
 
+def test_collectives_of_a_rank(gptctl, tmp_path) -> None:
+    """Of rank 0 unless told otherwise; bytes in JSON, readable sizes and their sums in the table."""
+    (tmp_path / "config.yaml").write_text("Model: {name: 345M}\nGlobal: {local_batch_size: 2}\n")
+    arguments = ["topo", "config", "--gpus-per-node", "4", "-o", "mp_degree=2", "-o", "pp_degree=2", "--collectives"]
+    answer = json.loads(gptctl(*arguments, "--json").stdout)
+    assert answer["rank"] == 0
+    assert {row["axis"] for row in answer["collectives"]} == {"mp", "pp", "tied", "world"}
+    assert answer["totals"]["total"]["sent"] == sum(row["sent"] for row in answer["collectives"])
+    lines = gptctl(*arguments, "--rank", "3").stdout.splitlines()
+    assert lines[0] == "Collectives of rank 3 per update: mp 2 × sharding 1 × pp 2 × dp 1"
+    assert any(line.startswith("mp     all_reduce  loss: largest logit") for line in lines)
+    assert lines[-1].startswith("more than needed, pp: every mp rank sends the whole hidden state")
+    assert gptctl(*arguments, "--rank", "4").returncode == 2
+    alone = gptctl("topo", "config", "--gpus-per-node", "1", "--collectives")
+    assert alone.stdout == "A single rank sends nothing.\n"
+
+
 def test_init_writes_a_config_and_never_overwrites(gptctl, tmp_path) -> None:
     assert gptctl("init").returncode == 0
     assert (tmp_path / "config.yaml").read_text() == TEMPLATES["char-gpt"].read_text()

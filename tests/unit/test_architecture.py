@@ -18,7 +18,8 @@ from gptctl.jobs.freeze import ENGINE
 from tests.conftest import ROOT
 
 TORCH_FREE = tuple(
-    f"trainer.{name}" for name in "errors layout layout_rules config estimate logline durable rank_log".split()
+    f"trainer.{name}"
+    for name in "errors layout layout_rules config estimate sender collectives logline durable rank_log".split()
 )
 HEAVY = ("torch", "numpy", "rich", "jinja2", "submitit", "paramiko", "yaml", "plotext")
 ONE_FILE_EACH = ("rich", "jinja2", "submitit", "paramiko", "plotext")
