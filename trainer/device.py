@@ -52,8 +52,14 @@ def can_pin() -> bool:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Empty host memory of the same shape, pinned if that makes copying faster."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    """Empty contiguous host memory of the same shape, pinned if that makes copying faster."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Wait until copies to the host that were started without waiting are complete."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:

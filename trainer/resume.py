@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from trainer.checkpoint import Checkpoints, Facts
+from trainer.checkpoint import Checkpoints, Facts, load_tensors
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.snapshot import load_snapshot, save_snapshot
 from trainer.config.continuation import model_differences
@@ -41,7 +42,7 @@ def output_folder(run: RunConfig, mesh: Mesh, log: Log) -> Iterator[Checkpoints]
     checkpoints = Checkpoints(
         output_dir(run), run.Engine.save_load.keep_last, mesh, log.info, log.warn
     )
-    mesh.once_per_disk(checkpoints.store.open_for_writing)
+    checkpoints.open()
     try:
         yield checkpoints
     except BaseException:
@@ -80,8 +81,8 @@ def restore(t: Training, checkpoints: Checkpoints, folder: Path | None) -> None:
         _restore_snapshot(t, Path(t.run.Engine.save_load.snapshot_path))
     elif folder:
         shapes = _state_shapes(t.run.Model)
-        facts = checkpoints.load(
-            folder, t.optimizer.tensors(), shapes, lambda facts: _check_same_model(t, facts, folder)
+        folder, facts = checkpoints.load(
+            folder, t.optimizer.tensors(), shapes, partial(_check_same_model, t)
         )
         _restore_progress(t, facts)
         if checkpoints.store.holds(folder):
@@ -92,13 +93,13 @@ def restore(t: Training, checkpoints: Checkpoints, folder: Path | None) -> None:
 
 def whole_model(t: Training, checkpoints: Checkpoints) -> GPT:
     """All layers on this rank, from the newest checkpoint of this run."""
-    from trainer.checkpoint.shards import load_shards
-
     # On the CPU: a model that is split over GPUs may be too large for one of them.
     model = build_model(t.run.Model, t.run.Global.seed, torch.device("cpu"))
     folder = checkpoints.store.checkpoints()[0]
     weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    load_shards(folder, whole(weights), _state_shapes(t.run.Model), read_manifest(folder)["files"])
+    manifest, shapes = read_manifest(folder), _state_shapes(t.run.Model)
+    if damage := load_tensors(folder, manifest, whole(weights), shapes):
+        raise UserError(f"cannot load {folder}: {damage}", "check the disk")
     return model
 
 

@@ -20,6 +20,11 @@ class Slice(NamedTuple):
         return cls(tuple(shape), (0,) * len(shape), tuple(shape))
 
     @property
+    def row_numel(self) -> int:
+        """Elements per row, where a scalar is one row."""
+        return math.prod(self.sizes[1:])
+
+    @property
     def numel(self) -> int:
         return math.prod(self.sizes)
 
@@ -36,6 +41,28 @@ class Slice(NamedTuple):
             sizes=(*self.sizes[:dim], size, *self.sizes[dim + 1 :]),
         )
 
+    def rows(self, begin: int, end: int) -> Slice:
+        """Some of its rows, counted from its own first one."""
+        offsets = (self.offsets[0] + begin, *self.offsets[1:])
+        return self._replace(offsets=offsets, sizes=(end - begin, *self.sizes[1:]))
+
+    def overlap(self, other: Slice) -> Slice | None:
+        """What both contain, or None."""
+        begins = tuple(map(max, self.offsets, other.offsets))
+        ends = (
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes)
+        )
+        sizes = tuple(end - begin for begin, end in zip(begins, ends))
+        return Slice(self.whole, begins, sizes) if all(size > 0 for size in sizes) else None
+
+    def within(self, outer: Slice) -> tuple[slice, ...]:
+        """The index of this part in a tensor that holds `outer`."""
+        return tuple(
+            slice(begin - first, begin - first + size)
+            for begin, first, size in zip(self.offsets, outer.offsets, self.sizes)
+        )
+
 
 class Holders(NamedTuple):
     """How many ranks hold the same part, and the number of this rank among them."""
@@ -50,7 +77,13 @@ class Piece(NamedTuple):
     tensor: Tensor
     at: Slice
     holders: Holders = Holders()
-    is_copy: bool = False  # another rank saves it
+    is_copy: bool = False  # another pipeline stage holds the original
+
+    def rows(self, begin: int, end: int) -> Piece:
+        """Some of its rows. A scalar has one."""
+        if not self.at.whole:
+            return self
+        return self._replace(tensor=self.tensor[begin:end], at=self.at.rows(begin, end))
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Piece]:

@@ -7,7 +7,6 @@ the same name are kept apart: the first host's at their usual place, those of ho
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -18,17 +17,21 @@ from typing import Any, BinaryIO
 
 from gptctl.engine.atomic_files import private_files
 from gptctl.jobs.store import JobRecord
-from gptctl.remote.copy_files import CHUNK, Part, copy_rest, is_up_to_date, resume
+from gptctl.remote.copy_files import Part, copy_rest, is_up_to_date, resume
 from gptctl.remote.host_error import HostError
 from gptctl.remote.host_sync import HostSync, is_synced
 from gptctl.remote.link import LinkConnection
 from gptctl.remote.log_sync import LogSync
 from gptctl.reporting import Fetched, Progress, Say, ShowProgress
+from trainer.checksums import damage_in
 from trainer.errors import OUT_OF_REACH, UserError
 
 CHECKPOINT = re.compile(r"step_\d+(\.aside\d+)?")
 # Unfinished checkpoints, and names that would lead out of the target folder.
-SKIPPED = re.compile(r"step_\d+\.(tmp|old)|\.lock|__pycache__|\.{0,2}|.*/.*", re.DOTALL)
+SKIPPED = re.compile(
+    r"step_\d+(\.aside\d+)?\.(tmp|old)|\.lock|\.owner.*|__pycache__|\.{0,2}|.*/.*", re.DOTALL
+)
+MISSING = "missing"
 SAME_EVERYWHERE = "latest"  # contains the name of the newest checkpoint
 TRIES = 5  # after a lost connection; each continues where the one before stopped
 
@@ -235,30 +238,25 @@ def _check(here: Path) -> None:
     """Verify the checksums of all checkpoints that were copied."""
     for manifest in sorted(here.glob("output/step_*/manifest.json")):
         try:
-            sums = {
-                os.path.basename(name): facts["sha256"]
+            damage = [
+                (name, _damage(manifest.parent / os.path.basename(name), facts))
                 for name, facts in _files_in(manifest).items()
-            }
+            ]
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{manifest} is damaged", "delete it and fetch again") from None
-        for name, expected in sums.items():
-            file = manifest.parent / name
-            if not file.exists():
+        for name, text in damage:
+            if text == MISSING:
                 message = f"{manifest.parent} is incomplete: no host has {name}"
                 raise UserError(message, "check shared_fs in the profile")
-            if _digest(file) != expected:
-                message = f"{file} is damaged: its checksum does not match"
+            if text:
+                message = f"{manifest.parent}: {text}"
                 raise UserError(message, "delete it and fetch again")
+
+
+def _damage(file: Path, facts: dict[str, Any]) -> str:
+    return damage_in(file, facts) if file.exists() else MISSING
 
 
 def _files_in(manifest: Path) -> dict[str, Any]:
     files: dict[str, Any] = json.loads(manifest.read_bytes())["files"]
     return files
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with open(file, "rb") as stream:
-        while block := stream.read(CHUNK):
-            digest.update(block)
-    return digest.hexdigest()

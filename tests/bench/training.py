@@ -240,7 +240,7 @@ def report_saving(size: Size, steps: int) -> None:
             beside.append(cost(lambda: trainer.steps(steps), steps).wall)
             trainer.checkpoints.wait()
             whole.append(time.perf_counter() - began)
-        size_mb = sum(tensor.nbytes for tensor in t.optimizer.tensors().values()) / 1e6
+        size_mb = sum(piece.tensor.nbytes for piece in t.optimizer.tensors().values()) / 1e6
     print(
         f"{size}: a save of {size_mb:.0f} MB stalls the loop for {median(stalls[1:]) * 1e3:.0f} ms "
         f"(the first one {stalls[0] * 1e3:.0f}), {median(stalls[1:]) / median(plain):.2f} of a step; "

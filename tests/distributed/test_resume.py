@@ -21,8 +21,8 @@ from tests.ranks import Ranks, fork, run, start, tiny
 from tests.unit.test_data import write_npz
 from trainer.__main__ import main
 from trainer.checkpoint import Checkpoints
+from trainer.checkpoint.loading import load_pieces
 from trainer.checkpoint.manifest import read_manifest
-from trainer.checkpoint.shards import load_shards, read_metadata
 from trainer.checkpoint.store import Store
 from trainer.layout import Layout
 from trainer.mesh import Mesh
@@ -32,10 +32,9 @@ DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1, "micro_batch": 2}
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    files = read_manifest(folder)["files"]
-    stored = read_metadata(folder, files).state_dict_metadata
-    tensors = {name: torch.zeros(facts.size) for name, facts in stored.items()}
-    load_shards(folder, whole(tensors), shapes(tensors), files)
+    manifest = read_manifest(folder)
+    tensors = {name: torch.zeros(facts["shape"]) for name, facts in manifest["tensors"].items()}
+    load_pieces(folder, manifest, whole(tensors), shapes(tensors))
     return tensors
 
 
@@ -157,7 +156,7 @@ def state(step: int) -> dict[str, Tensor]:
 def save_loop(folder: Path, first: int) -> int:
     """Saves one step after another until it is killed, and says what it has begun and what is done."""
     checkpoints = Checkpoints(folder, 3, MESH, lambda text: None, lambda text: None)
-    checkpoints.store.open_for_writing()
+    checkpoints.open()
     for step in range(first, first + 10_000):
         os.write(1, f"begun {step}\n".encode())
         checkpoints.save(step, whole(state(step)), {"step": step})
@@ -185,7 +184,7 @@ def kill_many(tmp_path: Path, kills: int) -> None:
         assert done <= newest <= begun <= newest + 1
         if found:
             tensors = {name: torch.zeros_like(tensor) for name, tensor in state(0).items()}
-            checkpoints.load(found, whole(tensors), shapes(tensors), lambda facts: None)
+            checkpoints.load(found, whole(tensors), shapes(tensors), lambda facts, folder: None)
             assert all(torch.equal(tensors[name], right) for name, right in state(newest).items())
         first = newest + 1
     assert first > kills / 10  # saves did succeed in between, also on a busy machine
@@ -204,13 +203,13 @@ def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(tmp_path: Path) 
     whole = run(tmp_path / "whole", *tiny(max_steps=20, save_steps=5))
     part = run(tmp_path / "part", *tiny(max_steps=10, save_steps=5))
     assert part.ok, part.text
-    shard = tmp_path / "part/output/step_10/__0_0.distcp"
+    shard = tmp_path / "part/output/step_10/rank_0.safetensors"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     rest = run(tmp_path / "part", *tiny(max_steps=20, save_steps=5, ckpt_dir="auto"))
     assert rest.ok, rest.text
-    assert "cannot use output/step_10: __0_0.distcp is damaged: wrong checksum" in rest.out[0]
+    assert "cannot use output/step_10: rank_0.safetensors is damaged: wrong checksum" in rest.out[0]
     assert (
         "output/step_10 is newer than the checkpoint that this run resumed from: renamed to step_10.aside1"
         in rest.out[0]

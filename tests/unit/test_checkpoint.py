@@ -15,15 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import Checkpoints, own_share
-from trainer.checkpoint.manifest import read_manifest, write_manifest
-from trainer.checkpoint.shards import Untrusted, load_shards, read_metadata
+from tests.torch_checkpoints import sign, write_torch_checkpoint
+from trainer.checkpoint import Checkpoints
+from trainer.checkpoint.loading import Untrusted, load_pieces
+from trainer.checkpoint.manifest import TORCH_FORMAT, read_manifest, write_manifest
+from trainer.checkpoint.shards import read_metadata
 from trainer.checkpoint.snapshot import load_snapshot, save_snapshot
 from trainer.checkpoint.store import Store, damage_of
 from trainer.errors import UserError
 from trainer.layout import Layout
 from trainer.mesh import Mesh
-from trainer.slices import Holders, Piece, Slice, shapes, whole
+from trainer.slices import shapes, whole
 
 MESH = Mesh(Layout(), 0, 0, torch.device("cpu"))
 
@@ -35,17 +37,20 @@ class Keeper:
         self.said: list[str] = []
         self.warned: list[str] = []
         self.checkpoints = Checkpoints(folder, keep_last, MESH, self.said.append, self.warned.append)
-        self.checkpoints.store.open_for_writing()
+        self.checkpoints.open()
 
     def save(self, step: int, tensors: dict[str, Tensor] | None = None) -> str:
+        """Save, and wait until it is verified, too."""
         self.checkpoints.save(step, whole(tensors or state(step)), {"step": step})
-        return self.checkpoints.wait()
+        failure = self.checkpoints.wait()
+        assert self.checkpoints.verifier.wait(30)
+        return failure
 
     def load(self, where: str = "auto") -> tuple[Path, dict[str, Tensor]]:
         folder = self.checkpoints.find(where)
         assert folder is not None
         tensors = {name: torch.zeros_like(tensor) for name, tensor in state(0).items()}
-        self.checkpoints.load(folder, whole(tensors), shapes(tensors), lambda facts: None)
+        folder, _ = self.checkpoints.load(folder, whole(tensors), shapes(tensors), lambda facts, folder: None)
         return folder, tensors
 
 
@@ -103,6 +108,15 @@ def test_auto_without_a_checkpoint_starts_anew_and_a_path_does_not(keeper: Keepe
         keeper.checkpoints.find(str(tmp_path / "nowhere"))
 
 
+SHARD = "rank_0.safetensors"
+
+
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "cut manifest": lambda folder: (folder / "manifest.json").write_text((folder / "manifest.json").read_text()[:-20]),
@@ -110,10 +124,11 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "other manifest": lambda folder: (folder / "manifest.json").write_text(
         '{"version": 1, "files": {}, "checksum": "0"}'
     ),
-    "missing shard": lambda folder: next(folder.glob("*.distcp")).unlink(),
-    "cut shard": lambda folder: os.truncate(next(folder.glob("*.distcp")), 100),
-    "longer shard": lambda folder: os.truncate(next(folder.glob("*.distcp")), 100_000),
-    "no metadata": lambda folder: (folder / ".metadata").unlink(),
+    "missing shard": lambda folder: (folder / SHARD).unlink(),
+    "cut shard": lambda folder: os.truncate(folder / SHARD, 100),
+    "longer shard": lambda folder: os.truncate(folder / SHARD, 100_000),
+    "flipped bit": lambda folder: flip(folder / SHARD, -500),
+    "marked as damaged": lambda folder: (folder / f"{SHARD}.damaged").touch(),
 }
 
 
@@ -127,6 +142,7 @@ def test_the_one_before_is_taken(keeper: Keeper, damage: str) -> None:
     assert folder.name == "step_5"
     assert same(tensors, state(5))
     assert keeper.warned[0].startswith(f"cannot use {newest}: ")
+    assert len(keeper.warned) == 1
 
 
 def test_when_all_are_damaged_it_says_so(keeper: Keeper) -> None:
@@ -140,8 +156,8 @@ def test_no_bit_flip_loads_silently(keeper: Keeper) -> None:
     """1,000 flips of one bit, each somewhere in any of the files: every one is noticed."""
     keeper.save(5)
     folder = keeper.checkpoints.store.folder / "step_5"
-    files = sorted(folder.iterdir())
-    assert {file.name for file in files} == {".metadata", "__0_0.distcp", "manifest.json"}
+    files = [folder / SHARD, folder / "manifest.json"]
+    assert {file.name for file in folder.iterdir()} == {SHARD, f"{SHARD}.verified", "manifest.json"}
     source = random.Random(0)
     for _ in range(1000):
         file = source.choice(files)
@@ -152,6 +168,23 @@ def test_no_bit_flip_loads_silently(keeper: Keeper) -> None:
         assert damage_of(folder), f"byte {place} of {file.name}"
         file.write_bytes(good)
     assert not damage_of(folder)
+
+
+def old_checkpoint(keeper: Keeper) -> Path:
+    """A checkpoint that an earlier version of the trainer wrote."""
+    folder = keeper.checkpoints.store.folder / "step_5"
+    write_torch_checkpoint(folder, state(5), {"step": 5})
+    return folder
+
+
+def test_an_old_checkpoint_is_loaded(keeper: Keeper) -> None:
+    """Version 1, written by torch. Damage in it is noticed, too."""
+    folder = old_checkpoint(keeper)
+    assert same(keeper.load()[1], state(5))
+    flip(folder / "__0_0.distcp", 2000)
+    with pytest.raises(UserError, match="contains no usable checkpoint"):
+        keeper.load()
+    assert "__0_0.distcp is damaged: wrong checksum" in keeper.warned[0]
 
 
 class Malicious:
@@ -176,27 +209,17 @@ def test_malicious_metadata_does_not_execute(
 ) -> None:
     """A crafted checkpoint whose checksums are all right: torch itself would run the command."""
     monkeypatch.chdir(tmp_path)
-    keeper.save(5)
-    folder = keeper.checkpoints.store.folder / "step_5"
+    folder = old_checkpoint(keeper)
     (folder / ".metadata").write_bytes(pickle.dumps(Malicious(call)))
-    _sign(folder)
+    sign(folder, {"version": TORCH_FORMAT, "step": 5})
     assert not damage_of(folder)
     with pytest.raises(UserError, match=r"cannot load .*: its metadata uses"):
         keeper.load()
     assert not (tmp_path / "executed").exists()
 
 
-def _sign(folder: Path) -> None:
-    from trainer.checkpoint.manifest import file_facts
-
-    files = {file.name: file_facts(file) for file in folder.iterdir() if file.name != "manifest.json"}
-    (folder / "manifest.json").unlink()
-    write_manifest(folder, {"step": 5}, files)
-
-
 def test_metadata_cannot_point_outside(keeper: Keeper) -> None:
-    keeper.save(5)
-    folder = keeper.checkpoints.store.folder / "step_5"
+    folder = old_checkpoint(keeper)
     files = read_manifest(folder)["files"]
     metadata = read_metadata(folder, files)
     place = next(iter(metadata.storage_data.values()))
@@ -219,13 +242,12 @@ def test_metadata_cannot_point_outside(keeper: Keeper) -> None:
 
 def test_metadata_without_its_chunks_is_refused(keeper: Keeper) -> None:
     """It would load nothing, and say that all went well."""
-    keeper.save(5)
-    folder = keeper.checkpoints.store.folder / "step_5"
+    folder = old_checkpoint(keeper)
     metadata = read_metadata(folder, read_manifest(folder)["files"])
     for facts in metadata.state_dict_metadata.values():
         facts.chunks.clear()
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    _sign(folder)
+    sign(folder, {"version": TORCH_FORMAT, "step": 5})
     with pytest.raises(UserError, match="is stored only in part"):
         keeper.load()
 
@@ -234,13 +256,12 @@ def test_metadata_without_its_chunks_is_refused(keeper: Keeper) -> None:
     "change", [{"storage_data": {1: "x"}}, {"storage_data": None}, {"state_dict_metadata": None}, {"storage_data": {}}]
 )
 def test_strange_metadata_is_one_clear_message(keeper: Keeper, change: dict[str, Any]) -> None:
-    keeper.save(5)
-    folder = keeper.checkpoints.store.folder / "step_5"
+    folder = old_checkpoint(keeper)
     metadata = read_metadata(folder, read_manifest(folder)["files"])
     for key, value in change.items():
         setattr(metadata, key, value)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    _sign(folder)
+    sign(folder, {"version": TORCH_FORMAT, "step": 5})
     with pytest.raises(UserError, match=r"cannot load .*step_5: "):
         keeper.load()
 
@@ -265,7 +286,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(keeper: Keeper, monke
     folder = keeper.checkpoints.store.folder / "step_5"
     named = events.index(("rename", "step_5.tmp", 0))
     before, after = events[:named], events[named + 1 :]
-    for file in folder.iterdir():
+    for file in (folder / SHARD, folder / "manifest.json"):
         name = file.name if file.name != "manifest.json" else f"manifest.json.part{os.getpid()}"
         assert ("sync", name, file.stat().st_size) in before, file.name
     assert "step_5.tmp" in [name for _, name, _ in before]
@@ -295,7 +316,7 @@ def test_a_checkpoint_of_another_model(
     change(tensors)
     folder = keeper.checkpoints.store.folder / "step_5"
     with pytest.raises(ValueError, match=message):
-        load_shards(folder, whole(tensors), shapes(tensors), read_manifest(folder)["files"])
+        load_pieces(folder, read_manifest(folder), whole(tensors), shapes(tensors))
 
 
 def test_old_ones_are_deleted_only_when_newer_ones_are_whole(tmp_path: Path) -> None:
@@ -304,7 +325,7 @@ def test_old_ones_are_deleted_only_when_newer_ones_are_whole(tmp_path: Path) -> 
     for step in (1, 2, 3):
         keeper.save(step)
     assert [folder.name for folder in store.checkpoints()] == ["step_3", "step_2"]
-    DAMAGE["cut shard"](store.folder / "step_3")
+    (store.folder / "step_3" / f"{SHARD}.verified").unlink()
     keeper.save(4)
     assert [folder.name for folder in store.checkpoints()] == ["step_4", "step_3", "step_2"]
     keeper.save(5)
@@ -335,7 +356,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     keeper.checkpoints.close()
     folder = tmp_path / "output"
     (folder / "step_9.tmp").mkdir()
-    (folder / "step_9.tmp" / "__0_0.distcp").write_text("half")
+    (folder / "step_9.tmp" / SHARD).write_text("half")
     (folder / "step_5").rename(folder / "step_5.old")  # killed between the two renames of a replacement
     keeper = Keeper(folder)
     assert same(keeper.load()[1], state(5))
@@ -352,13 +373,17 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
     keeper = Keeper(folder)
     try:
         keeper.checkpoints.store.require_space = lambda wanted: None  # type: ignore[method-assign]
-        assert keeper.save(5) == ""
-        failure = keeper.save(10, {"large": torch.zeros(400_000)})
-        assert "space" in failure or "unexpected pos" in failure
+        large = {"large": torch.randn(150_000)}
+        assert keeper.save(5, large) == ""
+        assert keeper.save(10, large) == "No space left on device"
         assert keeper.warned[0].startswith("cannot save checkpoint of step 10: ")
         assert [entry.name for entry in keeper.checkpoints.store.checkpoints()] == ["step_5"]
         assert not list(folder.glob("*.tmp"))
-        assert same(keeper.load()[1], state(5))
+        tensors = {"large": torch.zeros(150_000)}
+        found = keeper.checkpoints.find("auto")
+        assert found
+        keeper.checkpoints.load(found, whole(tensors), shapes(tensors), lambda facts, folder: None)
+        assert same(tensors, large)
     finally:
         keeper.checkpoints.close()
         subprocess.run(["umount", str(folder)], check=True)
@@ -386,15 +411,15 @@ def test_an_error_while_committing_is_a_warning(keeper: Keeper, monkeypatch: pyt
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path)
     with pytest.raises(UserError, match=f"another run is writing to {tmp_path} .process {os.getpid()} on "):
-        Store(tmp_path).open_for_writing()
+        Store(tmp_path).open_for_writing(print)
     keeper.checkpoints.close()
-    Store(tmp_path).open_for_writing()
+    Store(tmp_path).open_for_writing(print)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to "):
-        Store(tmp_path / "file" / "output").open_for_writing()
+        Store(tmp_path / "file" / "output").open_for_writing(print)
 
 
 SNAPSHOT = {
@@ -435,16 +460,3 @@ def test_bad_snapshots_are_one_clear_message(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             load_snapshot(file, whole({name: t.clone() for name, t in SNAPSHOT.items()}), lambda facts: None)
     assert not (Path.cwd() / "executed").exists()
-
-
-def test_what_several_ranks_hold_is_written_once() -> None:
-    """Over all holders every piece but a copy comes exactly once, and the bytes are shared out."""
-    tensors = {f"w{number}": torch.zeros(number + 1, 3) for number in range(9)}
-    written: list[str] = []
-    for number in range(3):
-        pieces = {name: Piece(t, Slice.of(t.shape), Holders(3, number)) for name, t in tensors.items()}
-        pieces["copy"] = Piece(torch.zeros(5), Slice.of((5,)), Holders(3, number), is_copy=True)
-        mine = own_share(pieces)
-        assert 10 <= sum(pieces[name].tensor.shape[0] for name in mine) <= 20
-        written += mine
-    assert sorted(written) == sorted(tensors)

@@ -15,17 +15,20 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpoint.manifest import NAME, file_facts, read_manifest, write_manifest
-from trainer.checkpoint.store import Store, damage_of
-from trainer.device import host_copy, use_in_thread
+from trainer.checkpoint.loading import Shape, Untrusted, load_pieces
+from trainer.checkpoint.manifest import NAME, TORCH_FORMAT, read_manifest, write_manifest
+from trainer.checkpoint.sharing import Rows, share_out
+from trainer.checkpoint.store import Store, unusable
+from trainer.checkpoint.tensor_files import Written, file_name, tensor_index, write_pieces
+from trainer.checkpoint.verification import Verifier, record_all
+from trainer.checksums import Damaged
+from trainer.device import host_copy, use_in_thread, wait_for_copies
 from trainer.errors import UserError
 from trainer.mesh import Mesh
 from trainer.slices import Piece
 
 Facts = dict[str, Any]
-Shape = tuple[int, ...]
-METADATA = ".metadata"
-OVERHEAD = 1.05  # factor for headers, manifest and metadata when checking free space
+OVERHEAD = 1.05  # factor for headers and manifest when checking free space
 
 
 class Checkpoints:
@@ -41,15 +44,24 @@ class Checkpoints:
         self.info, self.warn = info, warn
         # The step of the newest checkpoint that this run wrote or resumed from.
         self.saved_step: int | None = None
+        self._share: dict[str, Rows] | None = None  # what this rank writes
         self._buffers: dict[str, Tensor] = {}  # allocated once: pinning memory is slow
         self._thread: threading.Thread | None = None
         self.failure = ""  # why the last save failed
+        self._source, self._rejected = "auto", list[Path]()
+        # One rank per disk deletes old checkpoints.
+        self.verifier = Verifier(warn, None if mesh.rank_on_disk else self._prune)
+
+    def open(self) -> None:
+        """Lock the folder: no other run may write to it meanwhile."""
+        self.mesh.once_per_disk(lambda: self.store.open_for_writing(self.warn))
 
     def find(self, ckpt_dir: str) -> Path | None:
         """The newest usable checkpoint at a path, or of this run (`auto`).
 
-        None if `auto` finds no checkpoint at all.
+        None if `auto` finds no checkpoint at all. Tensors are verified only when they are loaded.
         """
+        self._source = ckpt_dir
         where = self.store.folder if ckpt_dir == "auto" else Path(ckpt_dir)
         named = os.path.exists(where / NAME)  # False, not an error, without permission to look
         found = self.mesh.gather([where] if named else Store(where).checkpoints())
@@ -59,13 +71,8 @@ class Checkpoints:
             folder for folder in everywhere[0] if all(folder in others for others in everywhere)
         ]
         for folder in candidates:
-            damage = damage_of(folder, self.mesh.rank_on_disk, self.mesh.per_disk)
-            # Each rank checked a share of the files; all of them must reach the same decision.
-            damage = next(filter(None, self.mesh.gather(damage)), "")
-            if not damage:
+            if folder not in self._rejected and not self._reject(folder, self._unusable(folder)):
                 return folder
-            if self.mesh.is_first:
-                self.warn(f"cannot use {folder}: {damage}")
         if any(everywhere) and not candidates and ckpt_dir == "auto":
             self._require_incomplete_first_save(everywhere)
             self._set_aside(-1, "is not on the disks of all nodes")
@@ -75,44 +82,42 @@ class Checkpoints:
             raise UserError(f"{where} contains no usable checkpoint", hint)
         return None
 
+    def _unusable(self, folder: Path) -> str:
+        return unusable(folder, self.mesh.rank_on_disk, self.mesh.per_disk)
+
+    def _reject(self, folder: Path, damage: str) -> bool:
+        """Whether any rank found damage: all of them must reach the same decision."""
+        damage = next(filter(None, self.mesh.gather(damage)), "")
+        if damage:
+            self._rejected.append(folder)
+            if self.mesh.is_first:
+                self.warn(f"cannot use {folder}: {damage}")
+        return bool(damage)
+
     def load(
         self,
         folder: Path,
         pieces: dict[str, Piece],
         shapes: dict[str, Shape],
-        check: Callable[[Facts], None],
-    ) -> Facts:
-        """Load a checkpoint that `find` returned into the pieces, after `check` accepted its facts.
+        check: Callable[[Facts, Path], None],
+    ) -> tuple[Path, Facts]:
+        """Load the checkpoint that `find` returned into the pieces, after `check` accepted it.
 
         `shapes` lists all tensors of the whole model: a checkpoint contains all of them, in
-        whatever layout it was written.
+        whatever layout it was written. If a rank finds damage, all of them load the checkpoint
+        before it instead. Returns the checkpoint that was loaded, and its facts.
         """
-        # Imported here: torch's part takes a second to import.
-        from trainer.checkpoint.shards import Untrusted, load_shards
-
         self.info(f"Try to load checkpoint from {folder}")
         facts = read_manifest(folder)
-        check(facts)
-        try:
-            load_shards(folder, pieces, shapes, facts["files"])
-        except Untrusted as error:
-            raise UserError(
-                f"cannot load {folder}: {error}",
-                "use only checkpoints that you or your team wrote",
-            ) from None
-        except ValueError as error:
-            raise UserError(
-                f"{folder} is a checkpoint of another model: {error}",
-                "use the config of that run",
-            ) from None
-        except BaseException as error:  # torch's CheckpointException is not an Exception
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            raise UserError(
-                f"cannot load {folder}: {_reason(error)}", "use another checkpoint"
-            ) from None
+        check(facts, folder)
+        if self._reject(folder, load_tensors(folder, facts, pieces, shapes)):
+            older = self.find(self._source)
+            assert older is not None  # it raises UserError if there is none
+            return self.load(older, pieces, shapes, check)
+        if self.store.holds(folder) and self.mesh.rank_on_disk == 0:
+            record_all(folder, facts["files"])
         self.info("successfully load checkpoints")
-        return facts
+        return folder, facts
 
     def _require_incomplete_first_save(self, everywhere: list[list[Path]]) -> None:
         """Raise unless the run was killed while it saved its first checkpoint.
@@ -162,15 +167,19 @@ class Checkpoints:
 
     def close(self) -> None:
         self.wait()
+        self.verifier.close()
         self.store.close()
 
     def _staged(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
-        """Copy this rank's share to the buffers. If several ranks hold a piece, one writes it."""
-        mine = {name: pieces[name] for name in own_share(pieces, self.mesh.disks)}
+        """Copy this rank's share to the buffers. If several ranks hold a piece, they divide it."""
+        if self._share is None:
+            self._share = share_out(pieces, self.mesh)
+        mine = {name: pieces[name].rows(rows.begin, rows.end) for name, rows in self._share.items()}
         for name, piece in mine.items():
             if name not in self._buffers:
                 self._buffers[name] = host_copy(piece.tensor)
-            self._buffers[name].copy_(piece.tensor)
+            self._buffers[name].copy_(piece.tensor, non_blocking=True)
+        wait_for_copies(self.mesh.device)
         return {name: piece._replace(tensor=self._buffers[name]) for name, piece in mine.items()}
 
     def _write(self, step: int, pieces: dict[str, Piece], facts: Facts) -> None:
@@ -179,36 +188,39 @@ class Checkpoints:
         Ranks agree on the result of every step, so that all of them succeed or fail together.
         """
         use_in_thread(self.mesh.device)
-        part = self.store.part(step)
-        files: dict[str, Facts] = {}
+        part, name = self.store.part(step), file_name(self.mesh.rank_on_disk)
+        written: list[Written] = []
         try:
             # 1. Check the free space for the whole checkpoint, and create the temporary folder.
             wanted = sum(self._on_disk(sum(piece.tensor.nbytes for piece in pieces.values())))
             failure = self._agree(lambda: self._prepare(part, int(OVERHEAD * wanted)))
-            # 2. Every rank writes and checksums its own file.
-            failure = failure or self._agree(lambda: files.update(self._write_shards(part, pieces)))
-            everything = {
-                name: known for share in self._on_disk(files) for name, known in share.items()
-            }
+            # 2. Every rank writes its own file.
+            failure = failure or self._agree(
+                lambda: written.append(write_pieces(part / name, pieces))
+            )
+            everything = self._on_disk(written)
             # 3. Only when all files are on disk, write the manifest and rename the folder: its
             # final name means that it is complete.
             failure = failure or self._agree(lambda: self._commit(part, facts, everything))
         except RuntimeError as error:  # a rank exited; the training loop will notice it too
-            failure = _reason(error)
+            failure = reason_of(error)
         self.failure = failure
         with contextlib.suppress(BrokenPipeError):  # the training loop will notice it too
-            if failure and self.mesh.rank_on_disk == 0:
+            self._report(step, part, failure)
+        if not failure:
+            # Last, and no rank waits for it: read back what was written.
+            self.verifier.start(part.with_suffix("") / name, written[0].facts)
+
+    def _report(self, step: int, part: Path, failure: str) -> None:
+        if not failure:
+            self.saved_step = step
+            self.info(f"Save model to {part.with_suffix('')}")
+            return
+        if self.mesh.rank_on_disk == 0:
+            with contextlib.suppress(OSError):
                 self.store.discard(part)
-            if failure and self.mesh.is_first:
-                self.warn(
-                    f"cannot save checkpoint of step {step}: {failure}; earlier ones are kept"
-                )
-            if not failure:
-                self.saved_step = step
-                self.info(f"Save model to {part.with_suffix('')}")
-        # Last, because it reads whole checkpoints to verify them, and no rank waits for it.
-        if not failure and self.keep_last and self.mesh.rank_on_disk == 0:
-            self.store.prune(self.keep_last)
+        if self.mesh.is_first:
+            self.warn(f"cannot save checkpoint of step {step}: {failure}; earlier ones are kept")
 
     def _on_disk(self, value: Any) -> list[Any]:
         """The values of the ranks that write to the same disk."""
@@ -220,56 +232,66 @@ class Checkpoints:
         failure = ""
         try:
             part()
-        except BaseException as error:  # torch's CheckpointException is not an Exception
-            failure = _reason(error)
+        except Exception as error:
+            failure = reason_of(error)
         return next(filter(None, self.mesh.gather(failure)), "")
 
     def _prepare(self, part: Path, wanted: int) -> None:
-        # Import it in this thread, so that no training step has to wait for the import.
-        from trainer.checkpoint import shards  # noqa: F401
-
         if self.mesh.rank_on_disk == 0:
             self.store.discard(part)
             self.store.require_space(wanted)
             part.mkdir()
 
-    def _write_shards(self, part: Path, pieces: dict[str, Piece]) -> dict[str, Facts]:
-        from trainer.checkpoint.shards import save_shards
-
-        save_shards(part, pieces, self.mesh.disk_group)
-        return {
-            file.name: file_facts(file, sync=True)
-            for file in part.glob(f"__{self.mesh.rank_on_disk}_*")
-        }
-
-    def _commit(self, part: Path, facts: Facts, files: dict[str, Facts]) -> None:
+    def _commit(self, part: Path, facts: Facts, written: list[list[Written]]) -> None:
         if self.mesh.rank_on_disk:  # one rank per disk is enough
             return
-        metadata = part / METADATA
-        write_manifest(part, facts, {**files, metadata.name: file_facts(metadata, sync=True)})
+        names = [file_name(rank) for rank in range(len(written))]
+        files = {name: file.facts for name, (file,) in zip(names, written)}
+        tensors = tensor_index({name: file.tensors for name, (file,) in zip(names, written)})
+        write_manifest(part, {**facts, "tensors": tensors}, files)
         self.store.commit(part)
 
+    def _prune(self) -> None:
+        """Called when a checkpoint is verified: it may replace an older one."""
+        if self.keep_last:
+            self.store.prune(self.keep_last)
 
-def own_share(pieces: dict[str, Piece], disks: int = 1) -> list[str]:
-    """The names of the pieces that this rank writes.
 
-    Ranks that hold the same pieces and write to the same disk take turns, starting with the largest
-    piece. Replicas are numbered consecutively, and so are those of one disk.
+def load_tensors(
+    folder: Path, manifest: Facts, pieces: dict[str, Piece], shapes: dict[str, Shape]
+) -> str:
+    """Load the pieces from a checkpoint of any version. Returns what is damaged in it, if anything.
+
+    Raises UserError if it is a checkpoint of another model, or crafted.
     """
-    names = []
-    for holders in {piece.holders for piece in pieces.values()}:
-        alike = [
-            name
-            for name, piece in pieces.items()
-            if piece.holders == holders and piece.tensor.numel()
-        ]
-        by_size = sorted(alike, key=lambda name: (-pieces[name].tensor.numel(), name))
-        here = holders.total // disks
-        names += by_size[holders.number % here :: here]
-    return [name for name in names if not pieces[name].is_copy]
+    try:
+        if manifest["version"] == TORCH_FORMAT:
+            # Imported here: torch's part takes a second to import.
+            from trainer.checkpoint.shards import load_shards
+
+            load_shards(folder, pieces, shapes, manifest["files"])
+        else:
+            load_pieces(folder, manifest, pieces, shapes)
+    except Damaged as damage:
+        return str(damage)
+    except Untrusted as error:
+        raise UserError(
+            f"cannot load {folder}: {error}", "use only checkpoints that you or your team wrote"
+        ) from None
+    except ValueError as error:
+        raise UserError(
+            f"{folder} is a checkpoint of another model: {error}", "use the config of that run"
+        ) from None
+    except BaseException as error:  # torch's CheckpointException is not an Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UserError(
+            f"cannot load {folder}: {reason_of(error)}", "use another checkpoint"
+        ) from None
+    return ""
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """The cause in one line. torch wraps the errors of all ranks into one exception."""
     failures = getattr(error, "failures", None)
     if failures:

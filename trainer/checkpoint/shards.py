@@ -1,4 +1,4 @@
-"""Writes and reads tensors in torch's distributed checkpoint format, without trusting its metadata.
+"""Reads version 1 of our checkpoints: torch's distributed format, without trusting its metadata.
 
 torch unpickles `.metadata` without restrictions, so a crafted file can run any command. This reader
 allows only the few classes that tensors need, and compares the metadata with the expected tensors
@@ -14,24 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from trainer.checkpoint import METADATA, Shape
+from trainer.checkpoint.loading import Shape, Untrusted
 from trainer.slices import Piece
 
+METADATA = ".metadata"
 # What a pickle of torch's metadata refers to. None of these runs code of the user.
 _PLAIN_CLASSES = {
     "torch.distributed.checkpoint.metadata": (
@@ -50,10 +47,6 @@ _PLAIN_CLASSES = {
 
 # Our names and pieces are flat already, so torch has nothing to flatten.
 _NO_FLATTENING = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-
-
-class Untrusted(Exception):
-    """The metadata contains something that our checkpoints never contain."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -86,18 +79,6 @@ class _Shard:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(self.at.offsets), torch.Size(self.at.sizes))]
 
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        (chunk,) = self.__create_chunk_list__()
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.tensor), self.size())
-        return [
-            WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-        ]
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].tensor
-
 
 class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
@@ -108,21 +89,6 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].tensor
-
-
-def save_shards(folder: Path, pieces: dict[str, Piece], group: dist.ProcessGroup | None) -> None:
-    """Write the pieces of every rank; the first rank writes the metadata. Files are synced."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about its own internals
-        writer = FileSystemWriter(folder, sync_files=True)
-        shards = {name: _Shard(piece) for name, piece in pieces.items()}
-        save(
-            shards,
-            storage_writer=writer,
-            planner=_SavePlanner(**_NO_FLATTENING),
-            process_group=group,
-            no_dist=group is None,
-        )
 
 
 def load_shards(

@@ -7,31 +7,38 @@ So a crash never leaves an incomplete checkpoint under its final name.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import re
 import shutil
-import socket
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
-from trainer.checkpoint.manifest import find_damage, read_manifest
+from trainer.checkpoint.folder_lock import FolderLock
+from trainer.checkpoint.manifest import (
+    TORCH_FORMAT,
+    find_damage,
+    find_missing,
+    is_verified,
+    read_manifest,
+)
 from trainer.durable import replacing, sync_folder
 from trainer.errors import UserError
 
 _STEP = re.compile(r"step_(\d+)")
+_ASIDE = re.compile(r"step_(\d+)\.aside(\d+)")
 KEPT_AT_LEAST = 2  # even if the user wants fewer: one may turn out to be damaged
 
 
 class Store:
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._lock: int | None = None  # file descriptor, open until the run ends
+        self.folder, self.lock = folder, FolderLock(folder)
+        self._pruning = threading.Lock()  # two threads delete old checkpoints
 
-    def open_for_writing(self) -> None:
+    def open_for_writing(self, warn: Callable[[str], None]) -> None:
         """Create and lock the folder, and clean up after a run that was killed while saving."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+            self.lock.take(warn)
         except FileExistsError:
             raise UserError(
                 f"{self.folder} is a file", "set Engine.save_load.output_dir to a folder"
@@ -39,7 +46,6 @@ class Store:
         except OSError as error:
             hint = "set Engine.save_load.output_dir to a writable folder"
             raise UserError(f"cannot write to {self.folder}: {error.strerror}", hint) from None
-        self._take_lock(self._lock)
         for part in self.folder.glob("step_*.tmp"):
             shutil.rmtree(part, ignore_errors=True)
         for old in self.folder.glob("step_*.old"):  # killed during `commit`
@@ -48,25 +54,8 @@ class Store:
             else:
                 old.rename(old.with_suffix(""))
 
-    def _take_lock(self, lock: int) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(lock, 200).decode(errors="replace").strip() or "unknown"
-            hint = "wait for it, stop it, or set Engine.save_load.output_dir to another folder"
-            raise UserError(
-                f"another run is writing to {self.folder} (process {owner})", hint
-            ) from None
-        except OSError:
-            return  # this file system has no locks: better to train without than not at all
-        with contextlib.suppress(OSError):  # if the disk is full, the lock works without the name
-            os.ftruncate(lock, 0)  # the name of an earlier owner
-            os.write(lock, f"{os.getpid()} on {socket.gethostname()}\n".encode())
-
     def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self.lock.release()
 
     def checkpoints(self) -> list[Path]:
         """All checkpoints, the newest first, including damaged ones."""
@@ -90,6 +79,7 @@ class Store:
         `open_for_writing` recovers.
         """
         target, old = part.with_suffix(""), part.with_suffix(".old")
+        self.lock.require()
         sync_folder(part)
         if target.exists():
             target.rename(old)
@@ -108,13 +98,13 @@ class Store:
         moved = []
         for folder in self.checkpoints():
             if _step_of(folder) > step:
-                taken = len(list(self.folder.glob(f"{folder.name}.aside*")))
-                moved.append(
-                    (folder, folder.rename(folder.with_name(f"{folder.name}.aside{taken + 1}")))
-                )
+                taken = [number for (at, number), _ in self._aside() if at == _step_of(folder)]
+                aside = folder.with_name(f"{folder.name}.aside{max(taken, default=0) + 1}")
+                moved.append((folder, folder.rename(aside)))
         return moved
 
     def discard(self, part: Path) -> None:
+        self.lock.require()
         shutil.rmtree(part, ignore_errors=True)
 
     def require_space(self, wanted: int) -> None:
@@ -124,26 +114,53 @@ class Store:
             raise OSError(f"not enough disk space: {_mib(wanted)} needed, {_mib(free)} free")
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep` good checkpoints.
+        """Delete all but the newest `keep` verified checkpoints, and old ones that were set aside.
 
-        A checkpoint is deleted only after at least two newer ones were verified.
+        A checkpoint is deleted only after at least two newer ones were verified. Reads no file:
+        every rank verified what it wrote, and the result is beside it.
         """
-        good = 0
-        for folder in self.checkpoints():
-            if good >= max(keep, KEPT_AT_LEAST):
-                shutil.rmtree(folder, ignore_errors=True)
-            elif not damage_of(folder):  # a damaged checkpoint must not replace a good one
-                good += 1
+        with self._pruning:
+            self.lock.require()
+            keep, good = max(keep, KEPT_AT_LEAST), 0
+            for folder in self.checkpoints():
+                if good >= keep:
+                    self._delete(folder)
+                else:  # an unverified checkpoint must not replace a good one
+                    good += is_verified(folder)
+            for _, folder in self._aside()[keep:]:
+                self._delete(folder)
+
+    def _aside(self) -> list[tuple[tuple[int, int], Path]]:
+        """The checkpoints that were set aside: step, number and folder, the newest first."""
+        found = [(_ASIDE.fullmatch(folder.name), folder) for folder in self.folder.glob("step_*")]
+        named = [((int(name[1]), int(name[2])), folder) for name, folder in found if name]
+        return sorted(named, reverse=True)
+
+    def _delete(self, folder: Path) -> None:
+        """Delete a checkpoint. If the run is killed meanwhile, `open_for_writing` continues."""
+        with contextlib.suppress(OSError):
+            doomed = folder.rename(folder.with_name(f"{folder.name}.tmp"))
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
-def damage_of(folder: Path, share: int = 0, of: int = 1) -> str:
-    """Why a checkpoint cannot be used, or an empty string.
+def unusable(folder: Path, share: int = 0, of: int = 1) -> str:
+    """Why a checkpoint cannot be loaded, as far as that is known without reading its tensors.
 
-    Several ranks can check a share of its files each.
+    Files of version 1 are read: their format has no checksums of parts. Several ranks can check a
+    share of the files each.
     """
     try:
         manifest = read_manifest(folder)
-        return find_damage(folder, list(manifest["files"].items())[share::of])
+        find = find_damage if manifest["version"] == TORCH_FORMAT else find_missing
+        return find(folder, list(manifest["files"].items())[share::of])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return str(error)
+
+
+def damage_of(folder: Path) -> str:
+    """Read a whole checkpoint. Returns what is wrong with it, or an empty string."""
+    try:
+        return find_damage(folder, read_manifest(folder)["files"].items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return str(error)
 
