@@ -18,6 +18,7 @@ GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 INDENT = "  "  # of the lines of a record after its title
 CONFIG_TITLE = "Resolved config:"
 COMPLETE = "The training process is complete."  # the last line
+RESUMED_FROM = "resumed_from"  # in metrics.jsonl: earlier records of later steps are void
 TRAIN_START = "global step "  # of a train line: to search for it before any line is parsed
 
 

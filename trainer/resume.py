@@ -18,6 +18,7 @@ from trainer.checkpoint.snapshot import load_snapshot, save_snapshot
 from trainer.config.continuation import model_differences
 from trainer.config.sections import Model, RunConfig
 from trainer.errors import UserError
+from trainer.logline import RESUMED_FROM
 from trainer.mesh import Mesh
 from trainer.metrics import Log
 from trainer.model import GPT, build_model
@@ -89,6 +90,9 @@ def restore(t: Training, checkpoints: Checkpoints, folder: Path | None) -> None:
             checkpoints.resumed_from(facts["step"])
     elif t.run.Engine.save_load.ckpt_dir:
         t.log.info(f"No checkpoint in {output_dir(t.run)}: training starts at step 0.")
+    if t.metrics.file and t.metrics.file.exists():
+        # Readers drop what an earlier attempt recorded after this step: it is trained again.
+        t.metrics.record({RESUMED_FROM: t.progress.step})
 
 
 def whole_model(t: Training, checkpoints: Checkpoints) -> GPT:
@@ -154,13 +158,21 @@ def _in_our_steps(t: Training, facts: Facts, finished_epoch: int, file: Path) ->
 
 def _restore_progress(t: Training, facts: Facts) -> None:
     t.progress = Progress(facts["step"], facts["updates"], facts["samples"])
-    t.precision.restore(facts["scaler"])
+    if _was_float16(facts):  # otherwise it has no loss scale: start with the configured one
+        t.precision.restore(facts["scaler"])
     t.optimizer.loaded(facts["updates"])
     if facts["order"] != _order(t) and t.mesh.is_first:
         t.log.warn(
             "data, seed or number of epochs differ from the checkpoint: "
             "the order of samples changes"
         )
+
+
+def _was_float16(facts: Facts) -> bool:
+    found = facts["config"]
+    for key in ("Engine", "mix_precision"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return isinstance(found, dict) and bool(found.get("enable")) and found.get("dtype") == "float16"
 
 
 def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:

@@ -17,6 +17,7 @@ from gptctl.logs.match import Grep
 from gptctl.logs.stream import LineFilter, LogReader, merged
 from trainer.logline import (
     EVALUATIONS,
+    RESUMED_FROM,
     TRAIN_START,
     Evaluation,
     TrainLine,
@@ -52,14 +53,18 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def parse_metrics(data: bytes, job: str = "", world: int = 1) -> list[Row]:
-    """Parse metrics.jsonl, oldest line first, without the lines of other jobs."""
+    """Parse metrics.jsonl, oldest line first, without the lines of other jobs.
+
+    `run_rows` drops what a later attempt trained again.
+    """
     rows: list[Row] = []
     for line in json_lines(data):
         numbers = {name: value for name, value in line.items() if is_number(value)}
-        step, writer = numbers.get("step", -1), line.get("job")
+        step, writer = numbers.get("step", numbers.get(RESUMED_FROM, -1)), line.get("job")
         # Jobs may share an output folder. Files of older versions do not tell who wrote a line.
         if 0 <= step < HIGHEST_STEP and (not job or writer in (None, job)):
-            numbers |= {"step": int(step), "attempt": _attempt(rows, numbers)}
+            numbers["step"] = int(step)
+            numbers["attempt"] = _attempt(rows, numbers)
             rows.append({**numbers, **_speeds(numbers, world)})
     return rows
 
@@ -67,9 +72,10 @@ def parse_metrics(data: bytes, job: str = "", world: int = 1) -> list[Row]:
 def _attempt(rows: Sequence[Row], numbers: Row) -> int:
     if "attempt" in numbers:
         return int(numbers["attempt"])
-    # Files of older versions do not tell it: steps that repeat are those of the next attempt.
+    # Without gptctl nobody numbers them: steps that repeat are those of the next attempt.
     before = rows[-1] if rows else {"attempt": 0, "step": -1}
-    return int(before["attempt"]) + int(numbers["step"] < before["step"])
+    is_next = numbers["step"] < before["step"] or RESUMED_FROM in numbers
+    return int(before["attempt"]) + int(is_next)
 
 
 def _speeds(numbers: Row, world: int) -> Row:
@@ -110,11 +116,14 @@ def run_rows(rows: Iterable[Row]) -> list[Row]:
 
     When a run resumes at an earlier step, everything after that step is void, also steps that the
     new attempt or job has not reached yet. An evaluation becomes a part of the row of its step.
+    The trainer records the step it resumed from; without that, the first step after it is the sign.
     """
     kept: list[Row] = []
     for row in rows:
         while kept and kept[-1]["step"] > row["step"]:
             kept.pop()
+        if RESUMED_FROM in row:
+            continue
         last = kept[-1] if kept and kept[-1]["step"] == row["step"] else None
         is_same = last is not None and all(last.get(k) == row.get(k) for k in ("job", "attempt"))
         if last is None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import trainer.train
+from gptctl.jobs.run_metrics import file_rows
 from tests.ranks import Ranks, fork, run, start, tiny
 from tests.unit.test_data import write_npz
 from trainer.__main__ import main
@@ -99,8 +100,8 @@ def test_a_signal_saves_and_stops(tmp_path: Path, number: int, world: int) -> No
     assert stopped in ended.out[0]
     rest = run(tmp_path, *tiny(max_steps=status["step"] + 2, ckpt_dir="auto"), world=world)
     assert rest.ok, rest.text
-    steps = [json.loads(line)["step"] for line in (tmp_path / "output/metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, status["step"] + 3))
+    assert rest.metrics("step") == list(range(1, status["step"] + 3))
+    assert rest.metrics("resumed_from") == [status["step"]]
     assert rest.status()["state"] == "finished"
 
 
@@ -139,10 +140,12 @@ def test_a_killed_run_goes_on(tmp_path: Path, world: int) -> None:
         ended = ranks.wait()
     assert ended.ok, ended.text
     by_step = {}
-    for line in (folder / "output/metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        assert by_step.setdefault(record["step"], record["loss"]) == record["loss"]
+    for step, loss in zip(ended.metrics("step"), ended.metrics()):
+        assert by_step.setdefault(step, loss) == loss
     assert [by_step[step] for step in range(1, 41)] == whole.metrics()
+    # What gptctl reads: every step once, whatever the attempts before have recorded.
+    rows = file_rows(folder / "output/metrics.jsonl")
+    assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(whole.metrics(), start=1))
 
 
 MESH = Mesh(Layout(), 0, 0, torch.device("cpu"))
@@ -259,6 +262,15 @@ def test_ten_and_ten_are_twenty_in_half_precision(tmp_path: Path, precision: dic
     assert rest.metrics("loss_scale") == whole.metrics("loss_scale")
     if "Engine.mix_precision.scale_loss" in precision:
         assert None in whole.metrics("grad_norm")[:10]
+
+
+def test_another_precision_resumed_as_float16_starts_with_the_configured_scale(tmp_path: Path) -> None:
+    """fp32 has no loss scale: its 1.0 must not be taken over. Oracle: the key. From float16 it is taken over, as above."""
+    run(tmp_path, *tiny(max_steps=2))
+    keys = {**HALF, "Engine.mix_precision.scale_loss": 1024.0, "max_steps": 4, "ckpt_dir": "auto"}
+    rest = run(tmp_path, *tiny(**keys))
+    assert rest.ok, rest.text
+    assert rest.metrics("loss_scale") == [1.0, 1.0, 1024.0, 1024.0]
 
 
 def test_token_files_go_on_where_they_stopped(tmp_path: Path) -> None:

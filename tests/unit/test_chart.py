@@ -106,6 +106,17 @@ def test_a_job_that_has_logged_nothing_yet_changes_nothing(tmp_path: Path) -> No
     assert [row["step"] for row in whole_run([second, first])] == [10, 20]
 
 
+def test_what_was_lost_before_a_resume_counts_no_more(tmp_path: Path) -> None:
+    """Steps 6 to 9 were recorded, but the run resumed from 5 and now records every tenth step; sums by hand."""
+    resumed = {"resumed_from": 5, "attempt": 1}
+    one = job(tmp_path, "a", "", *lines(4, 5, 6, 7, 8, 9, 10, attempt=0), resumed)
+    assert [row["step"] for row in whole_run([one])] == [4, 5]
+    two = job(tmp_path, "b", "", *lines(4, 5, 6, 7, attempt=0), resumed, *lines(10, 20, attempt=1))
+    assert [row["step"] for row in whole_run([two])] == [4, 5, 10, 20]
+    assert [row["step"] for row in each_attempt(job_rows(two, FileFilter(all_attempts=True)))] == [4, 5, 6, 7, 10, 20]
+    assert [row["step"] for row in file_rows(Path(two.output_dir, "metrics.jsonl"))] == [4, 5, 10, 20]
+
+
 def test_attempts_can_be_asked_for(tmp_path: Path) -> None:
     record = job(tmp_path, "a", "", *lines(10, 20, attempt=0), *lines(20, 30, attempt=1))
     assert [row["step"] for row in job_rows(record, FileFilter(attempt=0))] == [10, 20]

@@ -51,7 +51,8 @@ class Training:
     def metrics(self) -> list[dict[str, Any]]:
         file = Path(self.job["run_dir"]) / "output" / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        records = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        return [record for record in records if "step" in record]
 
     def attempts(self) -> int:
         return len(list(Path(self.job["run_dir"]).glob("attempt-*")))
