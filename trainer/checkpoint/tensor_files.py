@@ -112,7 +112,7 @@ def _blocks(pieces: dict[str, Piece]) -> Iterator[list[memoryview]]:
     for piece in pieces.values():
         data, row = raw_bytes(piece.tensor), piece.at.row_numel * piece.tensor.itemsize
         while len(data):
-            fitting = free // row * row  # whole rows only
+            fitting = max(0, free) // row * row  # whole rows only, but at least one
             if not fitting and block:
                 yield block
                 block, free = [], BLOCK
