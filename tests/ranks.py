@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # which DDP imports
 
 import trainer.checkpoint.shards
 import trainer.parallel.pipeline

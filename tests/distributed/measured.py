@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import profile
 
 from tests.distributed.layouts import Case
@@ -51,10 +52,17 @@ class Trained(NamedTuple):
     sent: list[Sent]
 
 
-def train(folder: Path, case: Case, accumulate: int = 1, recompute: bool = False, **more: Any) -> Trained:
+def train(
+    folder: Path,
+    case: Case,
+    accumulate: int = 1,
+    recompute: bool = False,
+    entry: Callable[[Sequence[str]], int] | None = None,
+    **more: Any,
+) -> Trained:
     keys = {**case.keys(accumulate, recompute), **EVALUATION, **more}
     folder.mkdir(exist_ok=True)
-    ended = Ranks(tiny(**keys), case.world, folder, {}, measuring_main).wait(300)
+    ended = Ranks(tiny(**keys), case.world, folder, {}, entry or measuring_main).wait(300)
     assert ended.ok, ended.text
     noted = [json.loads((folder / f"noted.{rank}").read_text()) for rank in range(case.world)]
     files = [folder / f"sent.{rank}" for rank in range(case.world)]
@@ -132,7 +140,17 @@ class _Bytes:
         self.backward(*args, **kwargs)
         gradients = [weight.main_gradient for weight in self.t.optimizer.weights]
         gradients += [parameter.grad for parameter in self._alive()]
+        gradients += [gradient for part in self.t.parallel.parts for gradient in _accumulated(part)]
         self.gradients.append(_bytes_of(gradients))
+
+
+def _accumulated(part: nn.Module) -> Iterator[Tensor | None]:
+    """What FSDP keeps of half-precision gradients that it has not reduced yet, or not over all replicas."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield group._partial_reduce_output
+                yield from (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
 
 
 @torch.no_grad()

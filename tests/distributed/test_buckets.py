@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.profiler import profile
 
 from tests.ranks import Ranks, tiny
 from trainer import train
 from trainer.__main__ import main
 from trainer.data import LocalBatch
+from trainer.optim import new_weight
+from trainer.parallel.data import Buckets
+from trainer.slices import Slice
 from trainer.state import Training
 
 
@@ -20,7 +26,7 @@ def counting_main(arguments: Sequence[str]) -> int:
     compute_gradients = train.compute_gradients
 
     def counted(t: Training, batch: LocalBatch, num_predicted: float) -> object:
-        if t.progress.step < 3:  # DDP arranges its buckets anew after the first step
+        if t.progress.step < 3:
             return compute_gradients(t, batch, num_predicted)
         with profile() as profiled:
             loss = compute_gradients(t, batch, num_predicted)
@@ -39,14 +45,45 @@ def all_reduces(folder: Path, **keys: object) -> int:
 
 
 def test_gradients_travel_in_buckets_of_the_size_asked_for(tmp_path: Path) -> None:
-    """0.8 million parameters are 3.3 MB: one bucket of 25 MB (after the first, smaller one), many of 0.2 MB."""
+    """0.8 million parameters are 3.3 MB: one bucket of 25 MB, many of 0.2 MB."""
     large = all_reduces(tmp_path / "large")
     small = all_reduces(tmp_path / "small", **{"Distributed.bucket_cap_mb": 0.2})
-    assert 1 <= large <= 2
-    assert 8 <= small <= 17
+    norm = 1  # one more sum per update
+    assert large == 1 + norm
+    assert 8 <= small - norm <= 17
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_accumulation_synchronises_once_per_update(tmp_path: Path, micro_batch: int) -> None:
     once = all_reduces(tmp_path / "once", micro_batch=4)
     assert all_reduces(tmp_path / "accumulated", micro_batch=micro_batch) == once
+
+
+def averaging_main(_: Sequence[str]) -> int:
+    """Four parameters in two buckets, of which a rank has gradients for some only, in two micro-batches."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    weights = [
+        new_weight(str(number), parameter, Slice.of((2,)), torch.ones(2), has_master=False)
+        for number, parameter in enumerate(parameters)
+    ]
+    buckets = Buckets(weights, 9e-6, 2, dist.group.WORLD)
+    assert len(buckets.buckets) == 2
+    for _ in range(2):  # updates
+        buckets.begin()
+        for factor in (1, 2):
+            used = parameters[:3] if rank == 0 else parameters[1:]
+            sum((factor + 10 * rank) * parameter.sum() for parameter in used).backward()
+        buckets.finish()
+        Path(f"averages.{rank}").write_text(str([weight.gradient.tolist()[0] for weight in weights]))
+    dist.destroy_process_group()
+    return 0
+
+
+def test_a_rank_may_have_no_gradient_for_a_parameter(tmp_path: Path) -> None:
+    """Such a gradient counts as zero. Oracle: 1 + 2 on the first rank, 11 + 12 on the second one, divided by two."""
+    ended = Ranks([], 2, tmp_path, {}, averaging_main).wait()
+    assert ended.ok, ended.text
+    expected = str([1.5, 13.0, 13.0, 11.5])
+    assert [(tmp_path / f"averages.{rank}").read_text() for rank in range(2)] == [expected] * 2

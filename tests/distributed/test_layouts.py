@@ -145,16 +145,6 @@ def test_mixed_precision_stays_near_fp32(tmp_path: Path, alone: Ended, case: Cas
     assert 0 < difference(ended.metrics(), alone.metrics()) <= tolerance
 
 
-def test_pure_half_is_that_of_one_process(tmp_path: Path) -> None:
-    """O2: parameters, gradients and what stages send each other are bfloat16. Oracle: O2 on one process."""
-    pure = {f"Engine.mix_precision.{key}": value for key, value in {"dtype": "bfloat16", "level": "O2"}.items()}
-    pure = {**pure, "Engine.mix_precision.enable": True}
-    whole = train(tmp_path / "alone", ALONE, **pure).ended
-    for case in (Case(sharding=2, stage=3), Case(mp=2), Case(pp=2, sharding=2)):
-        ended = train(tmp_path / case.name, case, **pure).ended
-        assert difference(ended.metrics(), whole.metrics(), relative=True) < 0.01
-
-
 @pytest.mark.long
 def test_an_overflow_on_one_stage_skips_the_update_on_all_ranks(tmp_path: Path) -> None:
     """A loss scale of 2³² overflows float16 somewhere; every rank has to see it, or losses go apart."""

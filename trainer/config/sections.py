@@ -46,7 +46,9 @@ class MixPrecision:
         half="float16",
     )
     level: str = choice(
-        "O1", ["O1", "O2"], "O1 (autocast) | O2 (half-precision parameters, fp32 master weights)"
+        "O1",
+        ["O1", "O2"],
+        "O1 (autocast) | O2 (half-precision parameters, fp32 master weights); equal with sharding",
     )
     scale_loss: float = number(
         32768.0, "initial dynamic loss scale (float16 only)", above=0, high=2.0**32
@@ -303,7 +305,7 @@ class Distributed:
     pp_recompute_interval: int = integer(
         1, "layers to recompute together (full recompute with pp)", low=1
     )
-    bucket_cap_mb: float = number(25.0, "size of a DDP gradient bucket in MB", above=0)
+    bucket_cap_mb: float = number(25.0, "size of a data-parallel gradient bucket in MB", above=0)
     # Only needed to run GPUs without nccl, for example to debug communication.
     backend: str = choice(
         None, ["nccl", "gloo"], "communication backend; derived: nccl on gpu, gloo on cpu"
