@@ -32,11 +32,15 @@ SHORT = {"max_steps": 4, "eval_freq": 0, "test_iters": 0}
 SUMMARY = "world"
 AGAIN = pytest.mark.xfail(reason="with sequence_parallel, the backward pass does not gather inputs again yet")
 ONE_SUM = pytest.mark.xfail(reason="a step still makes two sums over all ranks")
-IN_HALF = pytest.mark.xfail(reason="messages and gradients in half precision are being changed")
+IN_HALF = pytest.mark.xfail(reason="mp ranks do not send hidden states in half precision yet")
 
 
 def marked(layouts: list[Case]) -> list[object]:
     return [pytest.param(case, id=case.name, marks=[AGAIN] if case.sequence else []) for case in layouts]
+
+
+def marked_half(layouts: list[Case]) -> list[object]:
+    return [pytest.param(case, id=case.name, marks=[IN_HALF] if case.mp > 1 else []) for case in layouts]
 
 
 def of_axes(calls: Counter[Call]) -> Counter[Call]:
@@ -74,17 +78,15 @@ def test_all_ranks_sum_one_summary_per_step(trained: Train, case: Case) -> None:
         assert counted == computed
 
 
-@IN_HALF
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("case", cases(HALF))
+@pytest.mark.parametrize("case", marked_half(HALF))
 def test_hidden_states_travel_in_half(tmp_path: Path, case: Case, level: str) -> None:
     assert_exact(in_half(tmp_path, case, level))
 
 
-@IN_HALF
 @pytest.mark.long
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("case", cases([*SEVERAL, *MORE_FEW, LARGEST]))
+@pytest.mark.parametrize("case", marked_half([*SEVERAL, *MORE_FEW, LARGEST]))
 def test_every_layout_in_half(tmp_path: Path, case: Case, level: str) -> None:
     assert_exact(in_half(tmp_path, case, level))
 

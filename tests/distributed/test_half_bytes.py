@@ -1,4 +1,4 @@
-"""What half precision keeps and sends. Oracles: arithmetic on the number of parameters, and the operators that torch runs."""
+"""What half precision keeps and sends. Oracle: arithmetic on the number of parameters."""
 
 from __future__ import annotations
 
@@ -12,31 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layouts import Case
 from tests.distributed.measured import Trained, measuring_main, train
 from tests.distributed.test_half import half
 from trainer import train as loop
 from trainer.state import Training
-
-GATHER, REDUCE_SCATTER, ALL_REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
-
-
-class Messages(TorchDispatchMode):
-    """Bytes by operator and dtype: of the whole tensor that is gathered, reduced or sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: dict[str, int] = defaultdict(int)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func.__name__.partition(".")[0]
-            sent = args[1] if name == REDUCE_SCATTER else args[0]
-            for tensor in [sent] if isinstance(sent, Tensor) else sent:
-                self.bytes[f"{name} {tensor.dtype}"] += tensor.nbytes
-        return func(*args, **(kwargs or {}))
 
 
 class Kept:
@@ -73,11 +54,11 @@ def counting_main(arguments: Sequence[str]) -> int:
             return compute_gradients(t, *args)
         kept, backward = Kept(t), torch.autograd.backward
         torch.autograd.backward = kept.counted
-        with Messages() as messages, saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+        with saved_tensors_hooks(kept.pack, lambda tensor: tensor):
             result = compute_gradients(t, *args)
         torch.autograd.backward = backward
         numel = sum(weight.parameter.numel() for weight in t.parallel.weights)
-        Path(f"counted.{t.mesh.rank}").write_text(json.dumps([messages.bytes, kept.bytes, numel]))
+        Path(f"counted.{t.mesh.rank}").write_text(json.dumps([kept.bytes, numel]))
         return result
 
     loop.compute_gradients = watched
@@ -85,11 +66,11 @@ def counting_main(arguments: Sequence[str]) -> int:
 
 
 # 3 samples of 16 tokens: no activation has the shape of a weight.
-SAMPLES: dict[str, Any] = {"micro_batch": 3, "max_steps": 3, "eval_freq": 0, "test_iters": 0}
+SAMPLES: dict[str, Any] = {"micro_batch": 3, "max_steps": 4, "eval_freq": 0, "test_iters": 0}
 
 
-def counted(folder: Path, case: Case, accumulate: int, **keys: Any) -> tuple[Trained, dict[str, int], int, int]:
-    """Of the first rank: bytes of messages, bytes of weights that autograd keeps, number of parameters."""
+def counted(folder: Path, case: Case, accumulate: int, **keys: Any) -> tuple[Trained, int, int]:
+    """Also bytes of weights that autograd keeps, and the number of parameters, both of the first rank."""
     sizes = SAMPLES | {"global_batch": 3 * accumulate * case.layout.data_ranks}
     trained = train(folder, case, entry=counting_main, **{**sizes, **keys})
     return trained, *json.loads((folder / "counted.0").read_text())
@@ -99,17 +80,22 @@ def long(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 
-def only(messages: dict[str, int], name: str) -> dict[str, int]:
-    return {key.split()[1]: size for key, size in messages.items() if key.split()[0] == name}
+def sent(trained: Trained, operation: str, axis: str) -> dict[str, int]:
+    """Bytes by dtype that the first rank sends in an update."""
+    found: dict[str, int] = defaultdict(int)
+    for call, number in trained.sent[0].counted.items():
+        if (call.operation, call.axis) == (operation, axis):
+            found[call.dtype] += number * call.nbytes
+    return found
 
 
 @pytest.mark.parametrize(("stage", "level"), [(3, "O1"), long(1, "O2"), long(2, "O1"), long(3, "O2")])
 def test_sharding_gathers_half_and_keeps_fp32_shards(tmp_path: Path, stage: int, level: str) -> None:
     """Two micro-batches. Stage 3 keeps no gathered weights between the passes, and nothing needs a master copy."""
-    trained, messages, kept, numel = counted(tmp_path, Case(sharding=2, stage=stage), 2, **half("bfloat16", level))
+    trained, kept, numel = counted(tmp_path, Case(sharding=2, stage=stage), 2, **half("bfloat16", level))
     gathered = 1 if stage < 3 else 2 * 2  # per update, or in both passes of every micro-batch
-    assert only(messages, GATHER) == {"torch.bfloat16": gathered * 2 * numel}
-    assert only(messages, REDUCE_SCATTER) == {"torch.float32": (1 if stage == 1 else 2) * 4 * numel}
+    assert sent(trained, "all_gather", "sharding") == {"bfloat16": gathered * 2 * numel}
+    assert sent(trained, "reduce_scatter", "sharding") == {"float32": (1 if stage == 1 else 2) * 4 * numel}
     for held in trained.held:
         assert held.parameters == 4 * numel // 2 + (2 * numel if stage < 3 else 0)
         assert held.gradients[0] == (4 * numel if stage == 1 else 4 * numel // 2)
@@ -121,17 +107,16 @@ def test_sharding_gathers_half_and_keeps_fp32_shards(tmp_path: Path, stage: int,
 @pytest.mark.parametrize("stage", [2, long(3)])
 def test_replicas_of_shards_are_reduced_once_per_update(tmp_path: Path, stage: int) -> None:
     """Over sharding with each of three micro-batches, over dp with the last one."""
-    _, messages, _, numel = counted(tmp_path, Case(dp=2, sharding=2, stage=stage), 3)
-    assert only(messages, REDUCE_SCATTER) == {"torch.float32": 3 * 4 * numel}
-    sums = only(messages, ALL_REDUCE)
-    assert sums["torch.float32"] == 4 * numel // 2
+    trained, _, numel = counted(tmp_path, Case(dp=2, sharding=2, stage=stage), 3)
+    assert sent(trained, "reduce_scatter", "sharding") == {"float32": 3 * 4 * numel}
+    assert sent(trained, "all_reduce", "dp") == {"float32": 4 * numel // 2}
 
 
 @pytest.mark.parametrize("level", ["O2", long("O1")])
 def test_data_parallel_sends_one_fp32_gradient(tmp_path: Path, level: str) -> None:
     """And holds no other one while it adds up three micro-batches."""
-    trained, messages, _, numel = counted(tmp_path, Case(dp=2), 3, **half("bfloat16", level))
-    assert only(messages, ALL_REDUCE)["torch.float32"] == 4 * numel
+    trained, _, numel = counted(tmp_path, Case(dp=2), 3, **half("bfloat16", level))
+    assert sent(trained, "all_reduce", "dp") == {"float32": 4 * numel}
     for held in trained.held:
         assert held.gradients == [4 * numel] * 3
         assert held.parameters == (4 if level == "O1" else 2) * numel
@@ -142,7 +127,7 @@ def test_data_parallel_sends_one_fp32_gradient(tmp_path: Path, level: str) -> No
 def test_pipelines_send_half(tmp_path: Path, level: str, sharding: int) -> None:
     """Hidden states (3, 16, 32) of every micro-batch, in both directions. All forward passes use the same half weights."""
     case = Case(pp=2, sharding=sharding, schedule="GPipe")
-    _, messages, kept, numel = counted(tmp_path, case, 4, **half("float16", level))
+    trained, kept, numel = counted(tmp_path, case, 4, **half("float16", level))
     hidden = 3 * 16 * 32 * 2
-    assert only(messages, "send") == only(messages, "recv_") == {"torch.float16": 4 * hidden}
+    assert sent(trained, "send", "pp") == sent(trained, "recv", "pp") == {"float16": 4 * hidden}
     assert 0 < kept <= 2 * numel
