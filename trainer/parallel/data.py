@@ -35,13 +35,12 @@ class Bucket:
             for weight, view in zip(weights, self.buffer.split(sizes))
         ]
         self.received = [0] * len(weights)  # micro-batches of this update, by parameter
+        self.missing = 0  # gradients of this update that are still to come
         self.work: dist.Work | None = None
 
-    def begin(self) -> None:
+    def begin(self, micro_batches: int) -> None:
         self.received = [0] * len(self.received)
-
-    def is_complete(self, micro_batches: int) -> bool:
-        return min(self.received) == micro_batches
+        self.missing = len(self.received) * micro_batches
 
     def add(self, index: int, gradient: Tensor) -> None:
         if self.received[index]:
@@ -49,6 +48,7 @@ class Bucket:
         else:
             self.views[index].copy_(gradient)  # overwrites the previous update: saves zeroing it
         self.received[index] += 1
+        self.missing -= 1
 
     def fill(self) -> None:
         """Set the gradients of unused parameters to zero."""
@@ -91,7 +91,7 @@ class Buckets:
         """Call this before the first backward pass of an update."""
         self.num_reduced = 0
         for bucket in self.buckets:
-            bucket.begin()
+            bucket.begin(self.micro_batches)
 
     def finish(self) -> None:
         """Call this after the last backward pass: reduce what is left, and wait for all ranks."""
@@ -107,10 +107,10 @@ class Buckets:
         parameter.grad = None
         # In the order of the list: all ranks have to call the same collectives in the same order,
         # even if one of them has no gradient for a parameter.
-        while self.num_reduced < len(self.buckets) and self.buckets[self.num_reduced].is_complete(
-            self.micro_batches
-        ):
-            self._reduce(self.buckets[self.num_reduced])
+        for following in self.buckets[self.num_reduced :]:
+            if following.missing:
+                break
+            self._reduce(following)
 
     @torch.no_grad()
     def _reduce(self, bucket: Bucket) -> None:
