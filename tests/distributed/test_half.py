@@ -87,3 +87,21 @@ def test_1536_micro_batches_are_added_up(tmp_path: Path, fp32: Oracle, case: Cas
     """As in the 175B template. Added up in bfloat16, the norm was 22 % too small, and 44 % with dp2 and sharding2."""
     ended = update(tmp_path, case, 1536, **half("bfloat16", level))
     assert_near(ended, fp32(1536 * case.layout.data_ranks))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "level"), [(ALONE, None), (ALONE, "O2"), (Case(dp=2), "O1"), (Case(sharding=2, stage=2), "O2")]
+)
+def test_a_checkpoint_has_no_precision(tmp_path: Path, case: Case, level: str | None) -> None:
+    """Saved by O2 with sharding, continued by any other. Oracle: fp32 that was never interrupted."""
+    pure = half("bfloat16", "O2")
+    whole = run(tmp_path / "whole", *tiny(**ALONE.keys(), max_steps=8))
+    saving = Case(sharding=2, stage=3)
+    saved = run(tmp_path / "saved", *tiny(**saving.keys(), **pure, max_steps=4), world=2)
+    assert saved.ok, saved.text
+    keys = half("bfloat16", level) if level else {}
+    checkpoint = tmp_path / "saved" / "output" / "step_4"
+    ended = run(tmp_path / "next", *tiny(**case.keys(), **keys, max_steps=8, ckpt_dir=checkpoint), world=case.world)
+    assert ended.ok, ended.text
+    assert max(abs(a - b) for a, b in zip(ended.metrics(), whole.metrics()[4:], strict=True)) <= LOSS
