@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -77,6 +79,23 @@ def test_a_checkpoint_is_one_copy_of_the_state(saved, here: Case) -> None:
     assert len(files) == here.world
     chunks = 3 * 53 * here.world  # tensors at most, each with an entry in a header
     assert tensors <= sum(file["bytes"] for file in files) < tensors + 512 * chunks
+
+
+BALANCED = [Case(dp=4), Case(dp=2, mp=2), Case(dp=2, sharding=2), Case(pp=2)]
+
+
+@pytest.mark.parametrize("here", cases(BALANCED))
+def test_all_ranks_write_as_much(saved, here: Case) -> None:
+    """Within 5 % of an equal share of one copy. The last stage of a pipeline writes a part of the embedding."""
+    written: Counter[str] = Counter()
+    for facts in read_manifest(saved(here))["tensors"].values():
+        for file, _, _, sizes in facts["pieces"]:
+            written[file] += math.prod(sizes)
+    total = sum(tensor.numel() for tensor in tensors_of(saved(here)).values())
+    assert sum(written.values()) == total
+    assert len(written) == here.world
+    assert max(written.values()) < 1.05 * total / here.world
+    assert min(written.values()) > 0.95 * total / here.world
 
 
 @pytest.mark.parametrize("here", cases(SAVED[1:]))

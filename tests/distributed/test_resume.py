@@ -202,17 +202,21 @@ def test_two_hundred_kills_in_a_save_loop(tmp_path: Path) -> None:
     kill_many(tmp_path, 200)
 
 
-def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", *tiny(max_steps=20, save_steps=5))
-    part = run(tmp_path / "part", *tiny(max_steps=10, save_steps=5))
+@pytest.mark.parametrize(
+    ("layout", "world"), [("Distributed.dp_degree=1", 1), ("Distributed.sharding.sharding_degree=2", 2)]
+)
+def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(tmp_path: Path, layout: str, world: int) -> None:
+    """With sharding, only one rank reads the damaged block: all of them fall back."""
+    whole = run(tmp_path / "whole", *tiny(max_steps=20, save_steps=5), layout, world=world)
+    part = run(tmp_path / "part", *tiny(max_steps=10, save_steps=5), layout, world=world)
     assert part.ok, part.text
-    shard = tmp_path / "part/output/step_10/rank_0.safetensors"
+    shard = tmp_path / f"part/output/step_10/rank_{world - 1}.safetensors"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    rest = run(tmp_path / "part", *tiny(max_steps=20, save_steps=5, ckpt_dir="auto"))
+    rest = run(tmp_path / "part", *tiny(max_steps=20, save_steps=5, ckpt_dir="auto"), layout, world=world)
     assert rest.ok, rest.text
-    assert "cannot use output/step_10: rank_0.safetensors is damaged: wrong checksum" in rest.out[0]
+    assert f"cannot use output/step_10: rank_{world - 1}.safetensors is damaged: wrong checksum" in rest.out[0]
     assert (
         "output/step_10 is newer than the checkpoint that this run resumed from: renamed to step_10.aside1"
         in rest.out[0]
