@@ -154,7 +154,7 @@ def matrix_products(size: Size, steps: int) -> tuple[float, float]:
             trainer.steps(steps)
         weights = sum(
             p.numel()
-            for name, p in trainer.training.model.named_parameters()
+            for name, p in trainer.training.parallel.parts[0].named_parameters()
             if p.dim() == 2 and "position" not in name
         )
     events = profiled.key_averages()

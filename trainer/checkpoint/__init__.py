@@ -50,7 +50,8 @@ class Checkpoints:
         self.failure = ""  # why the last save failed
         self._source, self._rejected = "auto", list[Path]()
         # One rank per disk deletes old checkpoints.
-        self.verifier = Verifier(warn, None if mesh.rank_on_disk else self._prune)
+        deletes = keep_last and mesh.rank_on_disk == 0
+        self.verifier = Verifier(warn, self._prune if deletes else None)
 
     def open(self) -> None:
         """Lock the folder: no other run may write to it meanwhile."""

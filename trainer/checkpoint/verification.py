@@ -17,7 +17,7 @@ from trainer.checkpoint.manifest import is_damaged, is_verified, record
 from trainer.checksums import Damaged, FileFacts, verify_file
 
 LOWEST_PRIORITY = 19
-POLL = 0.5  # seconds
+LONGEST_POLL = 1.0  # seconds
 AT_THE_END = 10.0  # seconds that a run waits for its last verification
 
 
@@ -88,11 +88,13 @@ class Verifier:
 
     def _wait_for_others(self, folder: Path) -> None:
         """On the rank that deletes old checkpoints: wait until all ranks have verified this one."""
+        pause = 0.02
         while self.finished and not is_verified(folder):
             is_over = self._next or self._closing.is_set() or is_damaged(folder)
             if is_over or not folder.exists():
                 return
-            time.sleep(POLL)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL)
         if self.finished:
             self.finished()
 
