@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.compiling import AUTO, is_on, missing_tools
 from trainer.config.read import paths_of
 from trainer.config.rules import value_at
 from trainer.config.sections import RunConfig
@@ -30,8 +31,17 @@ def announce(
         log.info(_characters(splits))
     _warn_of_empty_splits(run, mesh, log, splits)
     log.info(f"Model Size: {model_size(count_parameters(run.Model))}")
+    _announce_compiler(run, mesh, log)
     log.info(length_line(length.max_steps, run.Global.global_batch_size, splits.train.size))
     log.info(f"Checkpoints: {_checkpoints(run)}")
+
+
+def _announce_compiler(run: RunConfig, mesh: Mesh, log: Log) -> None:
+    device = mesh.device.type
+    if is_on(run.Engine.compile, device):
+        log.info("Layers are compiled with torch.compile: the first step takes longer.")
+    elif run.Engine.compile == "auto" and device in AUTO:
+        log.warn(f"layers are not compiled: no {' and no '.join(missing_tools(device))}")
 
 
 def model_size(parameters: int) -> str:

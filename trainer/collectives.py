@@ -112,9 +112,9 @@ def _head(sender: Sender) -> Iterator[Row]:
     if sender.run.Model.sequence_parallel:
         # Not again in the backward pass: the loss computes its gradients in the forward pass.
         yield _hidden(sender, "input of the head", "all_gather", FORWARD, m)
-        yield _hidden(sender, "gradient at the head", "reduce_scatter", BACKWARD, m)
+        yield _hidden(sender, "gradient at the head", "reduce_scatter", FORWARD, m)
     else:
-        yield _hidden(sender, "gradient at the head", "all_reduce", BACKWARD, m)
+        yield _hidden(sender, "gradient at the head", "all_reduce", FORWARD, m)
     device = "cuda" if sender.run.Global.device == "gpu" else "cpu"
     length = max(1, CHUNK_LOGITS[device] // sender.vocab_rows)
     whole, rest = divmod(sender.tokens, length)

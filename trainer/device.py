@@ -27,6 +27,8 @@ def choose_device(run: RunConfig, local_rank: int) -> torch.device:
             f"no GPU for local rank {local_rank}: torch finds only {count}",
             f"start at most {count} ranks on this node, or make more GPUs visible",
         )
+    # Set in both cases: the environment can change torch's own default.
+    torch.set_float32_matmul_precision("high" if run.Engine.tf32 else "highest")
     torch.cuda.set_device(local_rank)  # otherwise libraries would also use memory of the first GPU
     return torch.device("cuda", local_rank)
 

@@ -8,7 +8,7 @@ computed before the next chunk.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -74,6 +74,46 @@ def next_token_loss(
     return F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED) * factor
 
 
+class Exchange:
+    """A collective that is under way: other work can be done until `result`."""
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None = None) -> None:
+        self.tensor, self.work = tensor, work
+
+    def result(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+class VocabGroup(Protocol):
+    """Ranks that hold different rows of the embedding; `parallel/tensor.py` implements it."""
+
+    rank: int
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """None: this rank holds all rows."""
+
+    def whole(self, x: Tensor) -> Exchange:
+        """All tokens, of which each rank may hold a part."""
+
+    def sum(self, x: Tensor) -> Exchange:
+        """The sum over all ranks, or this rank's part of it. Overwrites `x`."""
+
+
+class OneRank:
+    """A rank that holds all rows, and exchanges nothing."""
+
+    rank, group = 0, None
+
+    def whole(self, x: Tensor) -> Exchange:
+        return Exchange(x)
+
+    def sum(self, x: Tensor) -> Exchange:
+        return Exchange(x)
+
+
 def chunked_loss(
     x: Tensor,
     weight: Tensor,
@@ -81,23 +121,22 @@ def chunked_loss(
     vocab_size: int,
     factor: float,
     sums: EmbeddingGradient | None = None,
-    first_row: int = 0,
-    group: dist.ProcessGroup | None = None,
+    mp: VocabGroup | None = None,
 ) -> Tensor:
-    """The same in chunks. With `group`, this rank holds the embedding rows from `first_row` on.
+    """The same in chunks. With `mp`, this rank holds its part of the rows of the embedding.
 
     `sums` belongs to the weight; losses with the same one must be differentiated alike.
     """
-    sums, rows = sums or EmbeddingGradient(), vocab_size - first_row
-    return _ChunkedLoss.apply(
-        x.flatten(0, 1), weight, labels.flatten(), rows, factor, sums, first_row, group
-    )
+    sums, mp = sums or EmbeddingGradient(), mp or OneRank()
+    loss: Tensor = _ChunkedLoss.apply(x, weight, labels.flatten(), vocab_size, factor, sums, mp)
+    return loss
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """Computes the gradient in the forward pass, while the logits of a chunk exist.
 
-    That is why `factor` is an argument: the forward pass has to know it.
+    That is why `factor` is an argument: the forward pass has to know it. Ranks also sum the
+    gradient of `x` there, so that they keep only their parts of it.
     """
 
     @staticmethod
@@ -106,37 +145,39 @@ class _ChunkedLoss(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         labels: Tensor,
-        true_rows: int,
+        vocab_size: int,
         factor: float,
         sums: EmbeddingGradient,
-        first_row: int,
-        group: dist.ProcessGroup | None,
+        mp: VocabGroup,
     ) -> Tensor:
         device, (wants_x, wants_weight) = x.device.type, ctx.needs_input_grad[:2]
         half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        x, first_row = mp.whole(x).result(), mp.rank * len(weight)
         loss = torch.zeros((), device=x.device)
-        ctx.dx = torch.empty_like(x) if wants_x else None
+        dx = torch.empty_like(x) if wants_x else None
         ctx.sums, (ctx.own, dw) = sums, sums.begin(weight) if wants_weight else (None, None)
-        length = max(1, CHUNK_LOGITS.get(device, CHUNK_LOGITS["cuda"]) // weight.shape[0])
+        tokens, length = x.flatten(0, 1), chunk_length(device, len(weight))
         # Casts are explicit below: the weight is converted once for all chunks.
         with torch.autocast(device, enabled=False):
             rows = weight.to(half)
-            for start in range(0, len(x), length):
+            for start in range(0, len(tokens), length):
                 chunk = slice(start, start + length)
-                part = x[chunk].to(half)
+                part = tokens[chunk].to(half)
                 logits = (part @ rows.T).float()
-                logits[:, max(0, true_rows) :] = -torch.inf
-                entropy, gradient = _entropy(logits, labels[chunk], first_row, group)
+                logits[:, max(0, vocab_size - first_row) :] = -torch.inf
+                entropy, gradient = _entropy(logits, labels[chunk], first_row, mp.group)
                 loss += entropy
                 if wants_x or wants_weight:
                     gradient = gradient.mul_(factor).to(half)
-                if wants_x:
-                    ctx.dx[chunk] = gradient @ rows
+                if dx is not None:
+                    dx.flatten(0, 1)[chunk] = gradient @ rows
+                    if chunk.stop >= len(tokens):  # summed during the last product below
+                        sum_of_dx = mp.sum(dx)
                 if dw is not None and half == torch.float32:
                     dw.addmm_(gradient.T, part)  # saves a temporary of the embedding's size
                 elif dw is not None:
                     dw += gradient.T @ part  # sum in fp32: half precision loses small parts
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.dx = weight.dtype, None if dx is None else sum_of_dx.result()
         return loss * factor
 
     @staticmethod
@@ -146,7 +187,12 @@ class _ChunkedLoss(torch.autograd.Function):
         if dw is not None:
             dw = dw.mul_(outer[0]).to(ctx.weight_dtype)
         ctx.dx = None  # free the memory as soon as possible
-        return dx, dw, None, None, None, None, None, None
+        return dx, dw, None, None, None, None, None
+
+
+def chunk_length(device: str, rows: int) -> int:
+    """Tokens per chunk."""
+    return max(1, CHUNK_LOGITS.get(device, CHUNK_LOGITS["cuda"]) // rows)
 
 
 def _entropy(

@@ -58,8 +58,27 @@ class Head(nn.Module):
         return next_token_loss(x, weight, labels, self.vocab_size, factor, self.sums)
 
 
+class Compiler:
+    """How layers are compiled: not at all. `compiling.py` has another one."""
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def eager(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A part of a layer that compiled code calls as it is.
+
+        Call it once for all layers: code is compiled again for every other function it calls.
+        """
+        return function
+
+
 class Components:
     """Creates the layers of a GPT. The methods that create one have the name it gets there."""
+
+    def __init__(self, compiler: Compiler | None = None) -> None:
+        self.compiler = compiler or Compiler()
+        # Not compiled, because torch's compiler does not restore random states.
+        self.again = self.compiler.eager(_recomputed)
 
     def word_embeddings(self, vocab: int, hidden: int) -> Embedding:
         return Embedding(vocab, hidden)
@@ -97,7 +116,7 @@ class SelfAttention(nn.Module):
         self.attend = components.attend
         self.dropout = model.attention_probs_dropout_prob
         self.out_dropout = model.hidden_dropout_prob
-        self.recompute_core = _recomputes(model, layer, "core_attn")
+        self.recompute_core, self.again = _recomputes(model, layer, "core_attn"), components.again
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv_proj(x)
@@ -105,10 +124,11 @@ class SelfAttention(nn.Module):
         # Each of q, k, v is (B, H, T, D). H is -1 here: with tensor parallelism it is a part of H.
         qkv = qkv.view(batch, length, -1, 3, self.head_dim)
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
-        core: Callable[..., Tensor] = self._core
         if self.recompute_core and self.training:
-            core = _recomputed(self._core, self.dropout)
-        y = core(q, k, v).transpose(1, 2).reshape(batch, length, -1)
+            y = self.again(self._core, self.dropout, q, k, v)
+        else:
+            y = self._core(q, k, v)
+        y = y.transpose(1, 2).reshape(batch, length, -1)
         return _dropped(self.out_proj(y), self.out_dropout, self.training)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -127,19 +147,21 @@ class Block(nn.Module):
         self.linear2 = components.linear2(ffn, hidden)
         self.dropout = model.hidden_dropout_prob
         self.max_dropout = max(model.hidden_dropout_prob, model.attention_probs_dropout_prob)
+        self.layer, self.again = components.compiler.compiled(self._layer), components.again
         self.recompute_attention = _recomputes(model, layer, "full_attn")
         self.recompute_all = _recomputes(model, layer, "full")
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recompute_all and self.training:
-            return _recomputed(self._layer, self.max_dropout)(x)
-        return self._layer(x)
+            return _recomputed(self.layer, self.max_dropout, x)
+        y: Tensor = self.layer(x)
+        return y
 
     def _layer(self, x: Tensor) -> Tensor:
-        attention: Callable[[Tensor], Tensor] = self.self_attn
         if self.recompute_attention and self.training:
-            attention = _recomputed(attention, self.max_dropout)
-        x = x + attention(self.norm1(x))
+            x = x + self.again(self.self_attn, self.max_dropout, self.norm1(x))
+        else:
+            x = x + self.self_attn(self.norm1(x))
         # The tanh approximation, as in GPT-2.
         y = self.linear2(F.gelu(self.linear1(self.norm2(x)), approximate="tanh"))
         return x + _dropped(y, self.dropout, self.training)
@@ -216,7 +238,7 @@ class _RecomputeGroup:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.blocks[0].training:
-            return _recomputed(self._layers, self.blocks[0].max_dropout)(x)
+            return _recomputed(self._layers, self.blocks[0].max_dropout, x)
         return self._layers(x)
 
     def _layers(self, x: Tensor) -> Tensor:
@@ -287,11 +309,10 @@ def _recomputes(model: Model, layer: int, granularity: str) -> bool:
     )
 
 
-def _recomputed(function: Callable[..., Tensor], dropout: float) -> Callable[..., Tensor]:
-    """A function that stores no activations: the backward pass runs it again, same dropout."""
-
-    def run(*inputs: Any) -> Tensor:
-        # Saving the random state costs time, and without dropout nothing is random.
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0)
-
-    return run
+def _recomputed(function: Callable[..., Tensor], dropout: float, *inputs: Tensor) -> Tensor:
+    """Call a function that stores no activations: the backward pass runs it again, same dropout."""
+    # Saving the random state costs time, and without dropout nothing is random.
+    result: Tensor = checkpoint(
+        function, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0
+    )
+    return result

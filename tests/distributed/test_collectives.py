@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from tests.distributed.layouts import FEW, LARGEST, LAYOUTS, MORE_FEW, Case
+from tests.distributed.layouts import FEW, LARGEST, LAYOUTS, MORE_FEW, Case, cases
 from tests.distributed.measured import Trained, train
 from trainer.config.sections import RunConfig
 from trainer.counting import Call
@@ -24,16 +24,6 @@ SEVERAL = [case for case in [*LAYOUTS, *FEW] if case.world > 1]
 HALF = [Case(dp=2), Case(sharding=2), Case(mp=2, sequence=True), Case(pp=2)]
 SHORT = {"max_steps": 4, "eval_freq": 0, "test_iters": 0}
 SUMMARY = "world"
-AGAIN = pytest.mark.xfail(reason="with sequence_parallel, the backward pass does not gather inputs again yet")
-IN_HALF = pytest.mark.xfail(reason="mp ranks do not send hidden states in half precision yet")
-
-
-def marked(layouts: list[Case]) -> list[object]:
-    return [pytest.param(case, id=case.name, marks=[AGAIN] if case.sequence else []) for case in layouts]
-
-
-def marked_half(layouts: list[Case]) -> list[object]:
-    return [pytest.param(case, id=case.name, marks=[IN_HALF] if case.mp > 1 else []) for case in layouts]
 
 
 def of_axes(calls: Counter[Call]) -> Counter[Call]:
@@ -60,14 +50,14 @@ def in_half(folder: Path, case: Case, level: str, accumulate: int = 1) -> Traine
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("case", marked_half(HALF))
+@pytest.mark.parametrize("case", cases(HALF))
 def test_hidden_states_travel_in_half(tmp_path: Path, case: Case, level: str) -> None:
     assert_exact(in_half(tmp_path, case, level))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("case", marked_half([*SEVERAL, *MORE_FEW, LARGEST]))
+@pytest.mark.parametrize("case", cases([*SEVERAL, *MORE_FEW, LARGEST]))
 def test_every_layout_in_half(tmp_path: Path, case: Case, level: str) -> None:
     assert_exact(in_half(tmp_path, case, level))
 
@@ -76,7 +66,7 @@ UNEVEN = [Case(pp=3), Case(sharding=3, stage=3), Case(sharding=3, stage=1, mp=2,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", marked(UNEVEN))
+@pytest.mark.parametrize("case", cases(UNEVEN))
 def test_what_does_not_divide(tmp_path: Path, case: Case) -> None:
     """4 layers over 3 stages, rows of 32 over 3 ranks."""
     micro_batch = 12 // case.layout.data_ranks // case.micro_batches

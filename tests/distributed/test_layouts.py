@@ -11,7 +11,7 @@ from tests.distributed.conftest import Train
 from tests.distributed.layouts import ALONE, FEW, LARGEST, LAYOUTS, MORE_FEW, Case, cases
 from tests.distributed.measured import EVALUATION, train
 from tests.distributed.test_bytes import assert_as_estimated
-from tests.distributed.test_collectives import assert_exact, assert_one_summary, marked
+from tests.distributed.test_collectives import assert_exact, assert_one_summary
 from tests.ranks import Ended, Ranks, run, tiny
 from trainer.__main__ import main
 from trainer.loss import CHUNK_LOGITS
@@ -63,13 +63,13 @@ def test_with_recompute_and_accumulation(trained: Train, alone: Ended, case: Cas
 SEVERAL = [case for case in [*LAYOUTS, *FEW] if case.world > 1]
 
 
-@pytest.mark.parametrize("case", marked(SEVERAL))
+@pytest.mark.parametrize("case", cases(SEVERAL))
 def test_they_send_what_the_table_says(trained: Train, case: Case) -> None:
     """Operation, group, dtype, bytes and number of calls, as `gptctl topo --collectives` has them."""
     assert_exact(trained(case))
 
 
-@pytest.mark.parametrize("case", marked(COVERING))
+@pytest.mark.parametrize("case", cases(COVERING))
 def test_so_they_do_with_recompute_and_accumulation(trained: Train, case: Case) -> None:
     assert_exact(trained(case, accumulate=2, recompute=True))
 

@@ -24,6 +24,8 @@ Engine.eval_iters 10
 Engine.test_iters None
 Engine.check_accuracy False
 Engine.log_style fleetx
+Engine.compile auto
+Engine.tf32 False
 Engine.mix_precision.enable False
 Engine.mix_precision.dtype float16
 Engine.mix_precision.level O1

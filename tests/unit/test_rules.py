@@ -91,6 +91,7 @@ CASES = [
     ("N004", "Optimizer:\n  tensor_fusion: True\nDistributed: {dp_degree: 2}\n", 2),
     ("N004", "Model:\n  scale_qk_by_layer_num: True\n", 2),
     ("N004", "Model:\n  fuse_attn_qkv: False\n", 2),
+    ("N004", "Global: {device: cpu}\nEngine:\n  tf32: True\n", 3),
     ("N006", "Data:\n  Train:\n    sample_split: 2\n", 0),
     ("N007", "Optimizer:\n  name: Adam\n", 2),
     ("T001", "Data:\n  Train:\n    dataset:\n      max_seq_len: 2048\n", 4),

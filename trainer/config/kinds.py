@@ -198,7 +198,9 @@ class Choice(NamedTuple):
         return known[word.lower()]
 
     def schema(self) -> dict[str, Any]:
-        return {"enum": [*self.options, *self.synonyms, None]}
+        # An editor reads `true` as a boolean, not as a word.
+        booleans = [value for value in (True, False) if str(value).lower() in self.options]
+        return {"enum": [*self.options, *self.synonyms, *booleans, None]}
 
 
 class Text(NamedTuple):

@@ -331,6 +331,9 @@ def _done_anyway(run: RunConfig) -> Iterator[Finding]:
         yield ALWAYS.using("Model.scale_qk_by_layer_num").found(
             "Model.scale_qk_by_layer_num", True, message
         )
+    if run.Engine.tf32 and run.Global.device == "cpu":
+        message = "no change: only GPUs can multiply in TF32"
+        yield ALWAYS.using("Engine.tf32", "Global.device").found("Engine.tf32", True, message)
     if not run.Model.fuse_attn_qkv:
         message = "no change: query, key and value always share one projection"
         yield ALWAYS.using("Model.fuse_attn_qkv").found("Model.fuse_attn_qkv", False, message)

@@ -98,6 +98,19 @@ class Engine:
     log_style: str = choice(
         "fleetx", ["fleetx", "mingpt", "json"], "format of the log lines: fleetx | mingpt | json"
     )
+    compile: str = choice(
+        "auto",
+        ["auto", "true", "false"],
+        "compile the layers with torch.compile: auto (on GPUs, if a compiler is installed) | "
+        "true | false",
+        on="true",
+        off="false",
+        yes="true",
+        no="false",
+    )
+    tf32: bool = boolean(
+        False, "multiply fp32 matrices in TF32 on GPUs: faster, but exact to three digits only"
+    )
     mix_precision: MixPrecision = section(MixPrecision, "half precision and loss scaling")
     save_load: SaveLoad = section(SaveLoad, "where and when to save, and what to resume from")
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from trainer.compiling import compiler
 from trainer.config.sections import RunConfig, Sharding
 from trainer.data import LocalBatch
 from trainer.dropout import Dropout
@@ -127,9 +128,10 @@ def _buckets(
 
 
 def _components(run: RunConfig, mesh: Mesh) -> Components:
+    layers = compiler(run, mesh.device.type)
     if mesh.layout.mp == 1:
-        return Components()
-    return TensorComponents(Group(mesh, run.Model.sequence_parallel))
+        return Components(layers)
+    return TensorComponents(Group(mesh, run.Model.sequence_parallel, layers))
 
 
 def parameter_device(sharding: Sharding, mesh: Mesh) -> torch.device:
