@@ -41,8 +41,8 @@ from trainer.data import LocalBatch
 from trainer.loss import chunked_loss
 from trainer.mesh import Mesh, join
 from trainer.metrics import Log
-from trainer.optim import Precision
 from trainer.parallel.pipeline import Pipeline
+from trainer.precision import Precision
 from trainer.resume import output_folder
 
 TOLERANCE = 1.2
