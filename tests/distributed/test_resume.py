@@ -23,7 +23,7 @@ from tests.unit.test_data import write_npz
 from trainer.__main__ import main
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.loading import load_pieces
-from trainer.checkpoint.manifest import read_manifest
+from trainer.checkpoint.manifest import is_verified, read_manifest
 from trainer.checkpoint.store import Store
 from trainer.layout import Layout
 from trainer.mesh import Mesh
@@ -222,6 +222,16 @@ def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(tmp_path: Path, 
         in rest.out[0]
     )
     assert_equal(rest.folder / "output/step_20", whole.folder / "output/step_20")
+
+
+def test_all_ranks_verify_what_they_wrote_and_old_checkpoints_are_deleted(tmp_path: Path) -> None:
+    """Two ranks, five saves. A busy machine may skip a verification, but two verified checkpoints are enough to stay."""
+    ended = run(tmp_path, *tiny(max_steps=10, save_steps=2, keep_last=2), world=2)
+    assert ended.ok, ended.text
+    left = Store(tmp_path / "output").checkpoints()
+    assert left[0].name == "step_10"
+    assert all((left[0] / f"rank_{rank}.safetensors.verified").exists() for rank in (0, 1))
+    assert sum(map(is_verified, left)) <= 2
 
 
 def restarted_on_the_last_rank(arguments: Sequence[str]) -> int:
