@@ -105,6 +105,7 @@ bench: $(READY)
 	@$(BIN)/python tests/bench/follow.py
 	@$(BIN)/python tests/bench/training.py
 	@$(BIN)/python tests/bench/checkpoints.py
+	@$(BIN)/python tests/bench/compiling.py
 	@$(BIN)/python tests/bench/parallel.py
 	@$(BIN)/python tests/bench/launch.py
 

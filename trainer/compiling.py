@@ -18,8 +18,8 @@ from trainer.config.sections import RunConfig
 from trainer.errors import UserError
 from trainer.model import Compiler
 
-# Devices on which `auto` compiles. Not the CPU: there, the step gains little and the first one
-# takes half a minute of compiling; `tests/bench/compiling.py` measures both.
+# Devices on which `auto` compiles. Not the CPU: the first step takes half a minute of compiling
+# there, more than a short run gains. `tests/bench/compiling.py` measures both.
 AUTO = ("cuda",)
 BACKEND = "inductor"
 
