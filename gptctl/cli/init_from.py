@@ -54,6 +54,9 @@ def translate(source: str, output: str) -> Translated:
 def _text_of(source: str) -> str:
     """The text itself, or that of the file of this name."""
     if not os.path.isfile(source):
+        if os.path.exists(source):
+            hint = "give the name of a file, or the command itself"
+            raise UserError(f"{source} is not a regular file", hint, WRONG_USAGE)
         if len(source.split()) == 1 and (os.sep in source or source.endswith((".sh", ".sbatch"))):
             raise UserError(f"{source} does not exist", "check the path", WRONG_USAGE)
         return source

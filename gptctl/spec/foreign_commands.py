@@ -32,7 +32,14 @@ from gptctl.spec.launcher_flags import (
     split_short,
 )
 from gptctl.spec.megatron_flags import is_megatron, map_megatron
-from gptctl.spec.shell_text import ShellCommand, ShellScript, is_known, read_inside, read_script
+from gptctl.spec.shell_text import (
+    MAX_EXPANDED,
+    ShellCommand,
+    ShellScript,
+    is_known,
+    read_inside,
+    read_script,
+)
 from trainer.config import Override
 from trainer.config.dialects import IGNORED
 from trainer.config.flags import PADDLENLP_FLAGS, parse_arguments
@@ -58,6 +65,7 @@ _FORMS = (
     "give a command with torchrun, python -m torch.distributed.run, python -m "
     "paddle.distributed.launch or python SCRIPT.py, or a shell script that contains one"
 )
+MAX_SHOWN = 80  # characters of a word in a message
 
 
 class ForeignJob(NamedTuple):
@@ -104,7 +112,7 @@ def translate_command(text: str, variables: Mapping[str, str]) -> ForeignJob:
         launch.program[0],
         tuple(each._replace(source=script.shown(each.source)) for each in overrides),
         base,
-        tuple(Unmapped(script.shown(each.what), each.reason) for each in unmapped),
+        tuple(Unmapped(script.shown(each.what).strip() or "''", each.reason) for each in unmapped),
         bool(slurm or wrapper),
     )
 
@@ -145,7 +153,7 @@ def _find_launch(script: ShellScript) -> tuple[_Launch, ShellScript]:
     if not launches:
         raise UserError("there is no launch command in this text", _FORMS, WRONG_USAGE)
     if len({_without_rank(launch) for launch in launches}) > 1:
-        lines = ", ".join(str(launch.command.line) for launch in launches)
+        lines = _some([str(launch.command.line) for launch in launches])
         hint = "give one of them alone, or delete the others from a copy"
         raise UserError(f"several launch commands, in lines {lines}", hint, WRONG_USAGE)
     return launches[0], script
@@ -171,6 +179,9 @@ def _inside(
     command: ShellCommand, outer: tuple[str, ...], text: str, script: ShellScript
 ) -> tuple[list[ShellCommand], ShellScript]:
     inside = read_inside(text, script)
+    if len(inside.commands) * len(outer) > MAX_EXPANDED:
+        message = f"line {command.line}: too many commands in one argument"
+        raise UserError(message, "give only the launch command", WRONG_USAGE)
     commands = [
         ShellCommand(
             (*outer, *each.words), command.line, {**command.environment, **each.environment}
@@ -357,7 +368,7 @@ def _paddlenlp(arguments: Sequence[str]) -> tuple[Mapped, str]:
 
 def _own_program(words: tuple[str, ...], script: ShellScript) -> Mapped:
     if unknown := list(_unknown(words, script)):
-        message = f"{', '.join(unknown)}: known only when a shell runs the command"
+        message = f"{_some(unknown)}: known only when a shell runs the command"
         hint = "write the values into the command, or into a copy of the script"
         raise UserError(message, hint, WRONG_USAGE)
     arguments = [Override("Launch.args", words[1:], words[0])] if words[1:] else []
@@ -366,3 +377,10 @@ def _own_program(words: tuple[str, ...], script: ShellScript) -> Mapped:
 
 def _unknown(words: Sequence[str], script: ShellScript) -> Iterator[str]:
     return (script.shown(word) for word in words if not is_known(word))
+
+
+def _some(words: Sequence[str]) -> str:
+    """The first of some words, each once; a text may contain thousands of them."""
+    found = [word[:MAX_SHOWN] for word in dict.fromkeys(words)]
+    more = f" and {len(found) - 5} more" if found[5:] else ""
+    return ", ".join(found[:5]) + more

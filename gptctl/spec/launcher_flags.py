@@ -123,7 +123,7 @@ def _endpoint(flag: Flag, mapped: Mapped) -> None:
     mapped.unmapped.append(
         Unmapped(flag.source, "not needed: gptctl uses the first host of the job")
     )
-    if port.isdigit() and int(port):
+    if re.fullmatch(r"0*[1-9][0-9]{0,9}", port):
         mapped.overrides.append(set_key("Launch.rdzv.port", port, flag.source))
 
 

@@ -3,6 +3,7 @@ the config as it is loaded again from the written file."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -368,7 +369,9 @@ def test_a_config_that_the_command_names_becomes_the_base(tmp_path: Path, monkey
         ("torchrun a.py `touch owned`", "`touch owned`: known only when a shell runs the command"),
         ("python -m trainer $(touch owned)", "$(touch owned) is neither a flag nor KEY=VALUE"),
         ("torchrun a.py 'b", "line 1: a quote ' is not closed"),
-        (f"torchrun a.py {'x' * MAX_TEXT}", "the text has 65,5"),
+        (f"torchrun a.py {'x' * MAX_TEXT}", "the text has more than 65,5"),
+        ("torchrun a.py\ntorchrun b.py\n" * 500, "several launch commands, in lines 1, 2, 3, 4, 5 and 995 more"),
+        (f"{'a ' * 4000}bash -c '{'x;' * 4000}'", "line 1: too many commands in one argument"),
     ],
 )
 def test_a_text_that_gives_no_config(tmp_path: Path, monkeypatch, text: str, said: str) -> None:
@@ -379,6 +382,29 @@ def test_a_text_that_gives_no_config(tmp_path: Path, monkeypatch, text: str, sai
     assert error.value.message.startswith(said)
     assert error.value.hint
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "named_as"),
+    [
+        ("'' torchrun t.py", "''"),
+        ("torchrun --nnodes 2 --rdzv_endpoint $H:\u00b2 t.py", "--rdzv_endpoint"),
+        (f"torchrun --nnodes 2 --rdzv_endpoint $H:{'1' * 5000} t.py", "--rdzv_endpoint"),
+        ("#SBATCH -N 2 -o $(date)\nsrun torchrun t.py", "-o"),
+    ],
+)
+def test_odd_words_are_named(tmp_path: Path, line: str, named_as: str) -> None:
+    translated = translate(line, str(tmp_path / "config.yaml"))
+    assert f"# not in this config: {named_as}\n" in translated.text
+
+
+def test_only_files_are_read(tmp_path: Path) -> None:
+    """A pipe would be waited for, and it does exist."""
+    os.mkfifo(tmp_path / "pipe.sh")
+    for place in (tmp_path, tmp_path / "pipe.sh"):
+        with pytest.raises(UserError) as error:
+            translate(str(place), "config.yaml")
+        assert error.value.message == f"{place} is not a regular file"
 
 
 def test_a_layout_that_does_not_fit_is_reported_with_its_flags(tmp_path: Path) -> None:
