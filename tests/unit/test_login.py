@@ -19,6 +19,7 @@ from gptctl.remote.scripts import (
     after_login,
     command_line,
     login_command,
+    login_output,
     login_script,
     output_of,
     remote_command,
@@ -65,15 +66,26 @@ def over_ssh(home: Path, command: list[str], stdin: bytes = b"") -> subprocess.C
 
 def test_every_word_arrives_unchanged(home: Path) -> None:
     done = over_ssh(home, login_command("printf", "%s\\0", *HOSTILE, marker=START_MARKER))
-    assert done.stdout.decode().split("\0")[:-1] == HOSTILE
+    output = login_output(done.stdout) or b""
+    assert output.decode().split("\0")[:-1] == HOSTILE
     assert {file.name for file in home.iterdir()} == {".bash_profile", "bin"}
 
 
 def test_a_noisy_profile_changes_neither_output_nor_errors(home: Path) -> None:
     script = 'echo "$FROM_PROFILE"; echo wrong >&2; exit 3'
     done = over_ssh(home, login_command("bash", "-c", script, marker=START_MARKER))
-    assert (done.returncode, done.stdout, after_login(done.stderr.decode())) == (3, b"yes\n", "wrong")
+    assert (done.returncode, login_output(done.stdout)) == (3, b"yes\n")
+    assert after_login(done.stderr.decode()) == "wrong"
     assert b"Welcome" in done.stderr
+
+
+@pytest.mark.parametrize("profile", ["exec sh", "exit 0", "exec 2> /dev/null"])
+def test_a_profile_that_leaves_the_shell_is_not_an_empty_answer(home: Path, profile: str) -> None:
+    """Such a login shell exits with code 0 and prints nothing, like squeue for a job that has left the queue."""
+    (home / ".bash_profile").write_text(profile)
+    done = over_ssh(home, login_command("printf", "", marker=START_MARKER))
+    assert done.returncode == 0
+    assert login_output(done.stdout) == (b"" if "2>" in profile else None)
 
 
 def test_stdin_is_the_commands_own(home: Path) -> None:
@@ -161,8 +173,8 @@ def test_a_repeated_request_submits_once(cluster: Cluster, archive: bytes) -> No
     cluster.place(archive)
     comment = "token it's $HOME"
     first = cluster.submit(1, comment, b"SECRET=s 'x' $y\0")
-    assert (first.returncode, first.stdout) == (0, b"42;cluster\n"), first.stderr
-    assert cluster.submit(2, comment).stdout == b"42;cluster\n"
+    assert (first.returncode, login_output(first.stdout)) == (0, b"42;cluster\n"), first.stderr
+    assert login_output(cluster.submit(2, comment).stdout) == b"42;cluster\n"
     assert cluster.calls() == ["s 'x' $y", "--parsable", "--hold", f"--comment={comment}", "job.sbatch"]
 
 
