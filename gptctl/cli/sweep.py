@@ -19,7 +19,7 @@ from gptctl.cli.options import (
     layout_options,
 )
 from gptctl.cli.session import Session
-from trainer.errors import ANSWER_IS_NO, UserError
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from gptctl.jobs.sweep_submit import SubmittedRun
@@ -117,19 +117,22 @@ def print_runs(planned: SweepRecord, as_json: bool) -> None:
 def submit_sweep(
     session: Session, planned: SweepRecord
 ) -> tuple[SweepRecord, Sequence[SubmittedRun]]:
-    from gptctl.cli.sweep_runs import prepared_runs, submit_runs
-    from gptctl.jobs.sweeps import SweepStore
+    from gptctl.cli.sweep_runs import not_submitted, prepared_runs, submit_runs
+    from gptctl.jobs.sweeps import SweepStore, has_jobs
 
     sweeps = SweepStore()
     record = sweeps.add(planned)
     with sweeps.locked(record):
         try:
             prepared = prepared_runs(session, record, range(len(record.runs)))
-        # Nothing was submitted: the same file can be submitted again after a fix.
-        except BaseException:
-            sweeps.remove(record)
-            raise
-        return record, submit_runs(session, record, prepared, ())
+            done = submit_runs(session, record, prepared, ())
+        finally:
+            # Nothing was submitted: the same file can be submitted again after a fix.
+            if is_empty := not has_jobs(record, session.store):
+                sweeps.remove(record)
+    if is_empty:
+        raise not_submitted(done[0])
+    return record, done
 
 
 def announce(record: SweepRecord, done: Sequence[SubmittedRun], as_json: bool) -> int:
@@ -148,9 +151,9 @@ def announce(record: SweepRecord, done: Sequence[SubmittedRun], as_json: bool) -
         ui.print_pairs(f"sweep {record.id}", rows)
     for problem in problems:
         ui.say(f"error: {problem}")
-    if any(each.record is None for each in done):
+    if refused := [each.error for each in done if each.error]:
         ui.say(f"hint: submit the rest later: gptctl sweep resume {record.id}")
-        return ANSWER_IS_NO
+        return refused[0].exit_code
     return 0
 
 

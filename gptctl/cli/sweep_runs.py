@@ -182,6 +182,16 @@ def submit_runs(
     return submit_one_by_one(record, indices, active, prepare_run, session.store, backends)
 
 
+def not_submitted(first: SubmittedRun) -> UserError:
+    """Why no run was submitted: the first one was refused."""
+    error = first.error
+    assert error, "a run without a job has an error"
+    # Findings say it themselves; they may be those of all runs.
+    why = "" if error.findings else f": run {first.number}: {error.message}"
+    message = f"the sweep was not submitted{why}"
+    return UserError(message, error.hint, error.exit_code, error.findings)
+
+
 def is_array(session: Session, prepared: Mapping[int, Prepared]) -> bool:
     kinds = {each.plan.kind for each in prepared.values()}
     # An array has a batch script of its own: what the user's templates add would be missing.

@@ -189,11 +189,14 @@ def submit(prepared: Prepared, store: Store, backends: Backends) -> Submitted:
                 record = complete_record(record, store)
             return Submitted(record, isinstance(error, KeyboardInterrupt), _message_of(error))
         if isinstance(error, OSError):
-            hint = "check run_root in the cluster profile, and the free space there"
-            message = f"cannot write {record.local_dir}: {_reason(error)}"
-            raise UserError(message, hint, OUT_OF_REACH) from None
+            raise cannot_write(record.local_dir, error) from None
         raise
     return Submitted(record)
+
+
+def cannot_write(folder: str, error: OSError) -> UserError:
+    hint = "check run_root in the cluster profile, and the free space there"
+    return UserError(f"cannot write {folder}: {_reason(error)}", hint, OUT_OF_REACH)
 
 
 def refuse_without_gpus(prepared: Prepared) -> None:
@@ -224,7 +227,7 @@ def _reason(error: OSError) -> str:
     import shutil
 
     if isinstance(error, shutil.Error):  # what copytree collected: source, target, reason
-        return str(error.args[0][0][2]).rpartition("] ")[2]
+        return str(error.args[0][0][2]).rpartition("] ")[2].partition(": '")[0]
     return error.strerror or str(error)
 
 
@@ -300,13 +303,16 @@ def _part(record: JobRecord) -> Path:
     return run.with_name(f".{run.name}.{record.token}")
 
 
-def undo(record: JobRecord, store: Store, backend: Backend) -> bool:
-    """Remove a half-submitted job; return False if it has started."""
+def undo(record: JobRecord, store: Store, backend: Backend, was_sent: bool = True) -> bool:
+    """Remove a half-submitted job; return False if it has started.
+
+    `was_sent`: the backend may know the job, and has to forget it.
+    """
     import shutil
 
     # Without this token the folder belongs to another job, and is left alone.
     if record.token and read_text(record.run_folder / TOKEN) == record.token:
-        if not backend.abandon(record):
+        if was_sent and not backend.abandon(record):
             return False
         shutil.rmtree(record.local_dir, ignore_errors=True)
     shutil.rmtree(_part(record), ignore_errors=True)

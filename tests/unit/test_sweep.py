@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gptctl.cli.sweep_runs import is_array
 from gptctl.jobs.sweeps import SweepStore, new_sweep
 from gptctl.spec.check import check_config
 from gptctl.spec.sweep import expand, load_sweep, name_of, overrides_of, varied
@@ -154,3 +157,16 @@ def test_only_one_gptctl_submits_a_sweep(tmp_path: Path) -> None:
         pass
     with store.locked(record):
         pass
+
+
+def test_runs_with_templates_of_the_user_are_no_array() -> None:
+    """The script of an array is gptctl's own; the backend would take these runs."""
+    backend = SimpleNamespace(is_array=lambda plans, numbers: True)
+    session: Any = SimpleNamespace(backends=SimpleNamespace(of=lambda kind: backend))
+
+    def run(*templates: Path, kind: str = "slurm") -> Any:
+        return SimpleNamespace(plan=SimpleNamespace(kind=kind), templates=templates)
+
+    assert is_array(session, {0: run(), 1: run()})
+    assert not is_array(session, {0: run(), 1: run(Path("templates"))})
+    assert not is_array(session, {0: run(), 1: run(kind="local")})
