@@ -7,13 +7,20 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from paramiko import SSHException
 
+from gptctl.backends.slurm import login_access
+from gptctl.backends.slurm.client import SlurmError
 from gptctl.engine.contract import TOKEN
 from gptctl.planning.build import cluster_as_json
+from gptctl.remote import connection
 from gptctl.remote.archive import pack
+from gptctl.remote.connection import CommandResult
+from gptctl.remote.route import Route
 from gptctl.remote.scripts import (
     START_MARKER,
     after_login,
@@ -86,6 +93,43 @@ def test_a_profile_that_leaves_the_shell_is_not_an_empty_answer(home: Path, prof
     done = over_ssh(home, login_command("printf", "", marker=START_MARKER))
     assert done.returncode == 0
     assert login_output(done.stdout) == (b"" if "2>" in profile else None)
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "said", "is_doubtful"),
+    [
+        (137, f"{START_MARKER}\n", "sbatch was killed on hpc", True),
+        (1, f"{START_MARKER}\n", "invalid account", False),
+        (0, "", "login host hpc: its login shell exited before it ran sbatch", False),
+        (0, f"{START_MARKER}\nwelcome\n", "unexpected reply of sbatch on hpc: 'welcome'", True),
+    ],
+)
+def test_replies_to_sbatch(monkeypatch, tmp_path: Path, code: int, out: str, said: str, is_doubtful: bool) -> None:
+    """Doubtful: gptctl looks for the job in the queue before it says that nothing was submitted."""
+    cluster = SimpleNamespace(login=SimpleNamespace(name="hpc"))
+    link = SimpleNamespace(route=SimpleNamespace(name="hpc"))
+    monkeypatch.setattr(login_access, "login_link", lambda cluster: link)
+    access = login_access.LoginAccess(cluster, print)  # type: ignore[arg-type]
+    done = CommandResult(code, out.encode(), f"{START_MARKER}\nsbatch: error: invalid account")
+    monkeypatch.setattr(access, "run", lambda *words: done)
+    monkeypatch.setattr(login_access, "submitted_comment", lambda *words: "")
+    plan, record = SimpleNamespace(secrets={}), SimpleNamespace(remote_dir="/r", token="t")
+    with pytest.raises(SlurmError) as error:
+        access.sbatch(plan, record)  # type: ignore[arg-type]
+    assert (error.value.detail, error.value.is_doubtful) == (said, is_doubtful)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (SSHException("Error reading SSH protocol banner"), "me@h:22 does not answer as an ssh server"),
+        (TimeoutError(), "me@h:22 does not answer"),
+    ],
+)
+def test_a_host_that_is_no_ssh_server(error: Exception, said: str) -> None:
+    """A web server does answer."""
+    route = Route("h", "h", 22, "me", (), ("/known",))
+    assert connection._connect_error(route, error).detail == said
 
 
 def test_stdin_is_the_commands_own(home: Path) -> None:

@@ -76,6 +76,13 @@ def test_only_for_a_job_that_runs(record: JobRecord, state: str, code: int, word
     require_running(record, JobState("RUNNING"))
 
 
+def test_a_removed_job_has_no_logs_to_show(record: JobRecord) -> None:
+    record.run_folder.rmdir()
+    with pytest.raises(UserError) as refused:
+        require_running(record, JobState("COMPLETED", "run folder removed"))
+    assert refused.value.hint == "`gptctl list` shows the jobs that run"
+
+
 def test_the_engine_of_an_older_job_is_not_asked(record: JobRecord) -> None:
     with zipfile.ZipFile(record.run_folder / "engine.pyz", "w") as engine:
         engine.writestr("gptctl/engine/agent.py", "")

@@ -126,7 +126,8 @@ class LoginAccess:
         if done.code:
             said = done.err.partition("\n")[0] or f"exit code {done.code}"
             hint = "check run_root in the cluster profile, and the free space there"
-            raise SlurmError(f"login host {self.host}: {said}", is_doubtful=False, hint=hint)
+            said = f"login host {self.host}: {said}"
+            raise SlurmError(said, is_doubtful=False, hint=hint, is_answer=False)
         return done
 
     def connect(self, record: JobRecord) -> None:
@@ -174,8 +175,10 @@ class LoginAccess:
             raise SlurmError(said, is_doubtful=True)
         if result.code:
             said = error_text(result.err) or f"sbatch exited with code {result.code}"
-            # A killed sbatch may have sent its request before.
-            raise failure(said, is_killed=result.code > 128)
+            # It may have sent its request before.
+            is_killed = result.code > 128
+            said = f"sbatch was killed on {self.host}" if is_killed else said
+            raise failure(said, is_killed)
         job = result.out.strip().partition(";")[0]
         if not is_scheduler_id(job):
             said = f"unexpected reply of sbatch on {self.host}: {result.out.strip()[:80]!r}"
