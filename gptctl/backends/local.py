@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 from gptctl.backends import Backend, JobState, cause_in_folder, half_submitted, recorded_state
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import ENGINE_FILE, READY_VARIABLE
-from gptctl.engine.file_reading import read_json
+from gptctl.engine.error_text import one_line
+from gptctl.engine.file_reading import read_json, read_text
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.ports import port_error
 from gptctl.engine.processes import (
@@ -41,7 +42,8 @@ from trainer.errors import OUT_OF_REACH, Finding, Rule, UserError
 PORT_FREE = Rule("S004", "the rendezvous port must be free when a job starts on this machine")
 
 LOOPBACK = "127.0.0.1"
-START_TIMEOUT = 30.0  # seconds until the supervisor must have answered
+# Seconds until the supervisor must have answered. It may have to wait for an nvidia-smi that hangs.
+START_TIMEOUT = 120.0
 STOP_TIMEOUT = 60.0  # seconds; longer than the supervisor itself waits for its ranks
 
 
@@ -93,7 +95,9 @@ class LocalBackend(Backend):
             # Without the claim it cannot start anything, but it must not take it later either.
             process.kill()
             process.wait()
-            hint = f"see {plan.remote_dir}/supervisor.log"
+            log = read_text(RunFolder(plan.remote_dir).path / "supervisor.log").splitlines()
+            # The folder and its log are removed with the job.
+            hint = f"its log ends with: {one_line(log[-1])}" if log else "submit again"
             raise UserError("the job's supervisor did not start", hint, OUT_OF_REACH)
         return claim
 
@@ -102,7 +106,8 @@ class LocalBackend(Backend):
         if folder.try_claim({"abandoned": True}):
             return True
         # Another gptctl may have abandoned it, and was killed before it could remove the folder.
-        return bool((folder.claimed_by() or {}).get("abandoned"))
+        claim = folder.claimed_by() or {}
+        return bool(claim.get("abandoned")) or _was_killed_before_it_began(folder, claim)
 
     def state(self, record: JobRecord) -> JobState:
         folder = RunFolder(record.local_dir)
@@ -158,6 +163,11 @@ class LocalBackend(Backend):
             folder.finish(CANCELLED, "")
 
 
+def _was_killed_before_it_began(folder: RunFolder, claim: dict[str, Any]) -> bool:
+    has_begun = folder.attempts() > 0 or folder.result() is not None
+    return is_here(claim) and not is_alive(claim) and not has_begun
+
+
 def _start_supervisor(run_dir: str, ready: int) -> subprocess.Popen[bytes]:
     """Start the engine that was frozen with the job."""
     # An upgrade of gptctl must not change a job that was submitted before it.
@@ -199,7 +209,12 @@ def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]
 def _stop(record: JobRecord, folder: RunFolder, claim: dict[str, Any], now: bool) -> None:
     if is_alive(claim):
         send(claim["pid"], signal.SIGTERM)
+        # Somebody may have suspended it.
+        send(claim["pid"], signal.SIGCONT)
         _wait_while(lambda: is_alive(claim))
+        # As long as it lives, it keeps its place in the queue.
+        if is_alive(claim):
+            send(claim["pid"], signal.SIGKILL)
     elif not now:
         _ask_torchrun(folder)
         _wait_while(lambda: bool(processes_of(record.local_dir)))

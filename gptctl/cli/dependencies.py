@@ -34,10 +34,10 @@ def unmet(after: Sequence[str], session: Session) -> list[Dependency]:
     for text in after:
         job, colon, when = text.rpartition(":")
         job, when = (job, when) if colon else (text, "ok")
+        record = _named(text, job, session)
         if when not in SLURM_TYPES:
             message = f"--after {text}: unknown condition {when}"
             raise UserError(message, f"use {job}:ok, {job}:any or {job}:fail", WRONG_USAGE)
-        record = session.store.find(job)
         state = session.state_of(record)
         # Slurm forgets jobs a while after their end, and rejects a dependency on them.
         if not is_final(state):
@@ -46,6 +46,14 @@ def unmet(after: Sequence[str], session: Session) -> list[Dependency]:
             hint = f"run it again (gptctl rerun {record.id}), or omit --after"
             raise UserError(f"--after {text}: that job is {state}", hint, ANSWER_IS_NO)
     return found
+
+
+def _named(text: str, job: str, session: Session) -> JobRecord:
+    try:
+        return session.store.find(job)
+    except UserError as error:
+        message = f"--after {text}: {error.message}"
+        raise UserError(message, error.hint, error.exit_code) from None
 
 
 def with_dependencies(

@@ -72,10 +72,10 @@ def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> fl
         # Under its hidden name a half-removed folder cannot be taken for a job.
         if os.path.lexists(record.local_dir):
             _unlink_latest(record)
-            os.rename(record.local_dir, hidden)
-        # rmtree removes links, and refuses to follow them even if they appear meanwhile.
-        if record.token and hidden.is_dir():
-            shutil.rmtree(hidden)
+            with suppress(FileNotFoundError):  # another gptctl removes it, too
+                os.rename(record.local_dir, hidden)
+        if record.token:
+            remove_tree(hidden)
         remove_unused_folder(record)
         # Of a folder that was deleted by hand before, nothing may be kept yet.
         if not is_removed(record):
@@ -84,10 +84,20 @@ def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> fl
         History().mark_removed(record, moment)
     except OSError as error:
         where = error.filename or record.local_dir
-        message = f"cannot remove {where}: {error.strerror}"
+        # rmtree names what it cannot remove without its folder.
+        where = where if os.path.isabs(where) else f"{where} in {hidden}"
+        message = f"cannot remove {where}: {error.strerror or error}"
         hint = f"then run it again: gptctl rm {record.id}"
         raise UserError(message, f"check its permissions, {hint}", OUT_OF_REACH) from None
     return moment
+
+
+def remove_tree(folder: Path) -> None:
+    # rmtree removes links, and refuses to follow them even if they appear meanwhile. It raises
+    # FileNotFoundError if another gptctl removes the same folder: together they get it done.
+    while folder.is_dir():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def folders_outside(record: JobRecord) -> list[str]:

@@ -87,7 +87,10 @@ def lineage(record: JobRecord, store: Store) -> list[JobRecord]:
     """The job, the job that it continues, and so on: newest first."""
     found, ids = [record], {record.id}
     while (earlier := found[-1].continues) and earlier not in ids and store.holds(earlier):
-        found.append(store.find(earlier))
+        try:
+            found.append(store.find(earlier))
+        except UserError:  # its record is damaged, which the store reports
+            break
         ids.add(earlier)
     return found
 

@@ -327,10 +327,21 @@ def _read(file: Path) -> JobRecord:
     wrong += [
         name for name in ("submitter", "handle") if not isinstance(getattr(record, name), dict)
     ]
+    # Folders are removed by these two: neither may lead elsewhere.
+    wrong += [] if _is_absolute(record.local_dir) else ["run_dir"]
+    wrong += [] if _is_name(record.token) else ["token"]
     wrong += [] if is_scheduler_id(record.handle.get("scheduler_id", "0")) else ["scheduler_id"]
     if wrong or not file.name.startswith(f"{record.id}."):
         raise ValueError(f"{wrong[0] if wrong else 'id'} is invalid")
     return record
+
+
+def _is_absolute(path: Any) -> bool:
+    return isinstance(path, str) and os.path.isabs(path) and "\0" not in path
+
+
+def _is_name(text: Any) -> bool:
+    return isinstance(text, str) and not {"/", "\0"} & set(text)
 
 
 def _is_number(value: Any) -> bool:

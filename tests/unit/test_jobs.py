@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import pytest
 
 from gptctl.backends import Backends
 from gptctl.cli.chain import Chain
+from gptctl.cli.dependencies import unmet
 from gptctl.engine import ports
 from gptctl.engine.processes import (
     clean_environment,
@@ -29,6 +31,8 @@ from gptctl.engine.processes import (
 from gptctl.engine.run_folder import COMPLETED, FAILED, STOPPED, RunFolder
 from gptctl.jobs.freeze import frozen_config, git_state, imported_beside
 from gptctl.jobs.history import History
+from gptctl.jobs.remove import remove_tree
+from gptctl.jobs.resume import lineage
 from gptctl.jobs.store import JobRecord, Store, matching_ids, new_record
 from gptctl.jobs.submit import Submitted, finish_interrupted_submits, prepare
 from gptctl.planning.build import Site
@@ -380,3 +384,53 @@ def test_a_chain_reports_problems_of_jobs_that_started(tmp_path, monkeypatch, ca
     chain.first = SimpleNamespace(_replace=lambda plan: None)
     assert chain.submit()
     assert capsys.readouterr().err.count("gpt-1 was started, but there was a problem: disk full") == 2
+
+
+@pytest.mark.parametrize(
+    "facts", [{"local_dir": ""}, {"local_dir": "runs/x"}, {"local_dir": "/a\0b"}, {"token": "x/../y"}, {"token": 5}]
+)
+def test_a_record_that_leads_elsewhere_is_damaged(tmp_path, facts: dict[str, object]) -> None:
+    """`rm` removes what these two fields name."""
+    store = Store(tmp_path)
+    store.add(record())
+    file, facts = tmp_path / "jobs" / "gpt-1.json", {**facts}
+    if "local_dir" in facts:
+        facts["run_dir"] = facts.pop("local_dir")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
+    assert store.records() == []
+    assert "is invalid" in store.damaged[0]
+
+
+def test_a_lineage_ends_at_a_damaged_record(tmp_path) -> None:
+    store = Store(tmp_path)
+    first, second = record("gpt-1"), record("gpt-2", continues="gpt-1")
+    assert store.add(first)
+    assert store.add(second)
+    (tmp_path / "jobs" / "gpt-1.json").write_text("{")
+    assert lineage(second, store) == [second]
+    assert "gpt-1.json is damaged" in store.damaged[0]
+
+
+def test_after_names_its_place(tmp_path) -> None:
+    """Of several options that take a job, the message says which one is wrong."""
+    store = Store(tmp_path)
+    store.add(record())
+    with pytest.raises(UserError, match=r"^--after gpt-2:any: unknown job: gpt-2$") as raised:
+        unmet(["gpt-2:any"], SimpleNamespace(store=store))
+    assert raised.value.hint == "did you mean gpt-1?"
+
+
+def test_two_rm_at_once_remove_a_folder_together(tmp_path, monkeypatch) -> None:
+    """The other one removes a file between the listing and the removal of this one."""
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    real, calls = os.rmdir, []
+
+    def rmdir(path, **options) -> None:
+        real(path, **options)
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    remove_tree(tmp_path / "run")
+    assert os.listdir(tmp_path) == []
