@@ -17,9 +17,10 @@ from gptctl.backends.slurm import login_access
 from gptctl.backends.slurm.client import SlurmError
 from gptctl.engine.contract import TOKEN
 from gptctl.planning.build import cluster_as_json
-from gptctl.remote import connection
+from gptctl.remote import connection, fetch
 from gptctl.remote.archive import pack
 from gptctl.remote.connection import CommandResult
+from gptctl.remote.copy_files import Part
 from gptctl.remote.route import Route
 from gptctl.remote.scripts import (
     START_MARKER,
@@ -130,6 +131,16 @@ def test_a_host_that_is_no_ssh_server(error: Exception, said: str) -> None:
     """A web server does answer."""
     route = Route("h", "h", 22, "me", (), ("/known",))
     assert connection._connect_error(route, error).detail == said
+
+
+@pytest.mark.parametrize("name", ["short", "n" * 255, "é" * 127, "\udcff" * 255])
+def test_any_file_name_has_room_for_an_unfinished_copy(tmp_path: Path, name: str) -> None:
+    """Oracle: the file system. Two files have two copies."""
+    parts = [Part("/r", tmp_path / each, 1, 1_700_000_000) for each in (name, f"{name[:-1]}x")]
+    copies = {fetch._unfinished(part) for part in parts}
+    for copy in copies:
+        copy.touch()
+    assert len(copies) == 2
 
 
 def test_stdin_is_the_commands_own(home: Path) -> None:
