@@ -120,8 +120,12 @@ def test_lost_requests_and_replies(login: Login) -> None:
         other.lab.proxy("pass")
         assert "Traceback" not in done.stderr
         assert "bug:" not in done.stderr
-        resumed(other)
-        assert_once(other)
+        # A sweep that was taken back as a whole is not listed.
+        if other.json("sweep", "list"):
+            resumed(other)
+            assert_once(other)
+        else:
+            assert_once(other, 0)
     assert faults
 
 
