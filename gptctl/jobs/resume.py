@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -75,12 +76,15 @@ def find_resume_point(record: JobRecord, store: Store, backends: Backends) -> Re
     folder = ""
     # A job that failed before its first checkpoint left none: its predecessor may have one.
     for ancestor in lineage(record, store):
+        # Of a removed job nothing is left, and nothing tells where its hosts are.
+        if not ancestor.run_folder.is_dir() and not os.path.isdir(ancestor.output_dir):
+            continue
         place, names = backends.of(ancestor.kind).checkpoints(ancestor)
         folder = folder or place
         if newest := max(checkpoint_steps(names), default=0):
             return ResumePoint(ancestor, place, newest)
     hint = f"start it again: gptctl rerun {record.id}"
-    raise NoCheckpoint(f"no checkpoint of {record.id} in {folder}", hint)
+    raise NoCheckpoint(f"no checkpoint of {record.id} in {folder or record.output_dir}", hint)
 
 
 def lineage(record: JobRecord, store: Store) -> list[JobRecord]:

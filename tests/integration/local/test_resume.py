@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -135,3 +136,95 @@ def test_an_older_folder_is_still_rerun(jobs) -> None:
     written.unlink()
     answer = json.loads(jobs.gptctl("rerun", job, "--wait", "--json").stdout)
     assert answer["state"] == "COMPLETED"
+
+
+# In the place of the trainer: three runs in a row, each of which trains again what was not saved. The third one succeeds.
+THREE_RUNS = """#!/bin/bash
+echo >> {folder}/runs-so-far
+printf %s "$TOKEN" | sha256sum > "$GPTCTL_RUN_DIR/token.sha256"
+case $(wc -l < {folder}/runs-so-far) in
+1) steps="1 2 3" saved=2 ;;
+2) steps="3 4 5" saved=4 ;;
+*) steps="5 6" ;;
+esac
+cd "$GPTCTL_RUN_DIR"
+mkdir -p output
+for step in $steps; do
+  echo "{{\\"event\\": \\"train\\", \\"step\\": $step, \\"loss\\": $step.5, \\"attempt\\": 0}}" >> output/metrics.jsonl
+done
+[ -n "$saved" ] || exit 0
+mkdir "output/step_$saved"
+exit 1
+"""
+
+
+@pytest.fixture
+def broken_off(jobs) -> str:
+    """The first of three runs; it failed after step 3, with a checkpoint of step 2."""
+    jobs.gptctl("init")
+    (jobs.folder / "quick").write_text(THREE_RUNS.format(folder=jobs.folder))
+    (jobs.folder / "token").write_text("s3cret value\n")
+    secrets = ("-o", "Launch.secrets={TOKEN: {file: token}, OTHER: {env: MY_OTHER}}", "-o", "Launch.max_restarts=0")
+    job = jobs.submit("--cluster", "./quick.yaml", *TRAIN, "--nodes", "1", *secrets, MY_OTHER="0ther")
+    assert jobs.ended(job) == ["FAILED"]
+    return job
+
+
+def resumed(jobs, job: str) -> str:
+    elsewhere = jobs.folder / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    answer = jobs.gptctl("resume", job, "--json", cwd=elsewhere, MY_OTHER="0ther")
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)["job"]
+
+
+def test_a_secret_reaches_the_resumed_job(jobs, broken_off: str) -> None:
+    """The file of the secret is found from another folder. Oracle: its hash in the job, and every byte of its files."""
+    refused = jobs.gptctl("resume", broken_off)
+    assert (refused.returncode, "S007" in refused.stderr) == (1, True)  # MY_OTHER is not set
+    job = resumed(jobs, broken_off)
+    jobs.ended(job)
+    expected = hashlib.sha256(b"s3cret value").hexdigest()
+    assert (jobs.run_dir(job) / "token.sha256").read_text().split()[0] == expected
+    files = [*jobs.run_dir(job).rglob("*"), *(jobs.folder / "home").rglob("*")]
+    assert len(files) > 20
+    for file in filter(Path.is_file, files):
+        assert b"s3cret" not in file.read_bytes(), file
+        assert b"0ther" not in file.read_bytes(), file
+
+
+@pytest.mark.long
+def test_a_run_of_three_jobs(jobs, broken_off: str) -> None:
+    """Each step counts once, in the job that kept it. Then the first job is removed, and at last a record is damaged."""
+    first, second = broken_off, resumed(jobs, broken_off)
+    assert jobs.ended(second) == ["FAILED"]
+    third = resumed(jobs, second)
+    assert jobs.ended(third) == ["COMPLETED"]
+    ids = [first, second, third]
+    listed = {row["job"]: row["continues"] for row in json.loads(jobs.gptctl("list", "--json").stdout)}
+    assert listed == {first: None, second: first, third: second}
+
+    def metrics() -> list[tuple[str, int]]:
+        rows = json.loads(jobs.gptctl("logs", third, "--metrics", "--json").stdout)
+        return [(row["job"], row["step"]) for row in rows]
+
+    def shown(job: str) -> list[str]:
+        return json.loads(jobs.gptctl("show", job, "--json").stdout)["lineage"]
+
+    assert metrics() == [(first, 1), (first, 2), (second, 3), (second, 4), (third, 5), (third, 6)]
+    (curve,) = json.loads(jobs.gptctl("plot", third, "--json").stdout)
+    assert (curve["run"], curve["steps"]) == (ids, [1, 2, 3, 4, 5, 6])
+    assert [shown(job) for job in ids] == [ids] * 3
+    assert " → ".join(ids) in jobs.gptctl("show", third).stdout.replace("\n", " ")
+    assert jobs.gptctl("rm", "--yes", first).returncode == 0
+    assert [shown(job) for job in ids] == [ids] * 3
+    assert metrics() == [(second, 3), (second, 4), (third, 5), (third, 6)]
+    for job in (second, third):
+        again = jobs.gptctl("resume", job, "--dry-run", "--json", MY_OTHER="0ther")
+        assert again.returncode == 0, again.stderr
+        assert json.loads(again.stdout)["continues"] == second
+    record = jobs.folder / f"home/.local/state/gptctl/jobs/{first}.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "continues": third}))
+    assert sorted(shown(second)) == sorted(ids)
+    assert metrics() == [(second, 3), (second, 4), (third, 5), (third, 6)]
+    assert jobs.gptctl("list").returncode == 0
