@@ -93,6 +93,7 @@ def test_a_place_is_freed_by_kill_and_by_cancel(timed) -> None:
     assert queue.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.long
 def test_cancel_frees_the_place_of_a_suspended_job(timed) -> None:
     """Oracle: the job behind it runs. While it is suspended, it keeps its place."""
     out = ["--env", f"OUT={timed.folder}"]
