@@ -215,6 +215,13 @@ def test_a_mistake_does_not_hide_an_unrelated_one(check, code: str, text: str) -
     assert code in codes(check(text))
 
 
+def test_a_local_batch_below_a_micro_batch_warns_of_no_key_that_nobody_wrote(check) -> None:
+    """B002 says it all: no pipeline schedule follows from a batch that is wrong."""
+    found = check("Global: {local_batch_size: 6, micro_batch_size: 12}\n")
+    assert "B002" in codes(found)
+    assert "T021" not in codes(found)
+
+
 RELATED = [
     ("C011", "Model: {hidden_size: many, num_attention_heads: 7}\n"),
     ("C011", "Distributed: {mp_degree: two, dp_degree: 3}\nLaunch: {gpus_per_node: 8}\n"),
