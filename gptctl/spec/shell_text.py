@@ -23,7 +23,7 @@ MARK, END = "\ue000", "\ue001"
 _MARKED = re.compile(f"{MARK}([0-9]+){END}")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_BRACED = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?::?[-=]([^\\$`'\"{}]*))?", re.ASCII)
+_BRACED = re.compile(r"([A-Za-z_]\w*|[1-9])(\[[@*]\])?(?::?[-=]([^\\$`'\"{}]*))?", re.ASCII)
 _ENDS = " \t\r\n;|&()<>"
 # Other blanks of Unicode are ordinary characters of a word.
 _PLAIN = re.compile(r"""[^ \t\r\n;|&()<>'"\\$`]+""")
@@ -42,6 +42,7 @@ class ShellCommand(NamedTuple):
     words: tuple[str, ...]
     line: int
     environment: Mapping[str, str]
+    output: tuple[str, ...] = ()  # as written: redirections, `| tee log.txt` and a final `&`
 
 
 class ShellScript(NamedTuple):
@@ -62,14 +63,25 @@ def is_known(word: str) -> bool:
     return MARK not in word
 
 
-def read_script(text: str, variables: Mapping[str, str]) -> ShellScript:
-    """Read a text; `variables` are known from outside. Raises UserError if it is not shell text."""
+def read_script(
+    text: str,
+    variables: Mapping[str, str],
+    arguments: Sequence[str] = (),
+    unknown: Sequence[str] = (),
+) -> ShellScript:
+    """Read a text; `variables` are known from outside. Raises UserError if it is not shell text.
+
+    `arguments` are `$1` and so on; `unknown`: the marked parts of all these values.
+    """
     if len(text) > MAX_TEXT:
         message = f"the text has more than {MAX_TEXT:,} characters: too long for a launch command"
         raise UserError(message, "give only the launch command", WRONG_USAGE)
     if MARK in text or END in text or "\0" in text:
         raise UserError("the text contains control characters", "delete them", WRONG_USAGE)
-    return _read(_Reader(text.replace("\r\n", "\n"), variables))
+    reader = _Reader(text.replace("\r\n", "\n"), variables)
+    reader.unknown = list(unknown)
+    reader.set_arguments(arguments)
+    return _read(reader)
 
 
 def read_inside(text: str, script: ShellScript) -> ShellScript:
@@ -80,8 +92,13 @@ def read_inside(text: str, script: ShellScript) -> ShellScript:
 
 
 def _read(reader: _Reader) -> ShellScript:
-    commands = tuple(reader.commands())
-    return ShellScript(commands, tuple(reader.sbatch), tuple(reader.unknown))
+    commands = list(reader.commands())
+    # What follows a pipe reads the output of the command before it.
+    for at in range(len(commands) - 1, 0, -1):
+        before = commands[at - 1]
+        if before.output[-1:] == ("|",):
+            commands[at - 1] = before._replace(output=(*before.output, *commands[at].words))
+    return ShellScript(tuple(commands), tuple(reader.sbatch), tuple(reader.unknown))
 
 
 class _Reader:
@@ -91,23 +108,34 @@ class _Reader:
         self.text, self.at, self.produced = text, 0, 0
         self.counted, self.lines = 0, 1  # the lines up to a position
         self.variables: dict[str, list[str]] = {name: [value] for name, value in variables.items()}
+        self.variables["@"] = []  # the arguments of the script
         self.exported: dict[str, str] = {}
         self.unknown: list[str] = []
         self.sbatch: list[str] = []
+        self.output: list[str] = []  # what the current command does with its output
         self.heredocs: list[str] = []  # delimiters of here-documents that begin at the next line
 
     def commands(self) -> Iterator[ShellCommand]:
         while self.at < len(self.text):
-            line = self.line
+            line, self.output = self.line, []
             words, assigned = self.simple_command()
             while words and words[0] in _KEYWORDS:
                 words.pop(0)
             if words and words[0] not in _DECLARES:
                 environment = {**self.exported, **assigned} if assigned else self.exported
                 self.count(len(assigned) and len(environment), self.at)
-                yield ShellCommand(tuple(words), line, environment)
+                yield ShellCommand(tuple(words), line, environment, tuple(self.output))
+                # Behind it, `$1` is another argument.
+                if words[0] in ("shift", "getopts"):
+                    self.unknown.append("$@")
+                    self.set_arguments([f"{MARK}{len(self.unknown) - 1}{END}"])
             else:
                 self.assign(words, assigned)
+
+    def set_arguments(self, arguments: Sequence[str]) -> None:
+        self.variables["@"] = list(arguments)
+        for number in range(1, 10):
+            self.variables[str(number)] = list(arguments[number - 1 : number])
 
     @property
     def line(self) -> int:
@@ -171,6 +199,8 @@ class _Reader:
         if not found or self.text.startswith("&>", self.at):
             return False
         self.at += len(found)
+        if found in ("&", "|"):
+            self.output.append(found)
         if found == "\n" and self.heredocs:
             self.skip_heredocs()
         return True
@@ -179,9 +209,10 @@ class _Reader:
         match = _REDIRECTION.match(self.text, self.at)
         if not match:
             return False
-        self.at = match.end()
+        start, self.at = self.at, match.end()
         self.skip_blanks()
         target = "".join(self.word())
+        self.output.append(self.text[start : self.at])
         if match[1] in ("<<", "<<-"):
             self.heredocs.append(target)
         return True
@@ -258,7 +289,8 @@ class _Reader:
             elif character == "'":
                 fields.add(self.single_quoted())
             elif self.text.startswith('"$@"', self.at):
-                self.at += 4  # no word, where a script gets no arguments
+                self.at += 4
+                fields.expand(self.variables["@"], splits=False)
             elif character == '"':
                 self.double_quoted(fields)
             elif match := _ESCAPED.match(self.text, self.at):
@@ -318,8 +350,11 @@ class _Reader:
         following = self.text[start + 1 : start + 2]
         if following in ("@", "*"):
             self.at += 2
-            return []
-        if following in tuple("0123456789#?$!-"):
+            return self.variables["@"]
+        if following.isdigit():
+            self.at += 2
+            return self.value_of(following, start)
+        if following in tuple("#?$!-"):
             return [self.mark(start, start + 2)]
         self.at += 1
         return ["$"]
