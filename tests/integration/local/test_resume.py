@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.integration.local.test_jobs import SMALL, losses
+from tests.integration.test_mingpt import ITERATION, MINGPT
 
 TRAIN = ("--nodes", "2", "--gpus-per-node", "1", *SMALL, "-o", "Engine.save_load.save_steps=20", "--env", "MY_NAME=a b")
 
@@ -228,3 +231,41 @@ def test_a_run_of_three_jobs(jobs, broken_off: str) -> None:
     assert sorted(shown(second)) == sorted(ids)
     assert metrics() == [(second, 3), (second, 4), (third, 5), (third, 6)]
     assert jobs.gptctl("list").returncode == 0
+
+
+@pytest.mark.long
+def test_a_mingpt_snapshot_is_resumed(jobs) -> None:
+    """Killed after the snapshot of epoch 3. Oracle: the lines of the same job, undisturbed."""
+    text = "the quick brown fox jumps over the lazy dog. " * 20
+    for folder in ("one", "two"):
+        (jobs.folder / folder).mkdir()
+        (jobs.folder / folder / "gpt.yaml").write_text(MINGPT + "Global: {device: cpu}\n")
+        (jobs.folder / folder / "text.txt").write_text(text)
+    asked = ("submit", "gpt.yaml", "--gpus-per-node", "1", "-o", "Launch.max_restarts=0")
+    whole = json.loads(jobs.gptctl(*asked, "--json", cwd=jobs.folder / "two").stdout)
+    await_text(Path(whole["run_dir"]) / "result.json", "COMPLETED")
+    job = json.loads(jobs.gptctl(*asked, "--json", cwd=jobs.folder / "one").stdout)
+    log = Path(job["log_dir"]) / "attempt-0" / "workerlog.0"
+    await_text(log, "Snapshot saved at epoch 3")
+    (ranks,) = (Path(job["run_dir"]) / "attempt-0").glob("ranks.*.jsonl")
+    os.kill(json.loads(ranks.read_text().splitlines()[0])["pid"], signal.SIGKILL)
+    await_text(Path(job["run_dir"]) / "result.json", "FAILED")
+    answer = jobs.gptctl("resume", job["job"], "--json")
+    assert answer.returncode == 0, answer.stderr
+    rest = json.loads(answer.stdout)
+    await_text(Path(rest["run_dir"]) / "result.json", "COMPLETED")
+    assert jobs.status(rest["job"])["continues"] == job["job"]
+    assert f"continues {job['job']} from its snapshot, with the same config" in answer.stderr
+    lines = (Path(rest["log_dir"]) / "attempt-0" / "workerlog.0").read_text()
+    saved = re.search(r"Resuming training from snapshot at Epoch (\d+)", lines)
+    assert saved
+    assert int(saved[1]) >= 3
+    expected = re.findall(ITERATION, (Path(whole["log_dir"]) / "attempt-0" / "workerlog.0").read_text())
+    assert re.findall(ITERATION, lines) == [line for line in expected if int(line[1]) > int(saved[1])]
+
+
+def await_text(file: Path, text: str, seconds: float = 200) -> None:
+    deadline = time.monotonic() + seconds
+    while not file.exists() or text not in file.read_text():
+        assert time.monotonic() < deadline, f"no {text} in {file}"
+        time.sleep(0.02)
