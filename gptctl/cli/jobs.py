@@ -147,7 +147,7 @@ def show(
         return
     facts = {
         **report.status(record, session.backends),
-        "lineage": whole_lineage(record, session.store),
+        **report.lineage_facts(whole_lineage(record, session.store)),
     }
     # The config is in the run folder; without it, show what is known of the job.
     if not record.run_folder.is_dir() and (prefix or not is_removed(record)):

@@ -26,7 +26,16 @@ from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.array_folders import remove_unused_folder
 from gptctl.jobs.freeze import frozen_config
 from gptctl.jobs.preflight import run_preflight
-from gptctl.jobs.resume import ResumePoint, check_resume, differences, resume_notes
+from gptctl.jobs.resume import (
+    Difference,
+    ResumePoint,
+    check_resume,
+    check_snapshot_left,
+    differences,
+    resume_notes,
+)
+from gptctl.jobs.shared_outputs import check_shared_outputs
+from gptctl.jobs.snapshots import Snapshot, read_snapshot, snapshot_file
 from gptctl.jobs.store import JobRecord, Store, new_record
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import check_syntax, render
@@ -90,19 +99,39 @@ def prepare(
     base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides, backend)}"
     plan = _planned(checked, site, store, base, backend, conditions)
     found = [*checked.findings, *run_preflight(checked, plan, site, backend)]
-    found += check_resume(resumes, checked) if resumes else ()
+    found += check_resume(resumes, checked, site) if resumes else ()
+    found += check_shared_outputs(checked, site, store, backends, conditions)
+    # A job of a chain finds the snapshot of the one before it: how far that is, nobody knows yet.
+    snapshot = None if conditions.continues else read_snapshot(snapshot_file(checked, site))
+    found += check_snapshot_left(checked, snapshot) if snapshot else ()
     if errors_in(found):
         raise UserError("the job was not submitted", findings=found)
     scripts = _scripts(plan, templates, backend)
     prepared = Prepared(checked, site, plan, scripts, tuple(found), base, tuple(templates))
     prepared = prepared._replace(conditions=conditions)
-    return _resuming(prepared, resumes) if resumes else prepared
+    if resumes:
+        return _resuming(prepared, resumes)
+    return _with_snapshot(prepared, snapshot, store) if snapshot else prepared
 
 
 def _resuming(prepared: Prepared, point: ResumePoint) -> Prepared:
-    now = frozen_config(prepared.checked, prepared.site)["resolved"]
-    notes = resume_notes(point, differences(point, prepared.checked, now))
+    notes = resume_notes(point, differences_from(point.asked, prepared))
     return prepared._replace(continues=point.record.id, notes=tuple(notes))
+
+
+def _with_snapshot(prepared: Prepared, snapshot: Snapshot, store: Store) -> Prepared:
+    """Say that a job continues although nobody asked for it: minGPT loads what it finds."""
+    # It is then one run with the job that wrote the snapshot.
+    writer = snapshot.job if snapshot.job and store.holds(snapshot.job) else ""
+    note = f"continues {writer or 'an earlier run'} from the snapshot of {snapshot} in"
+    another = "to start from step 0, delete it or set another Engine.save_load.snapshot_path"
+    return prepared._replace(continues=writer, notes=(f"{note} {snapshot.file}; {another}",))
+
+
+def differences_from(record: JobRecord, prepared: Prepared) -> list[Difference]:
+    """Compare a job with an earlier one."""
+    now = frozen_config(prepared.checked, prepared.site)["resolved"]
+    return differences(record, prepared.checked, now)
 
 
 def _scripts(plan: LaunchPlan, templates: Sequence[Path], backend: Backend) -> dict[str, str]:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from gptctl.jobs.resume import NoCheckpoint, find_resume_point, lineage, whole_lineage
+from gptctl.jobs.report import lineage_facts, lineage_pairs
+from gptctl.jobs.resume import (
+    Difference,
+    NoCheckpoint,
+    find_resume_point,
+    lineage,
+    resume_notes,
+    whole_lineage,
+)
 from gptctl.jobs.run_metrics import whole_run
 from gptctl.jobs.store import JobRecord, Store
 
@@ -59,7 +67,7 @@ def test_three_jobs_are_one_run(store: Store) -> None:
     ids = [first.id, second.id, third.id]
     assert [record.id for record in lineage(third, store)] == ids[::-1]
     for record in (first, second, third):
-        assert whole_lineage(record, store) == ids
+        assert whole_lineage(record, store) == (ids, [])
     rows = whole_run(lineage(third, store))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["job"] for row in rows] == [*[first.id] * 2, *[second.id] * 2, *[third.id] * 2]
@@ -70,8 +78,9 @@ def test_records_that_continue_each_other(store: Store) -> None:
     first, second = add(store, "a-000001", "a-000003", 2), add(store, "a-000002", "a-000001")
     third, own = add(store, "a-000003", "a-000002"), add(store, "a-000004", "a-000004")
     assert [record.id for record in lineage(second, store)] == ["a-000002", "a-000001", "a-000003"]
-    assert sorted(whole_lineage(first, store)) == sorted(whole_lineage(third, store)) == [first.id, second.id, third.id]
-    assert whole_lineage(own, store) == [own.id]
+    for record in (first, third):
+        assert sorted(whole_lineage(record, store).line) == [first.id, second.id, third.id]
+    assert whole_lineage(own, store) == ([own.id], [])
 
 
 def test_a_damaged_record_ends_a_lineage(store: Store) -> None:
@@ -79,7 +88,23 @@ def test_a_damaged_record_ends_a_lineage(store: Store) -> None:
     second = add(store, "a-000002", first.id)
     (store.folder / f"{first.id}.json").write_text("{")
     assert [record.id for record in lineage(second, store)] == [second.id]
-    assert whole_lineage(second, store) == [second.id]
+    assert whole_lineage(second, store) == ([second.id], [])
+
+
+def test_arrows_only_where_a_job_continues_the_one_before(store: Store) -> None:
+    """a was continued by b and c, and b by d: from each job, one line and the rest as branches."""
+    a, b = add(store, "a-000001", ""), add(store, "a-000002", "a-000001")
+    c, d = add(store, "a-000003", "a-000001"), add(store, "a-000004", "a-000002")
+    of_a, of_c = whole_lineage(a, store), whole_lineage(c, store)
+    assert of_a == ([a.id], [(b.id, a.id), (c.id, a.id), (d.id, b.id)])
+    assert of_c == ([a.id, c.id], [(b.id, a.id), (d.id, b.id)])
+    assert whole_lineage(b, store) == whole_lineage(d, store) == ([a.id, b.id, d.id], [(c.id, a.id)])
+    facts = lineage_facts(of_c)
+    assert facts["branches"][0] == {"job": b.id, "continues": a.id}
+    others = f"{b.id} (from {a.id}), {d.id} (from {b.id})"
+    assert lineage_pairs(facts) == [("lineage", f"{a.id} → {c.id}"), ("also continued by", others)]
+    assert lineage_pairs(lineage_facts(of_a))[0] == ("lineage", "")
+    assert lineage_pairs(lineage_facts(of_a))[1][0] == "continued by"
 
 
 def test_the_newest_checkpoint_of_a_run(store: Store, backends: Any) -> None:
@@ -88,12 +113,31 @@ def test_the_newest_checkpoint_of_a_run(store: Store, backends: Any) -> None:
     second = add(store, "a-000002", first.id, 3, 4)
     third = add(store, "a-000003", second.id)
     point = find_resume_point(third, store, backends)
-    assert (point.record.id, point.folder, point.step) == (second.id, f"/host/{second.id}", 4)
+    found = (second.id, f"/host/{second.id}", 4)
+    assert point[:4] == (second, *found[1:], third)
+    assert point.skipped == (f"{third.id} saved no checkpoint",)
+    own = find_resume_point(second, store, backends)
+    assert (own.record.id, own.folder, own.step, own.skipped) == (*found, ())
     remove_folder(first)
     assert find_resume_point(third, store, backends) == point
-    assert find_resume_point(second, store, backends) == point
+    assert find_resume_point(second, store, backends) == own
     remove_folder(second)
     with pytest.raises(NoCheckpoint) as error:
         find_resume_point(third, store, backends)
-    assert error.value.message == f"no checkpoint of {third.id} in /host/{third.id}"
-    assert error.value.hint == f"start it again: gptctl rerun {third.id}"
+    removed = [f"the folder of {job.id} was removed" for job in (second, first)]
+    assert error.value.message == "; ".join([f"no checkpoint of {third.id} in /host/{third.id}", *removed])
+    assert error.value.hint == f"start it again from step 0: gptctl rerun {third.id}"
+
+
+def test_the_notes_name_what_was_skipped(store: Store, backends: Any) -> None:
+    first, second = add(store, "a-000001", "", 2), add(store, "a-000002", "a-000001")
+    third = add(store, "a-000003", second.id)
+    remove_folder(second)
+    point = find_resume_point(third, store, backends)
+    assert resume_notes(point, [Difference("Global.seed", 1, 2)]) == [
+        f"{third.id} saved no checkpoint",
+        f"the folder of {second.id} was removed",
+        f"continues {first.id} from step 2, with 1 difference from {third.id}:",
+        "  Global.seed: 1 → 2",
+    ]
+    assert resume_notes(point, [])[-1] == f"continues {first.id} from step 2, with the config of {third.id}"
