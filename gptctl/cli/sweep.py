@@ -5,7 +5,7 @@ Imports inside a verb keep `--help` and completion fast: a verb loads what it us
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,26 +135,49 @@ def submit_sweep(
     return record, done
 
 
-def announce(record: SweepRecord, done: Sequence[SubmittedRun], as_json: bool) -> int:
+def announce(
+    record: SweepRecord, done: Sequence[SubmittedRun], as_json: bool, is_resumed: bool = False
+) -> int:
     from gptctl.cli import ui
 
-    jobs = [{"run": each.number, "job": each.record.id} for each in done if each.record]
     problems = [f"run {each.number}: {each.problem}" for each in done if each.problem]
     if as_json:
-        ui.print_json({"sweep": record.id, "jobs": jobs, "problems": problems})
-    else:
-        rows = [
-            ("runs", f"{len(jobs)} of {len(record.runs)} submitted"),
-            ("at once", str(record.parallel or "as many as fit")),
-            ("show", f"gptctl sweep show {record.id}"),
+        jobs = [
+            {"run": each.number, "job": each.record.id, "from_step": each.step}
+            for each in done
+            if each.record
         ]
-        ui.print_pairs(f"sweep {record.id}", rows)
+        ui.print_json({"sweep": record.id, "jobs": jobs, "problems": problems})
+    elif done:
+        ui.print_pairs(f"sweep {record.id}", [*summary_of(record, done, is_resumed)])
     for problem in problems:
         ui.say(f"error: {problem}")
     if refused := [each.error for each in done if each.error]:
         ui.say(f"hint: submit the rest later: gptctl sweep resume {record.id}")
         return refused[0].exit_code
     return 0
+
+
+def summary_of(
+    record: SweepRecord, done: Sequence[SubmittedRun], is_resumed: bool
+) -> Iterator[tuple[str, str]]:
+    """What was submitted; of a sweep that is resumed, each run with its new job."""
+    jobs = [each for each in done if each.record]
+    new = "new jobs for " if is_resumed else ""
+    yield "runs", f"{new}{len(jobs)} of {len(record.runs)}{'' if is_resumed else ' submitted'}"
+    if is_resumed:
+        yield from ((f"run {each.number}", start_of(each)) for each in jobs)
+    yield "at once", str(record.parallel or "as many as fit")
+    yield "show", f"gptctl sweep show {record.id}"
+
+
+def start_of(run: SubmittedRun) -> str:
+    """Which job a run got, and where it begins: `lr-2f1a-3: continues lr-2f1a from step 20`."""
+    assert run.record, "only runs that were submitted have a start"
+    if run.step is None:
+        return f"{run.record.id}: starts at step 0"
+    since = f" from step {run.step}" if run.step else ""
+    return f"{run.record.id}: continues {run.record.continues}{since}"
 
 
 @sweep.command("list", epilog=examples("gptctl sweep list", "gptctl sweep list --json"))
@@ -290,7 +313,7 @@ def resume(session: Session, name: str, as_json: bool) -> int:
         if fresh and all(each.record for each in done):
             before = [*active, *(each.record for each in done if each.record)]
             done = [*done, *submit_runs(session, record, prepared, before)]
-    return announce(record, done, as_json)
+    return announce(record, done, as_json, is_resumed=True)
 
 
 def missing_runs(

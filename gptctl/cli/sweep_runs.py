@@ -253,30 +253,41 @@ def continue_runs(
     from gptctl.jobs.sweep_submit import submit_one_by_one
 
     jobs = {each.number: each.job for each in failed if each.job}
+    steps: dict[int, int | None] = {}
 
     def prepare_run(index: int, before: Sequence[JobRecord]) -> Prepared:
-        return continued_run(session, record, jobs[index], before)
+        steps[index] = newest_step(session, jobs[index])
+        return continued_run(session, record, jobs[index], before, steps[index] is not None)
 
-    return submit_one_by_one(
+    done = submit_one_by_one(
         record, list(jobs), active, prepare_run, session.store, session.backends
     )
+    return [each._replace(step=steps.get(each.number)) for each in done]
+
+
+def newest_step(session: Session, job: JobRecord) -> int | None:
+    """The step of the newest checkpoint of a run, 0 if unknown; None if it has none."""
+    from gptctl.jobs.resume import NoCheckpoint, find_resume_point
+
+    try:
+        found = find_resume_point(job, session.store, session.backends) if job.output_dir else None
+    # Only then: a host that does not answer may have checkpoints.
+    except NoCheckpoint:
+        return None
+    return found.step if found else None
 
 
 def continued_run(
-    session: Session, record: SweepRecord, job: JobRecord, before: Sequence[JobRecord]
+    session: Session,
+    record: SweepRecord,
+    job: JobRecord,
+    before: Sequence[JobRecord],
+    can_resume: bool,
 ) -> Prepared:
     """The run again: from its newest checkpoint if it has one, else from the start."""
     from gptctl.jobs.rerun import Changes, prepare_rerun
-    from gptctl.jobs.resume import NoCheckpoint, find_resume_point
     from gptctl.jobs.sweep_submit import sweep_conditions
 
-    can_resume = bool(job.output_dir)
-    try:
-        if can_resume:
-            find_resume_point(job, session.store, session.backends)
-    # Only then: a host that does not answer may have checkpoints.
-    except NoCheckpoint:
-        can_resume = False
     changes = Changes(waiting(None, before), resume=can_resume)
     prepared = prepare_rerun(
         job,

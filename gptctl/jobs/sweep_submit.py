@@ -39,6 +39,7 @@ class SubmittedRun(NamedTuple):
     record: JobRecord | None
     problem: str = ""  # what failed, also after the start
     error: UserError | None = None  # why it was not submitted
+    step: int | None = None  # of the checkpoint that it continues from; 0 if unknown
 
 
 def sweep_conditions(sweep: SweepRecord, has_queue: bool) -> StartConditions:

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from gptctl.cli.sweep import announce
 from gptctl.cli.sweep_runs import is_array
+from gptctl.jobs.sweep_submit import SubmittedRun
 from gptctl.jobs.sweeps import SweepStore, new_sweep
 from gptctl.spec.check import check_config
 from gptctl.spec.sweep import expand, load_sweep, name_of, overrides_of, varied
 from gptctl.spec.sweep_checks import check_runs
+from tests.unit.test_jobs import record
 from trainer.config import Override
 from trainer.errors import UserError
 
@@ -170,3 +173,26 @@ def test_runs_with_templates_of_the_user_are_no_array() -> None:
     assert is_array(session, {0: run(), 1: run()})
     assert not is_array(session, {0: run(), 1: run(Path("templates"))})
     assert not is_array(session, {0: run(), 1: run(kind="local")})
+
+
+def test_a_resumed_sweep_says_which_run_got_which_job_and_where_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing of runs if none was submitted."""
+    sweep = new_sweep(id="lr-1", file="f", folder="/", config="c", runs=({}, {}, {}, {}), arguments={})
+    old = record("lr-1-b")
+    done = [
+        SubmittedRun(0, record("new-0")._replace(continues=old.id), step=20),
+        SubmittedRun(1, record("new-1")._replace(continues=old.id), step=0),
+        SubmittedRun(3, record("new-3")),
+    ]
+    assert announce(sweep, done, as_json=False, is_resumed=True) == 0
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert shown[1:5] == [
+        "runs new jobs for 3 of 4",
+        "run 0 new-0: continues lr-1-b from step 20",
+        "run 1 new-1: continues lr-1-b",
+        "run 3 new-3: starts at step 0",
+    ]
+    assert announce(sweep, [], as_json=False, is_resumed=True) == 0
+    assert capsys.readouterr().out == ""
+    announce(sweep, done, as_json=True, is_resumed=True)
+    assert [each["from_step"] for each in json.loads(capsys.readouterr().out)["jobs"]] == [20, 0, None]
