@@ -5,9 +5,11 @@ gptctl finds it again by process id, start time and boot id, so that a reused id
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +22,7 @@ from gptctl.engine.contract import ENGINE_FILE, READY_VARIABLE
 from gptctl.engine.error_text import one_line
 from gptctl.engine.file_reading import read_json, read_text
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.ports import port_error
+from gptctl.engine.ports import listen_error
 from gptctl.engine.processes import (
     clean_environment,
     is_alive,
@@ -35,11 +37,13 @@ from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.reporting import Say
 from gptctl.spec.check import Checked
-from gptctl.spec.launch import is_variable, split_endpoint
+from gptctl.spec.launch import Rendezvous, is_variable, split_endpoint
 from gptctl.spec.launch_rules import is_loopback
 from trainer.errors import OUT_OF_REACH, Finding, Rule, UserError
 
-PORT_FREE = Rule("S004", "the rendezvous port must be free when a job starts on this machine")
+PORT_FREE = Rule(
+    "S004", "the rendezvous endpoint of a job on this machine must be a free port of this machine"
+)
 
 LOOPBACK = "127.0.0.1"
 # Seconds until the supervisor must have answered. It may have to wait for an nvidia-smi that hangs.
@@ -71,11 +75,8 @@ class LocalBackend(Backend):
         is_chosen = port or plan.master_addr != LOOPBACK
         if not is_chosen or plan.form == "standalone" or is_variable(plan.master_addr):
             return
-        if fault := port_error(plan.master_addr, port or 0):
-            place = f"{plan.master_addr}:{port or '(any port)'}"
-            message = f"the rendezvous endpoint {place} cannot be used: {fault}"
-            hint = "delete the key: gptctl chooses a free port"
-            yield PORT_FREE.found("Launch.rdzv.port", port, message, hint)
+        if fault := listen_error(plan.master_addr, port or 0):
+            yield _endpoint_finding(checked.launch.rdzv, plan.master_addr, port, fault)
 
     def watched_folder(self, record: JobRecord, checked: Checked) -> str | None:
         is_seen = record.kind == checked.cluster.kind and is_here(record.handle)
@@ -161,6 +162,20 @@ class LocalBackend(Backend):
             raise UserError(message, "check who owns these processes", OUT_OF_REACH)
         if has_folder and not folder.result():
             folder.finish(CANCELLED, "")
+
+
+def _endpoint_finding(rdzv: Rendezvous, host: str, port: int | None, fault: OSError) -> Finding:
+    """Say what is wrong with the endpoint, and which key it comes from."""
+    key = "Launch.rdzv.endpoint" if rdzv.endpoint else "Launch.rdzv.port"
+    value = rdzv.endpoint or port
+    if isinstance(fault, socket.gaierror):
+        hint = f"use this machine's name or address, or delete the key: gptctl uses {LOOPBACK}"
+        return PORT_FREE.found(key, value, f"cannot resolve host name {host}", hint)
+    if fault.errno == errno.EADDRNOTAVAIL:
+        hint = f"use an address of this machine, or delete the key: gptctl uses {LOOPBACK}"
+        return PORT_FREE.found(key, value, f"{host} is not an address of this machine", hint)
+    message = f"the rendezvous endpoint {host}:{port} cannot be used: {fault.strerror or fault}"
+    return PORT_FREE.found(key, value, message, "delete the key: gptctl chooses a free port")
 
 
 def _was_killed_before_it_began(folder: RunFolder, claim: dict[str, Any]) -> bool:

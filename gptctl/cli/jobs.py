@@ -99,8 +99,7 @@ def status(session: Session, job: str | None, as_json: bool) -> None:
     from gptctl.cli import ui
     from gptctl.jobs import report
 
-    # On a terminal, the title of the answer names the job.
-    record = session.find(job, announce=as_json or not sys.stdout.isatty())
+    record = session.find(job, announce=as_json or not title_is_seen())
     # Copy new files first: the state of the ranks is read from them.
     session.catch_up(record)
     facts = report.status(record, session.backends)
@@ -140,7 +139,8 @@ def show(
     # `show Launch.env`: the first word of a key is a section, and no job id is one.
     if job and not prefix and job.partition(".")[0] in section_names():
         job, prefix = None, job
-    record = session.find(job)
+    has_title = prefix is None and not show_script and not as_json
+    record = session.find(job, announce=not has_title or not title_is_seen())
     if show_script:
         require_folder(record)
         print_scripts(session, record, as_json)
@@ -168,6 +168,11 @@ def show(
     cells = [[key, plain_value(value), origin] for key, value, origin in values]
     if cells:
         ui.print_table("values", ["key", Column("value", "wrap"), "from"], cells)
+
+
+def title_is_seen() -> bool:
+    """Whether the title of the answer names the job: in `gptctl status | grep x` it is lost."""
+    return sys.stdout.isatty() or not sys.stderr.isatty()
 
 
 def section_names() -> set[str]:

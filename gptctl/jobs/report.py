@@ -205,7 +205,10 @@ def origins(record: JobRecord, prefix: str) -> list[tuple[str, Any, str]]:
     found = list(_values(config.get("resolved", {}), "", config.get("origins", {})))
     # The plan has the whole environment, including what gptctl and the profile set.
     plan = read_json(record.run_folder / "plan.json") or {}
-    for name, origin in plan.get("env_origins", {}).items():
+    named = plan.get("env_origins", {})
+    # Each variable gets a row of its own, with its own origin.
+    found = [row for row in found if row[0] != "Launch.env" or not named]
+    for name, origin in named.items():
         found.append((f"Launch.env.{name}", plan["env"][name], origin))
     return [row for row in found if row[0].lower().startswith(prefix.lower())]
 

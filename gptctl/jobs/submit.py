@@ -40,7 +40,7 @@ from gptctl.jobs.store import JobRecord, Store, new_record
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import check_syntax, render
 from gptctl.spec.check import Checked
-from gptctl.spec.machine_rules import check_gpus_here
+from gptctl.spec.machine_rules import NO_GPU_HERE, check_gpus_here
 from gptctl.spec.resources import installation_id
 from trainer.config import Override
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors_in
@@ -232,7 +232,7 @@ def refuse_without_gpus(prepared: Prepared) -> None:
     """Refuse a job that needs GPUs on a machine without any: it would fail half a minute later."""
     # A dry run shows such a job: it may be meant for another machine.
     if lacking := [*check_gpus_here(prepared.checked)]:
-        errors = [finding._replace(level="error") for finding in lacking]
+        errors = [each._replace(level="error", message=NO_GPU_HERE) for each in lacking]
         raise UserError("the job was not submitted", findings=errors)
 
 

@@ -12,10 +12,11 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from gptctl.backends import Backends
+from gptctl.backends import Backends, JobState
 from gptctl.cli.chain import Chain
 from gptctl.cli.dependencies import unmet
 from gptctl.engine import ports
@@ -29,6 +30,7 @@ from gptctl.engine.processes import (
     this_process,
 )
 from gptctl.engine.run_folder import COMPLETED, FAILED, STOPPED, RunFolder
+from gptctl.jobs import report
 from gptctl.jobs.freeze import frozen_config, git_state, imported_beside
 from gptctl.jobs.history import History
 from gptctl.jobs.remove import remove_tree
@@ -418,6 +420,53 @@ def test_after_names_its_place(tmp_path) -> None:
     with pytest.raises(UserError, match=r"^--after gpt-2:any: unknown job: gpt-2$") as raised:
         unmet(["gpt-2:any"], SimpleNamespace(store=store))
     assert raised.value.hint == "did you mean gpt-1?"
+
+
+def test_after_a_job_that_failed_the_conditions_that_it_meets_are_offered(tmp_path) -> None:
+    store = Store(tmp_path)
+    store.add(record("gpt-1"))
+    for state, hint in (("FAILED", "gpt-1:any or gpt-1:fail,"), ("COMPLETED", "gpt-1:ok or gpt-1:any,")):
+        session: Any = SimpleNamespace(store=store, state_of=lambda _, state=state: JobState(state))
+        with pytest.raises(UserError, match=f"that job is {state}") as raised:
+            unmet(["gpt-1:ok" if state == "FAILED" else "gpt-1:fail"], session)
+        assert raised.value.hint.startswith(f"use --after {hint} run it again (gptctl rerun gpt-1)")
+
+
+def test_each_variable_of_a_job_is_shown_once(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"resolved": {"Launch": {"nodes": 1, "env": {"A": "1"}}}, "origins": {"Launch.env": "x.yaml:2"}})
+    )
+    (tmp_path / "plan.json").write_text(json.dumps({"env": {"A": "1", "B": "2"}, "env_origins": {"A": "x", "B": "y"}}))
+    shown = report.origins(record(local_dir=str(tmp_path)), "")
+    assert shown == [("Launch.nodes", 1, ""), ("Launch.env.A", "1", "x"), ("Launch.env.B", "2", "y")]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "said", "hint"),
+    [
+        ("Launch.rdzv.endpoint=10.xx.2.46:29400", "Launch.rdzv.endpoint", "cannot resolve host name 10.xx.2.46", "this machine's name"),
+        ("Launch.rdzv.endpoint=192.0.2.7:29400", "Launch.rdzv.endpoint", "192.0.2.7 is not an address of this machine", "address of this machine"),
+        ("Launch.rdzv.port={busy}", "Launch.rdzv.port", "the rendezvous endpoint 127.0.0.1:{busy} cannot be used", "a free port"),
+    ],
+)  # fmt: skip
+def test_an_endpoint_that_cannot_be_used_is_named_by_its_key(tmp_path, override, key, said, hint) -> None:
+    """Oracles: a name with letters in place of digits, an address for documentation, a port in use."""
+    with socket.socket() as socket_in_use:
+        socket_in_use.bind(("127.0.0.1", 0))
+        socket_in_use.listen()
+        busy = str(socket_in_use.getsockname()[1])
+        name, _, value = override.replace("{busy}", busy).partition("=")
+        overrides = [
+            Override(name, value, "-o"),
+            Override("Launch.entrypoint", "x.py", "--"),
+            Override("Launch.nodes", "2", "-o"),
+        ]
+        checked = check_config(None, overrides)
+        backend = Backends(print).of("local")
+        (found,) = backend.preflight(checked, backend.plan(checked, Site("/", "python", "/t")))
+    assert (found.code, found.key) == ("S004", key)
+    assert found.message.startswith(said.replace("{busy}", busy))
+    assert hint in found.hint
 
 
 def test_two_rm_at_once_remove_a_folder_together(tmp_path, monkeypatch) -> None:
