@@ -5,6 +5,7 @@ Imports inside a verb keep `--help` and completion fast: a verb loads what it us
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from gptctl.cli.options import (
     layout_options,
 )
 from gptctl.cli.session import Session
+from gptctl.cli.table_layout import Column
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -111,7 +113,31 @@ def print_runs(planned: SweepRecord, as_json: bool) -> None:
         return
     keys = varied(planned.runs)
     cells = [[index, *map(run.get, keys)] for index, run in enumerate(planned.runs)]
-    ui.print_table(count(len(cells), "run"), ["run", *keys], cells)
+    ui.print_table(count(len(cells), "run"), [Column("run"), *parameter_columns(keys)], cells)
+
+
+def parameter_columns(keys: Sequence[str]) -> list[Column]:
+    """A column for each parameter. A terminal gets short names, and as many as fit."""
+    from gptctl.spec.sweep import short_names
+
+    names = short_names(keys) if sys.stdout.isatty() else keys
+    # The first one is always shown.
+    return [Column(name, importance=at) for at, name in enumerate(names)]
+
+
+def result_columns(keys: Sequence[str], metric: str) -> list[Column]:
+    """The columns of `sweep show`; `reason` of a run is in its JSON and in `gptctl status`."""
+    first, rest = parameter_columns(keys)[:2], parameter_columns(keys)[2:]
+    return [
+        Column("run"),
+        *first,
+        # State and job are of more use than a third parameter.
+        *(each._replace(importance=each.importance + 2) for each in rest),
+        Column("job", importance=3),
+        Column("state", importance=2),
+        Column("step", importance=len(keys) + 4),
+        Column(metric),
+    ]
 
 
 def submit_sweep(
@@ -247,10 +273,11 @@ def show(
         ]
         for row in rows
     ]
-    ui.print_table(f"sweep {record.id}", ["run", *keys, "job", "state", "step", metric], cells)
+    ui.print_table(f"sweep {record.id}", result_columns(keys, metric), cells)
     if best:
         values = described(best["values"])
-        ui.say(f"best {metric}: {best['value']:.6g}, run {best['run']} ({values}): {best['job']}")
+        found = f"best {metric}: {best['value']:.6g}, run {best['run']} ({values}): {best['job']}"
+        ui.say_wrapped(found)
     if with_plot:
         draw([row["job"] for row in rows if row["job"]], metric, session)
 

@@ -38,16 +38,20 @@ def planned_sweep(
     session: Session, file: Path, parallel: int | None, arguments: dict[str, Any]
 ) -> SweepRecord:
     """Read the sweep file; the record has no id yet, only the start of one."""
+    from gptctl.cli import ui
     from gptctl.jobs.submit import this_site
     from gptctl.jobs.sweeps import new_sweep
     from gptctl.jobs.written_config import as_json as written_json
     from gptctl.spec.check import find_config
-    from gptctl.spec.sweep import expand, load_sweep, name_of, require_valid
+    from gptctl.spec.sweep import expand, load_sweep, name_of, overruled, require_valid
 
     described = require_valid(load_sweep(file), file)
     if arguments["after"]:
         raise UserError("sweep does not take --after", "wait for that job first", WRONG_USAGE)
     typed = launch_overrides(session, **arguments)
+    runs = tuple(expand(described))
+    for note in overruled(typed, runs):
+        ui.say(f"note: {note}")
     # A path in the sweep file is relative to the file, as in _base_.
     named = str(file.parent / described.config) if described.config else None
     site, config = this_site(), find_config(named)
@@ -56,7 +60,7 @@ def planned_sweep(
         file=site.absolute(str(file)),
         folder=site.folder,
         config=site.absolute(str(config)),
-        runs=tuple(expand(described)),
+        runs=runs,
         arguments={"overrides": [list(override) for override in typed]},
         parallel=parallel or described.parallel,
         metric=described.metric.name,
