@@ -62,6 +62,27 @@ def _uses(other: JobRecord, record: JobRecord) -> bool:
     return waits or any(_is_below(path, root) for path in (*plan.inputs, plan.output_dir))
 
 
+def continued_by(record: JobRecord, store: Store) -> list[str]:
+    """The jobs that lose a part of their run with this folder: those that continue it directly."""
+    found = [
+        other.id
+        for other in store.records(last=NEWEST)
+        if other.id != record.id
+        and (other.continues == record.id or _trains_in(other, record.run_folder))
+    ]
+    return found if record.run_folder.is_dir() else []
+
+
+def _trains_in(other: JobRecord, folder: Path) -> bool:
+    # The jobs of a chain keep their checkpoints in the folder of the first one.
+    return bool(other.output_dir) and _is_below(other.output_dir, str(folder))
+
+
+def removed_before(record: JobRecord) -> float | None:
+    """When the job was removed; None if there still is something to remove."""
+    return None if os.path.lexists(record.local_dir) else History().removed(record)
+
+
 def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> float:
     """Remove the folder of a job on all machines; return when that was."""
     # Other machines first: where they are is written in the folder on this one.

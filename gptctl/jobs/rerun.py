@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from gptctl.backends import Backends
 from gptctl.engine.file_reading import read_json
 from gptctl.engine.launch_plan import StartConditions
+from gptctl.jobs.history import missing_folder
 from gptctl.jobs.resume import CKPT_DIR, RESUME_OF, find_resume_point, rerun_notes
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.submit import START_AT_ONCE, Prepared, differences_from, prepare, this_site
@@ -47,7 +48,7 @@ def prepare_rerun(
 ) -> Prepared:
     """Prepare the job of a record again, with its own code, config, profile and templates."""
     # The user's own files may have changed: everything is read from the job's folder.
-    before = _frozen_plan(record.run_folder)
+    before = _frozen_plan(record)
     written = read_written(record.run_folder)
     site = _site(record, before, written, changes.current_code)
     point = find_resume_point(record, store, backends) if changes.resume else None
@@ -202,13 +203,16 @@ def _without_outdated(tree: Map) -> Map:
     return tree
 
 
-def _frozen_plan(folder: Path) -> dict[str, Any]:
+def _frozen_plan(record: JobRecord) -> dict[str, Any]:
     """Read the job's plan; raise UserError if it or another part of the folder is missing."""
+    folder, again = record.run_folder, "submit its config again"
+    if not folder.is_dir():
+        raise missing_folder(record, f"{again}{f': {record.config}' if record.config else ''}")
     before = _valid_plan(read_json(folder / "plan.json") or {})
     if before and (folder / "code" / "rank_log.py").is_file():
         return before
-    missing = folder / ("code" if before else "plan.json") if folder.is_dir() else folder
-    raise UserError(f"{missing} is missing or damaged", "submit its config again", OUT_OF_REACH)
+    missing = folder / ("code" if before else "plan.json")
+    raise UserError(f"{missing} is missing or damaged", again, OUT_OF_REACH)
 
 
 def _with_first_origins(checked: Checked, folder: Path) -> Checked:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gptctl.jobs.remove import continued_by
 from gptctl.jobs.report import lineage_facts, lineage_pairs
 from gptctl.jobs.resume import (
     Difference,
@@ -18,8 +19,10 @@ from gptctl.jobs.resume import (
     resume_notes,
     whole_lineage,
 )
-from gptctl.jobs.run_metrics import whole_run
+from gptctl.jobs.run_metrics import removed_steps, whole_run
 from gptctl.jobs.store import JobRecord, Store
+from gptctl.jobs.training_progress import progress_of, trainer_status
+from gptctl.logs.metric_rows import metric_table
 
 
 @pytest.fixture
@@ -141,3 +144,58 @@ def test_the_notes_name_what_was_skipped(store: Store, backends: Any) -> None:
         "  Global.seed: 1 → 2",
     ]
     assert resume_notes(point, [])[-1] == f"continues {first.id} from step 2, with the config of {third.id}"
+
+
+def test_the_steps_of_a_removed_job_are_named(store: Store) -> None:
+    """Steps 4 to 7 were trained by two removed jobs. The next one logged its first step at 8."""
+    first = add(store, "a-000001", "", steps=(1, 2, 3))
+    second, third = add(store, "a-000002", first.id, steps=(4, 5)), add(store, "a-000003", "a-000002", steps=(6, 7))
+    last = add(store, "a-000004", third.id, steps=(8, 9))
+    jobs = lineage(last, store)
+    assert removed_steps(jobs, whole_run(jobs)) == []
+    remove_folder(second)
+    assert removed_steps(jobs, whole_run(jobs)) == [f"steps 4-5: the folder of {second.id} was removed"]
+    remove_folder(third)
+    both = f"the folders of {second.id}, {third.id} were removed"
+    assert removed_steps(jobs, whole_run(jobs)) == [f"steps 4-7: {both}"]
+    remove_folder(first)
+    assert removed_steps(jobs, whole_run(jobs))[0].startswith("steps 1-7: the folders of a-000001, ")
+
+
+def test_who_continues_a_job_that_is_removed(store: Store) -> None:
+    """Jobs that resumed it, and those of a chain, which train in its folder."""
+    first = add(store, "a-000001", "")
+    second = add(store, "a-000002", first.id)
+    third = add(store, "a-000003", second.id)
+    other = third._replace(id="a-000004", continues="", token="t9", output_dir=first.output_dir)
+    assert store.add(other)
+    assert continued_by(first, store) == [second.id, other.id]
+    assert continued_by(second, store) == [third.id]
+    assert continued_by(third, store) == []
+    remove_folder(second)
+    assert continued_by(second, store) == []
+
+
+def test_jobs_of_a_chain_keep_their_own_history(store: Store) -> None:
+    """Three jobs write to one metrics.jsonl and status.json. Each still has its own last step."""
+    first = add(store, "a-000001", "")
+    file = Path(first.output_dir, "metrics.jsonl")
+    jobs = [first._replace(id=f"a-000001-{number}") for number in range(3)]
+    lines = [
+        {"step": step, "max_steps": 40_000, "loss": step / 10, "step_time": 1.0, "job": job.id, "attempt": 0}
+        for job, steps in zip(jobs, (range(1, 10), range(5, 20_000), range(20_000, 20_100)))
+        for step in steps
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file.with_name("status.json").write_text(json.dumps({"state": "stopped", "step": 20_105, "job": jobs[2].id}))
+    assert [progress_of(job, is_over=True).step for job in jobs] == [9, 19_999, 20_105]
+    assert [progress_of(job, is_over=True).loss for job in jobs] == [0.9, 1999.9, 2009.9]
+    assert [trainer_status(job) is None for job in jobs] == [True, True, False]
+    unknown = first._replace(id="a-000009")
+    assert progress_of(unknown, is_over=True) is None
+
+
+def test_the_job_column_names_other_jobs() -> None:
+    rows = [{"job": "a-1", "attempt": 0, "step": 3, "loss": 1.0}]
+    assert metric_table(rows, "a-1")[0][0] == "step"
+    assert metric_table(rows, "a-3")[0][0] == "job"

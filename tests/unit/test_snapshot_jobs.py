@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from gptctl.backends import Backends, JobState
+from gptctl.cli.remove import described
 from gptctl.engine.launch_plan import StartConditions
 from gptctl.engine.run_folder import RunFolder
+from gptctl.jobs.remove import remove, removed_before
 from gptctl.jobs.rerun import Changes, prepare_rerun
 from gptctl.jobs.resume import CKPT_DIR, NoCheckpoint
 from gptctl.jobs.snapshots import Snapshot, read_snapshot
@@ -23,6 +25,7 @@ from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.submit import START_AT_ONCE, Prepared, freeze_job, prepare, this_site
 from gptctl.jobs.submit import add_record as record_job
 from gptctl.spec.check import check_config
+from gptctl.text import clock_time
 from trainer.checkpoint.snapshot import load_snapshot, save_snapshot
 from trainer.config import Override
 from trainer.errors import UserError
@@ -222,3 +225,17 @@ def test_a_rerun_starts_from_step_0(desk: Desk) -> None:
     own = desk.add(desk.prepare(f"{SNAPSHOT}=", f"{CKPT_DIR}={desk.folder}/gone"))
     (note, *_) = desk.rerun(own, "Global.seed=7").notes
     assert note.startswith(f"runs {own.id} again from the checkpoint in {desk.folder}/gone (")
+
+
+def test_a_removed_job_says_when_it_was_removed(desk: Desk) -> None:
+    record = desk.add(desk.prepare())
+    moment = remove(record, desk.backends)
+    assert removed_before(record) == moment
+    for resume in (False, True):
+        with pytest.raises(UserError) as error:
+            desk.rerun(record, resume=resume)
+        assert error.value.message == f"the folder of {record.id} was removed {clock_time(moment)}"
+        assert error.value.hint == f"submit its config again: {desk.folder}/run.yaml"
+    answer = {"job": record.id, "removed": moment, "already": True, "kept": []}
+    assert described(answer) == f"{record.id}: already removed {clock_time(moment)}"
+    assert described({**answer, "already": False}) == f"{record.id}: removed"
