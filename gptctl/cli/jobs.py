@@ -27,15 +27,15 @@ LIST_COLUMNS = (
     Column("job"),
     Column("state"),
     Column("done", importance=1),
-    Column("step", importance=5),
-    Column("loss", importance=4),
-    Column("tokens/s", importance=9),
-    Column("time", importance=6),
-    Column("left", importance=3),
-    Column("ranks", importance=10),
-    Column("cluster", importance=8),
-    Column("created", importance=7),
-    Column("continues", importance=11),
+    Column("step", importance=6),
+    Column("loss", importance=5),
+    Column("tokens/s", importance=10),
+    Column("time", importance=7),
+    Column("left", importance=4),
+    Column("ranks", importance=11),
+    Column("cluster", importance=9),
+    Column("created", importance=8),
+    Column("from", importance=3),
     Column("reason", "cut", importance=2),
 )
 RECENT = 20  # jobs that `list` shows: the state of each may need a query
@@ -53,11 +53,12 @@ RECENT = 20  # jobs that `list` shows: the state of each may need a query
 def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
     """List jobs and their states.
 
-    The newest job comes last.
+    The newest job comes last. The column `from` has the hash of the job that a job continues.
     """
     from gptctl.cli import ui
     from gptctl.jobs import report
     from gptctl.jobs.progress_text import list_cells
+    from gptctl.jobs.store import short_id
     from gptctl.text import clock_time, count
 
     records = session.store.records(None if show_all else RECENT)
@@ -74,13 +75,14 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
             **list_cells(row),
             "ranks": f"{row['nodes']} × {row['world_size'] // row['nodes']}",
             "created": clock_time(row["created"]),
-            "continues": row["continues"] or "",
+            # The hash of the job that it continues: short, and enough for any command.
+            "from": short_id(row["continues"] or ""),
         }
         for row in rows
     ]
     # Most jobs continue no other one.
-    is_plain = not any(text["continues"] for text in texts)
-    columns = [each for each in LIST_COLUMNS if each.name != "continues" or not is_plain]
+    is_plain = not any(text["from"] for text in texts)
+    columns = [each for each in LIST_COLUMNS if each.name != "from" or not is_plain]
     cells = [[text[column.name] for column in columns] for text in texts]
     hidden = len(session.store.ids()) - len(rows)
     older = f"; --all shows {hidden:,} more, older or removed" if hidden else ""

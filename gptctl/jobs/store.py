@@ -279,6 +279,12 @@ def matching_ids(name: str, ids: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*(each for each in ids if each.startswith(name)), *by_hash]))
 
 
+def short_id(job_id: str) -> str:
+    """The hash of an id, which finds the job, too; the id itself if it has none."""
+    found = _HASH.search(job_id)
+    return found[1] if found else job_id
+
+
 def new_record(**facts: Any) -> JobRecord:
     # `rerun` plans a job as in its first folder, so the folder is that of this process.
     return JobRecord(

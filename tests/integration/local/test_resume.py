@@ -60,7 +60,7 @@ def test_resume_is_the_same_run(jobs, killed: str, tmp_path: Path) -> None:
     for job in (killed, resumed["job"]):
         assert json.loads(jobs.gptctl("show", job, "--json").stdout)["lineage"] == [killed, resumed["job"]]
     assert f"{killed} → {resumed['job']}" in jobs.gptctl("show", killed).stdout
-    assert "continues" in jobs.gptctl("list").stdout
+    assert " from " in jobs.gptctl("list").stdout
     now = values_of(jobs, resumed["job"])
     assert {key for key in now if now[key] != before[key]} == {"Engine.save_load.ckpt_dir"}
     assert now["Launch.env.MY_NAME"] == ("a b", "--env MY_NAME")
@@ -219,7 +219,10 @@ def test_a_run_of_three_jobs(jobs, broken_off: str) -> None:
     assert (curve["run"], curve["steps"]) == (ids, [1, 2, 3, 4, 5, 6])
     assert [shown(job) for job in ids] == [ids] * 3
     assert " → ".join(ids) in jobs.gptctl("show", third).stdout.replace("\n", " ")
-    assert jobs.gptctl("rm", "--yes", first).returncode == 0
+    removal = jobs.gptctl("rm", "--yes", first)
+    assert removal.returncode == 0
+    assert f"warning: {first} is continued by {second}" in removal.stderr
+    assert f"steps 1-2: the folder of {first} was removed" in jobs.gptctl("plot", third, "--json").stderr
     assert [shown(job) for job in ids] == [ids] * 3
     assert metrics() == [(second, 3), (second, 4), (third, 5), (third, 6)]
     for job in (second, third):
@@ -255,7 +258,9 @@ def test_a_mingpt_snapshot_is_resumed(jobs) -> None:
     rest = json.loads(answer.stdout)
     await_text(Path(rest["run_dir"]) / "result.json", "COMPLETED")
     assert jobs.status(rest["job"])["continues"] == job["job"]
-    assert f"continues {job['job']} from its snapshot, with the same config" in answer.stderr
+    assert re.search(
+        rf"continues {job['job']} from the snapshot of epoch \d+ \(step \d+\), with the same", answer.stderr
+    )
     lines = (Path(rest["log_dir"]) / "attempt-0" / "workerlog.0").read_text()
     saved = re.search(r"Resuming training from snapshot at Epoch (\d+)", lines)
     assert saved
