@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from gptctl.backends import Backends
 from gptctl.engine.launch_plan import StartConditions
-from gptctl.engine.run_folder import RunFolder
+from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.jobs.history import History
 from gptctl.jobs.resume import frozen_value
 from gptctl.jobs.state import is_final, state_of
@@ -14,7 +15,7 @@ from gptctl.jobs.store import NEWEST, JobRecord, Store
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked
 from gptctl.spec.sweep_checks import OUTPUTS, output_of, shared_output
-from trainer.errors import Finding
+from trainer.errors import Finding, UserError
 
 
 def check_shared_outputs(
@@ -25,7 +26,7 @@ def check_shared_outputs(
     # Most jobs have an output folder of their own. A chain shares one, and each job waits.
     if not values or conditions.continues:
         return
-    awaited = {dependency["job"] for dependency in conditions.after}
+    awaited = _awaited(conditions, store)
     others = [
         other
         for other in store.records(last=NEWEST)
@@ -40,6 +41,21 @@ def check_shared_outputs(
                 waiting = f"wait for it: --after {other.id}:any"
                 yield shared_output(name, value, who, waiting)
                 break
+
+
+def _awaited(conditions: StartConditions, store: Store) -> set[str]:
+    """The jobs that end before this one starts: those that it waits for, and theirs in turn."""
+    found, new = set[str](), [dependency["job"] for dependency in conditions.after]
+    while new:
+        job = new.pop()
+        if job in found or not store.holds(job):
+            continue
+        found.add(job)
+        # Without its plan nothing more is known: then that is all.
+        with suppress(KeyError, UserError):
+            plan = read_plan(store.find(job).run_folder)
+            new += [str(dependency.get("job")) for dependency in plan.after]
+    return found
 
 
 def _may_run(record: JobRecord) -> bool:

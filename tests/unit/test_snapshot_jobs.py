@@ -199,7 +199,13 @@ def test_two_unfinished_jobs_do_not_share_a_snapshot(desk: Desk, monkeypatch: py
         assert refused(error) == [("W003", SNAPSHOT)]
         assert running.id in error.value.findings[-1].message
     after = ({"job": running.id, "when": "any", "run_dir": "x"},)
-    assert desk.prepare(conditions=StartConditions(after=after))
+    second = desk.add(desk.prepare(conditions=StartConditions(after=after)), state="")
+    # The third one waits for the second, which waits for the first.
+    waits = ({"job": second.id, "when": "any", "run_dir": "x"},)
+    assert desk.prepare(conditions=StartConditions(after=waits))
+    with pytest.raises(UserError):
+        desk.prepare(conditions=StartConditions(after=after))
+    RunFolder(second.local_dir).path.joinpath("result.json").write_text('{"state": "FAILED", "ended": 2.0}')
     assert desk.rerun(ended, resume=True)
     RunFolder(running.local_dir).path.joinpath("result.json").write_text('{"state": "FAILED", "ended": 2.0}')
     assert desk.prepare()
