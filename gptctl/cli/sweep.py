@@ -201,7 +201,7 @@ def start_of(run: SubmittedRun) -> str:
     """Which job a run got, and where it begins: `lr-2f1a-3: continues lr-2f1a from step 20`."""
     assert run.record, "only runs that were submitted have a start"
     if run.step is None:
-        return f"{run.record.id}: starts at step 0"
+        return f"{run.record.id}: starts from the beginning"
     since = f" from step {run.step}" if run.step else ""
     return f"{run.record.id}: continues {run.record.continues}{since}"
 

@@ -191,7 +191,7 @@ def test_a_resumed_sweep_says_which_run_got_which_job_and_where_it_begins(capsys
         "runs new jobs for 3 of 4",
         "run 0 new-0: continues lr-1-b from step 20",
         "run 1 new-1: continues lr-1-b",
-        "run 3 new-3: starts at step 0",
+        "run 3 new-3: starts from the beginning",
     ]
     assert announce(sweep, [], as_json=False, is_resumed=True) == 0
     assert capsys.readouterr().out == ""
