@@ -181,7 +181,9 @@ def _check_snapshot(point: ResumePoint, checked: Checked, file: str) -> Iterator
     job, found = point.asked.id, read_snapshot(file) if file else None
     other = "/path/to/another.pt"
     if found and found.job and found.job not in point.run:
-        message = f"{found.job} wrote this snapshot last ({found}), and is not a part of {job}"
+        message = (
+            f"{found.job} wrote it last, at {found}; it is neither {job} nor continued by {job}"
+        )
         hint = (
             f"continue that one: gptctl resume {found.job}; or start again with another file: "
             f"gptctl rerun {job} -o {SNAPSHOT_PATH}={other}"
