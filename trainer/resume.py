@@ -186,7 +186,9 @@ def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
     elif t.mesh.is_first and t.progress.step != checkpoints.saved_step:
         epoch = t.progress.step // t.length.steps_per_epoch
         try:
-            save_snapshot(Path(snapshot_path), t.optimizer.tensors(), _facts_of(t), epoch)
+            # With the job: the jobs of a folder often share one snapshot.
+            facts = {**_facts_of(t), "job": os.environ.get("GPTCTL_JOB")}
+            save_snapshot(Path(snapshot_path), t.optimizer.tensors(), facts, epoch)
             checkpoints.saved_step, checkpoints.failure = t.progress.step, ""
             t.log.plain(
                 f"Snapshot saved at epoch {epoch}"

@@ -5,9 +5,11 @@ gptctl finds it again by process id, start time and boot id, so that a reused id
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,9 +19,10 @@ from typing import Any, ClassVar
 from gptctl.backends import Backend, JobState, cause_in_folder, half_submitted, recorded_state
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import ENGINE_FILE, READY_VARIABLE
-from gptctl.engine.file_reading import read_json
+from gptctl.engine.error_text import one_line
+from gptctl.engine.file_reading import read_json, read_text
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.ports import port_error
+from gptctl.engine.ports import listen_error
 from gptctl.engine.processes import (
     clean_environment,
     is_alive,
@@ -34,14 +37,17 @@ from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.reporting import Say
 from gptctl.spec.check import Checked
-from gptctl.spec.launch import is_variable, split_endpoint
+from gptctl.spec.launch import Rendezvous, is_variable, split_endpoint
 from gptctl.spec.launch_rules import is_loopback
 from trainer.errors import OUT_OF_REACH, Finding, Rule, UserError
 
-PORT_FREE = Rule("S004", "the rendezvous port must be free when a job starts on this machine")
+PORT_FREE = Rule(
+    "S004", "the rendezvous endpoint of a job on this machine must be a free port of this machine"
+)
 
 LOOPBACK = "127.0.0.1"
-START_TIMEOUT = 30.0  # seconds until the supervisor must have answered
+# Seconds until the supervisor must have answered. It may have to wait for an nvidia-smi that hangs.
+START_TIMEOUT = 120.0
 STOP_TIMEOUT = 60.0  # seconds; longer than the supervisor itself waits for its ranks
 
 
@@ -69,11 +75,8 @@ class LocalBackend(Backend):
         is_chosen = port or plan.master_addr != LOOPBACK
         if not is_chosen or plan.form == "standalone" or is_variable(plan.master_addr):
             return
-        if fault := port_error(plan.master_addr, port or 0):
-            place = f"{plan.master_addr}:{port or '(any port)'}"
-            message = f"the rendezvous endpoint {place} cannot be used: {fault}"
-            hint = "delete the key: gptctl chooses a free port"
-            yield PORT_FREE.found("Launch.rdzv.port", port, message, hint)
+        if fault := listen_error(plan.master_addr, port or 0):
+            yield _endpoint_finding(checked.launch.rdzv, plan.master_addr, port, fault)
 
     def watched_folder(self, record: JobRecord, checked: Checked) -> str | None:
         is_seen = record.kind == checked.cluster.kind and is_here(record.handle)
@@ -93,7 +96,9 @@ class LocalBackend(Backend):
             # Without the claim it cannot start anything, but it must not take it later either.
             process.kill()
             process.wait()
-            hint = f"see {plan.remote_dir}/supervisor.log"
+            log = read_text(RunFolder(plan.remote_dir).path / "supervisor.log").splitlines()
+            # The folder and its log are removed with the job.
+            hint = f"its log ends with: {one_line(log[-1])}" if log else "submit again"
             raise UserError("the job's supervisor did not start", hint, OUT_OF_REACH)
         return claim
 
@@ -102,7 +107,8 @@ class LocalBackend(Backend):
         if folder.try_claim({"abandoned": True}):
             return True
         # Another gptctl may have abandoned it, and was killed before it could remove the folder.
-        return bool((folder.claimed_by() or {}).get("abandoned"))
+        claim = folder.claimed_by() or {}
+        return bool(claim.get("abandoned")) or _was_killed_before_it_began(folder, claim)
 
     def state(self, record: JobRecord) -> JobState:
         folder = RunFolder(record.local_dir)
@@ -158,6 +164,25 @@ class LocalBackend(Backend):
             folder.finish(CANCELLED, "")
 
 
+def _endpoint_finding(rdzv: Rendezvous, host: str, port: int | None, fault: OSError) -> Finding:
+    """Say what is wrong with the endpoint, and which key it comes from."""
+    key = "Launch.rdzv.endpoint" if rdzv.endpoint else "Launch.rdzv.port"
+    value = rdzv.endpoint or port
+    if isinstance(fault, socket.gaierror):
+        hint = f"use this machine's name or address, or delete the key: gptctl uses {LOOPBACK}"
+        return PORT_FREE.found(key, value, f"cannot resolve host name {host}", hint)
+    if fault.errno == errno.EADDRNOTAVAIL:
+        hint = f"use an address of this machine, or delete the key: gptctl uses {LOOPBACK}"
+        return PORT_FREE.found(key, value, f"{host} is not an address of this machine", hint)
+    message = f"the rendezvous endpoint {host}:{port} cannot be used: {fault.strerror or fault}"
+    return PORT_FREE.found(key, value, message, "delete the key: gptctl chooses a free port")
+
+
+def _was_killed_before_it_began(folder: RunFolder, claim: dict[str, Any]) -> bool:
+    has_begun = folder.attempts() > 0 or folder.result() is not None
+    return is_here(claim) and not is_alive(claim) and not has_begun
+
+
 def _start_supervisor(run_dir: str, ready: int) -> subprocess.Popen[bytes]:
     """Start the engine that was frozen with the job."""
     # An upgrade of gptctl must not change a job that was submitted before it.
@@ -199,7 +224,12 @@ def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]
 def _stop(record: JobRecord, folder: RunFolder, claim: dict[str, Any], now: bool) -> None:
     if is_alive(claim):
         send(claim["pid"], signal.SIGTERM)
+        # Somebody may have suspended it.
+        send(claim["pid"], signal.SIGCONT)
         _wait_while(lambda: is_alive(claim))
+        # As long as it lives, it keeps its place in the queue.
+        if is_alive(claim):
+            send(claim["pid"], signal.SIGKILL)
     elif not now:
         _ask_torchrun(folder)
         _wait_while(lambda: bool(processes_of(record.local_dir)))

@@ -318,21 +318,23 @@ def keys(prefix: str, as_json: bool) -> None:
 def rules(code: str | None, as_json: bool) -> None:
     """List the rules that findings refer to by code.
 
-    With CODE: explain a rule, with an example that breaks it and the fix.
+    With CODE: explain a rule, with an example that breaks it and the fix. With the start of a
+    code, such as T02: list the rules whose code starts so.
     """
     from gptctl.cli import ui
     from gptctl.spec.rule_pages import rule_pages
     from gptctl.spec.rules import all_rules
 
     # Codes are upper case, but people type l002.
-    chosen = [rule for rule in all_rules() if code is None or rule.code == code.upper()]
-    if not chosen:
+    chosen = [rule for rule in all_rules() if rule.code.startswith((code or "").upper())]
+    is_one = code is not None and [rule.code for rule in chosen] == [code.upper()]
+    if not chosen or code == "":
         raise UserError(f"there is no rule {code}", "`gptctl rules` lists them", WRONG_USAGE)
     if as_json:
         rows = [{"code": rule.code, "level": rule.level, "rule": rule.text} for rule in chosen]
-        page = rule_pages()[chosen[0].code].as_json() if code else {}
+        page = rule_pages()[chosen[0].code].as_json() if is_one else {}
         ui.print_json([{**row, **page} for row in rows])
-    elif code:
+    elif is_one:
         ui.print_text(explained(chosen[0]))
     else:
         cells = [[rule.code, rule.level, rule.text] for rule in chosen]

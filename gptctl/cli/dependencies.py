@@ -37,15 +37,24 @@ def unmet(after: Sequence[str], session: Session) -> list[Dependency]:
         if when not in SLURM_TYPES:
             message = f"--after {text}: unknown condition {when}"
             raise UserError(message, f"use {job}:ok, {job}:any or {job}:fail", WRONG_USAGE)
-        record = session.store.find(job)
+        record = _named(text, job, session)
         state = session.state_of(record)
         # Slurm forgets jobs a while after their end, and rejects a dependency on them.
         if not is_final(state):
             found.append(Dependency(text, record, when))
         elif not is_met(when, state.state):
-            hint = f"run it again (gptctl rerun {record.id}), or omit --after"
+            met = " or ".join(f"{job}:{each}" for each in SLURM_TYPES if is_met(each, state.state))
+            hint = f"use --after {met}, run it again (gptctl rerun {record.id}), or omit --after"
             raise UserError(f"--after {text}: that job is {state}", hint, ANSWER_IS_NO)
     return found
+
+
+def _named(text: str, job: str, session: Session) -> JobRecord:
+    try:
+        return session.store.find(job)
+    except UserError as error:
+        message = f"--after {text}: {error.message}"
+        raise UserError(message, error.hint, error.exit_code) from None
 
 
 def with_dependencies(

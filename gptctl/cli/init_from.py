@@ -36,10 +36,11 @@ class Translated(NamedTuple):
 def translate(source: str, output: str) -> Translated:
     """Translate a command or the script in a file; raise UserError if it gives no valid config."""
     known = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    job = translate_command(_text_of(source), known)
+    job = translate_command(_text_of(source), known, _text_of_called)
     if job.base and os.path.abspath(job.base) == os.path.abspath(output):
         hint = "write to another file with --output FILE"
         raise UserError(f"{output} is the config that the command names", hint, WRONG_USAGE)
+    _require_base(job.base)
     checked = check_config(Path(job.base) if job.base else None, job.overrides)
     if not checked.is_valid:
         raise UserError("the command gives no valid run config", findings=checked.findings)
@@ -54,6 +55,9 @@ def translate(source: str, output: str) -> Translated:
 def _text_of(source: str) -> str:
     """The text itself, or that of the file of this name."""
     if not os.path.isfile(source):
+        if os.path.exists(source):
+            hint = "give the name of a file, or the command itself"
+            raise UserError(f"{source} is not a regular file", hint, WRONG_USAGE)
         if len(source.split()) == 1 and (os.sep in source or source.endswith((".sh", ".sbatch"))):
             raise UserError(f"{source} does not exist", "check the path", WRONG_USAGE)
         return source
@@ -63,6 +67,21 @@ def _text_of(source: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UserError(f"cannot read {source}: {reason}", "", WRONG_USAGE) from None
+
+
+def _text_of_called(path: str) -> str:
+    """The text of a script that the command starts. It is read, never run."""
+    if not os.path.exists(path):
+        message = f"there is no launch command in this text, and it starts {path}: no such file"
+        raise UserError(message, "start gptctl in the folder of the script", WRONG_USAGE)
+    return _text_of(path)
+
+
+def _require_base(base: str) -> None:
+    if base and not os.path.exists(base):
+        message = f"{base}, which -c in the command names, does not exist"
+        hint = "start gptctl in the folder where the command runs, or write the path of the file"
+        raise UserError(message, hint, WRONG_USAGE)
 
 
 def _beside(base: str, output: str) -> str:
@@ -89,7 +108,7 @@ def _has_queue(name: str) -> bool:
 def _head(job: ForeignJob) -> Iterator[str]:
     yield f"From a command that launches {job.program}, by `gptctl init --from`"
     # Only the names: a value may be long, or a secret.
-    left = [each for each in job.unmapped if not each.is_set]
+    left = [each for each in job.unmapped if not each.is_set and each.what[:1] not in "<>|&12"]
     names = dict.fromkeys(each.what.split()[0].partition("=")[0] for each in left)
     yield from _filled("not in this config:", list(names))
 

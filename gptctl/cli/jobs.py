@@ -27,15 +27,15 @@ LIST_COLUMNS = (
     Column("job"),
     Column("state"),
     Column("done", importance=1),
-    Column("step", importance=5),
-    Column("loss", importance=4),
-    Column("tokens/s", importance=9),
-    Column("time", importance=6),
-    Column("left", importance=3),
-    Column("ranks", importance=10),
-    Column("cluster", importance=8),
-    Column("created", importance=7),
-    Column("continues", importance=11),
+    Column("step", importance=6),
+    Column("loss", importance=5),
+    Column("tokens/s", importance=10),
+    Column("time", importance=7),
+    Column("left", importance=4),
+    Column("ranks", importance=11),
+    Column("cluster", importance=9),
+    Column("created", importance=8),
+    Column("from", importance=3),
     Column("reason", "cut", importance=2),
 )
 RECENT = 20  # jobs that `list` shows: the state of each may need a query
@@ -53,11 +53,12 @@ RECENT = 20  # jobs that `list` shows: the state of each may need a query
 def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
     """List jobs and their states.
 
-    The newest job comes last.
+    The newest job comes last. The column `from` has the hash of the job that a job continues.
     """
     from gptctl.cli import ui
     from gptctl.jobs import report
     from gptctl.jobs.progress_text import list_cells
+    from gptctl.jobs.store import short_id
     from gptctl.text import clock_time, count
 
     records = session.store.records(None if show_all else RECENT)
@@ -74,13 +75,14 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
             **list_cells(row),
             "ranks": f"{row['nodes']} × {row['world_size'] // row['nodes']}",
             "created": clock_time(row["created"]),
-            "continues": row["continues"] or "",
+            # The hash of the job that it continues: short, and enough for any command.
+            "from": short_id(row["continues"] or ""),
         }
         for row in rows
     ]
     # Most jobs continue no other one.
-    is_plain = not any(text["continues"] for text in texts)
-    columns = [each for each in LIST_COLUMNS if each.name != "continues" or not is_plain]
+    is_plain = not any(text["from"] for text in texts)
+    columns = [each for each in LIST_COLUMNS if each.name != "from" or not is_plain]
     cells = [[text[column.name] for column in columns] for text in texts]
     hidden = len(session.store.ids()) - len(rows)
     older = f"; --all shows {hidden:,} more, older or removed" if hidden else ""
@@ -99,8 +101,7 @@ def status(session: Session, job: str | None, as_json: bool) -> None:
     from gptctl.cli import ui
     from gptctl.jobs import report
 
-    # On a terminal, the title of the answer names the job.
-    record = session.find(job, announce=as_json or not sys.stdout.isatty())
+    record = session.find(job, announce=as_json or not title_is_seen())
     # Copy new files first: the state of the ranks is read from them.
     session.catch_up(record)
     facts = report.status(record, session.backends)
@@ -140,14 +141,15 @@ def show(
     # `show Launch.env`: the first word of a key is a section, and no job id is one.
     if job and not prefix and job.partition(".")[0] in section_names():
         job, prefix = None, job
-    record = session.find(job)
+    has_title = prefix is None and not show_script and not as_json
+    record = session.find(job, announce=not has_title or not title_is_seen())
     if show_script:
         require_folder(record)
         print_scripts(session, record, as_json)
         return
     facts = {
         **report.status(record, session.backends),
-        "lineage": whole_lineage(record, session.store),
+        **report.lineage_facts(whole_lineage(record, session.store)),
     }
     # The config is in the run folder; without it, show what is known of the job.
     if not record.run_folder.is_dir() and (prefix or not is_removed(record)):
@@ -168,6 +170,11 @@ def show(
     cells = [[key, plain_value(value), origin] for key, value, origin in values]
     if cells:
         ui.print_table("values", ["key", Column("value", "wrap"), "from"], cells)
+
+
+def title_is_seen() -> bool:
+    """Whether the title of the answer names the job: in `gptctl status | grep x` it is lost."""
+    return sys.stdout.isatty() or not sys.stderr.isatty()
 
 
 def section_names() -> set[str]:

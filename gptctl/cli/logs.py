@@ -110,7 +110,7 @@ def logs(session: Session, /, job: str | None, **options: Any) -> int:
         return show_failure(session, record, files, options)
     if options["metrics"]:
         rows = rows_of(session, record, options)
-        return print_metrics(rows, options["tail"], options["as_json"])
+        return print_metrics(rows, options["tail"], options["as_json"], record.id)
     code = print_logs_or_report(
         record.id,
         files,
@@ -252,8 +252,9 @@ def print_list(
 
 def rows_of(session: Session, record: JobRecord, options: dict[str, Any]) -> list[Row]:
     """Return the rows of the whole run, or those of the attempts or ranks that were asked for."""
+    from gptctl.cli import ui
     from gptctl.jobs.resume import lineage
-    from gptctl.jobs.run_metrics import each_attempt, job_rows, whole_run
+    from gptctl.jobs.run_metrics import each_attempt, job_rows, removed_steps, whole_run
     from gptctl.logs.metric_rows import run_rows
 
     wanted = wanted_of(options, record.per_node)
@@ -261,10 +262,16 @@ def rows_of(session: Session, record: JobRecord, options: dict[str, Any]) -> lis
         return each_attempt(job_rows(record, wanted))
     if any(options[name] is not None for name in ("attempt", "rank", "node")):
         return run_rows(job_rows(record, wanted))
-    return whole_run(lineage(record, session.store))
+    jobs = lineage(record, session.store)
+    rows = whole_run(jobs)
+    for note in removed_steps(jobs, rows):
+        ui.say(note)
+    return rows
 
 
-def print_metrics(rows: list[Row], tail: int | None = None, as_json: bool = False) -> int:
+def print_metrics(
+    rows: list[Row], tail: int | None = None, as_json: bool = False, job: str = ""
+) -> int:
     from gptctl.cli import ui
     from gptctl.cli.table_layout import Column
     from gptctl.logs.metric_rows import NO_STEPS, metric_table, with_all_names
@@ -277,7 +284,7 @@ def print_metrics(rows: list[Row], tail: int | None = None, as_json: bool = Fals
     if as_json:
         ui.print_json(with_all_names(rows))
     else:
-        names, cells = metric_table(rows)
+        names, cells = metric_table(rows, job)
         columns = [Column(name, importance=METRIC_IMPORTANCE.get(name, 0)) for name in names]
         ui.print_table(count(len(rows), "step"), columns, cells)
     return 0

@@ -119,6 +119,7 @@ def forward(session: Session, job: str, port: str, node: int) -> int:
     # The port is on this machine already: nothing has to be forwarded to the same number.
     if backend.nodes_are_here and here in (None, there):
         ui.print_text(f"http://{LOOPBACK}:{there}")
+        ui.say(f"{record.id} runs on this machine: nothing has to be forwarded")
         return 0
     listener = listening_socket(here or there, there)
     line = backend.node_command(record, node, ["relay", str(there)], has_terminal=False)

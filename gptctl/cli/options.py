@@ -235,6 +235,9 @@ class LaunchCommand(click.Command):
         context.params["script"] = tuple(words)
         return rest
 
+    def collect_usage_pieces(self, context: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(context), "[-- SCRIPT ARGS]"]
+
     def refuse_script(self, context: click.Context, args: list[str]) -> None:
         """Raise UserError if these arguments contain a script where the config belongs."""
         from gptctl.spec.program_words import refuse_script

@@ -67,8 +67,9 @@ def plot(session: Session, jobs: tuple[str, ...], metrics: tuple[str, ...], as_j
 
 def run_of(session: Session, job: str | None) -> dict[str, Any]:
     """Read the run of a job, or a file."""
+    from gptctl.cli import ui
     from gptctl.jobs.resume import lineage
-    from gptctl.jobs.run_metrics import file_rows, whole_run
+    from gptctl.jobs.run_metrics import file_rows, removed_steps, whole_run
 
     if job is not None and os.path.isfile(job):
         return {"job": job, "run": [job], "rows": file_rows(Path(job))}
@@ -80,7 +81,10 @@ def run_of(session: Session, job: str | None) -> dict[str, Any]:
     session.catch_up(record)
     records = lineage(record, session.store)
     ids = [each.id for each in reversed(records)]
-    return {"job": record.id, "run": ids, "rows": whole_run(records)}
+    rows = whole_run(records)
+    for note in removed_steps(records, rows):
+        ui.say(note)
+    return {"job": record.id, "run": ids, "rows": rows}
 
 
 def curves_of(run: dict[str, Any], metric: str) -> list[dict[str, Any]]:

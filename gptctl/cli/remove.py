@@ -30,19 +30,25 @@ def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_j
     one needs.
     """
     from gptctl.cli import ui
-    from gptctl.jobs.remove import check_removable, folders_outside, remove
+    from gptctl.jobs.remove import check_removable, folders_outside, remove, removed_before
 
     # Check all jobs before removing one: after a typing error nothing is removed.
     records = list({record.id: record for record in map(session.find, jobs)}.values())
     for record in records:
         check_removable(record, session.store, session.backends)
+    warn_of_losses(records, session)
     if not yes and not agrees(records):
         ui.say("nothing was removed")
         return ANSWER_IS_NO
     answers: list[dict[str, Any]] = []
     problems: list[UserError] = []
     for record in records:
-        answer = {"job": record.id, "run_dir": record.local_dir, "kept": folders_outside(record)}
+        answer: dict[str, Any] = {
+            "job": record.id,
+            "run_dir": record.local_dir,
+            "kept": folders_outside(record),
+            "already": removed_before(record) is not None,
+        }
         try:
             answers.append({**answer, "removed": remove(record, session.backends, here_only)})
         except UserError as error:  # remove the others anyway
@@ -59,8 +65,24 @@ def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_j
 
 
 def described(answer: dict[str, Any]) -> str:
+    from gptctl.text import clock_time
+
+    if answer["already"] and answer["removed"]:
+        return f"{answer['job']}: already removed {clock_time(answer['removed'])}"
     kept = f"; not removed: {', '.join(answer['kept'])}" if answer["kept"] else ""
     return f"{answer['job']}: {'removed' if answer['removed'] else 'not removed'}{kept}"
+
+
+def warn_of_losses(records: list[JobRecord], session: Session) -> None:
+    """Name the jobs that are a part of the same run, and stay."""
+    from gptctl.cli import ui
+    from gptctl.jobs.remove import continued_by
+
+    going = {record.id for record in records}
+    for record in records:
+        if others := [job for job in continued_by(record, session.store) if job not in going]:
+            lost = "its steps and checkpoints are then missing there"
+            ui.say(f"warning: {record.id} is continued by {', '.join(others)}: {lost}")
 
 
 def agrees(records: list[JobRecord]) -> bool:

@@ -54,7 +54,8 @@ def rerun_options(verb: F) -> F:
     cls=LaunchCommand,
     epilog=examples(
         "gptctl rerun gpt-3f9a2c --follow",
-        "gptctl rerun gpt-3f9a2c --nodes 1 -o Engine.max_steps=2000",
+        "gptctl rerun gpt-3f9a2c --nodes 1 -o Engine.max_steps=2000 --dry-run",
+        "gptctl rerun gpt-3f9a2c --code now -- train.py --batch_size 64",
     ),
 )
 @rerun_options

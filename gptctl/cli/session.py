@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.errors import OUT_OF_REACH, UserError
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from gptctl.backends import Backend, Backends, JobState
@@ -91,14 +91,9 @@ def require_folder(record: JobRecord) -> None:
     # Users delete run folders to free space; the record in the store remains.
     if record.run_folder.is_dir():
         return
-    from gptctl.jobs.history import History
-    from gptctl.text import clock_time
+    from gptctl.jobs.history import missing_folder
 
-    message = f"the folder of {record.id} is missing: {record.local_dir}"
-    if removed := History().removed(record):
-        message = f"the folder of {record.id} was removed {clock_time(removed)}"
-    hint = f"`gptctl status {record.id}` shows what is known"
-    raise UserError(message, hint, OUT_OF_REACH)
+    raise missing_folder(record)
 
 
 def files_of(record: JobRecord) -> LogFiles:

@@ -5,7 +5,8 @@ Imports inside a verb keep `--help` and completion fast: a verb loads what it us
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from gptctl.cli.options import (
     layout_options,
 )
 from gptctl.cli.session import Session
-from trainer.errors import ANSWER_IS_NO, UserError
+from gptctl.cli.table_layout import Column
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from gptctl.jobs.sweep_submit import SubmittedRun
@@ -111,47 +113,97 @@ def print_runs(planned: SweepRecord, as_json: bool) -> None:
         return
     keys = varied(planned.runs)
     cells = [[index, *map(run.get, keys)] for index, run in enumerate(planned.runs)]
-    ui.print_table(count(len(cells), "run"), ["run", *keys], cells)
+    ui.print_table(count(len(cells), "run"), [Column("run"), *parameter_columns(keys)], cells)
+
+
+def parameter_columns(keys: Sequence[str]) -> list[Column]:
+    """A column for each parameter. A terminal gets short names, and as many as fit."""
+    from gptctl.spec.sweep import short_names
+
+    names = short_names(keys) if sys.stdout.isatty() else keys
+    # The first one is always shown.
+    return [Column(name, importance=at) for at, name in enumerate(names)]
+
+
+def result_columns(keys: Sequence[str], metric: str) -> list[Column]:
+    """The columns of `sweep show`; `reason` of a run is in its JSON and in `gptctl status`."""
+    first, rest = parameter_columns(keys)[:2], parameter_columns(keys)[2:]
+    return [
+        Column("run"),
+        *first,
+        # State and job are of more use than a third parameter.
+        *(each._replace(importance=each.importance + 2) for each in rest),
+        Column("job", importance=3),
+        Column("state", importance=2),
+        Column("step", importance=len(keys) + 4),
+        Column(metric),
+    ]
 
 
 def submit_sweep(
     session: Session, planned: SweepRecord
 ) -> tuple[SweepRecord, Sequence[SubmittedRun]]:
-    from gptctl.cli.sweep_runs import prepared_runs, submit_runs
-    from gptctl.jobs.sweeps import SweepStore
+    from gptctl.cli.sweep_runs import not_submitted, prepared_runs, submit_runs
+    from gptctl.jobs.sweeps import SweepStore, has_jobs
 
     sweeps = SweepStore()
     record = sweeps.add(planned)
     with sweeps.locked(record):
         try:
             prepared = prepared_runs(session, record, range(len(record.runs)))
-        # Nothing was submitted: the same file can be submitted again after a fix.
-        except BaseException:
-            sweeps.remove(record)
-            raise
-        return record, submit_runs(session, record, prepared, ())
+            done = submit_runs(session, record, prepared, ())
+        finally:
+            # Nothing was submitted: the same file can be submitted again after a fix.
+            if is_empty := not has_jobs(record, session.store):
+                sweeps.remove(record)
+    if is_empty:
+        raise not_submitted(done[0])
+    return record, done
 
 
-def announce(record: SweepRecord, done: Sequence[SubmittedRun], as_json: bool) -> int:
+def announce(
+    record: SweepRecord, done: Sequence[SubmittedRun], as_json: bool, is_resumed: bool = False
+) -> int:
     from gptctl.cli import ui
 
-    jobs = [{"run": each.number, "job": each.record.id} for each in done if each.record]
     problems = [f"run {each.number}: {each.problem}" for each in done if each.problem]
     if as_json:
-        ui.print_json({"sweep": record.id, "jobs": jobs, "problems": problems})
-    else:
-        rows = [
-            ("runs", f"{len(jobs)} of {len(record.runs)} submitted"),
-            ("at once", str(record.parallel or "as many as fit")),
-            ("show", f"gptctl sweep show {record.id}"),
+        jobs = [
+            {"run": each.number, "job": each.record.id, "from_step": each.step}
+            for each in done
+            if each.record
         ]
-        ui.print_pairs(f"sweep {record.id}", rows)
+        ui.print_json({"sweep": record.id, "jobs": jobs, "problems": problems})
+    elif done:
+        ui.print_pairs(f"sweep {record.id}", [*summary_of(record, done, is_resumed)])
     for problem in problems:
         ui.say(f"error: {problem}")
-    if any(each.record is None for each in done):
+    if refused := [each.error for each in done if each.error]:
         ui.say(f"hint: submit the rest later: gptctl sweep resume {record.id}")
-        return ANSWER_IS_NO
+        return refused[0].exit_code
     return 0
+
+
+def summary_of(
+    record: SweepRecord, done: Sequence[SubmittedRun], is_resumed: bool
+) -> Iterator[tuple[str, str]]:
+    """What was submitted; of a sweep that is resumed, each run with its new job."""
+    jobs = [each for each in done if each.record]
+    new = "new jobs for " if is_resumed else ""
+    yield "runs", f"{new}{len(jobs)} of {len(record.runs)}{'' if is_resumed else ' submitted'}"
+    if is_resumed:
+        yield from ((f"run {each.number}", start_of(each)) for each in jobs)
+    yield "at once", str(record.parallel or "as many as fit")
+    yield "show", f"gptctl sweep show {record.id}"
+
+
+def start_of(run: SubmittedRun) -> str:
+    """Which job a run got, and where it begins: `lr-2f1a-3: continues lr-2f1a from step 20`."""
+    assert run.record, "only runs that were submitted have a start"
+    if run.step is None:
+        return f"{run.record.id}: starts from the beginning"
+    since = f" from step {run.step}" if run.step else ""
+    return f"{run.record.id}: continues {run.record.continues}{since}"
 
 
 @sweep.command("list", epilog=examples("gptctl sweep list", "gptctl sweep list --json"))
@@ -221,10 +273,11 @@ def show(
         ]
         for row in rows
     ]
-    ui.print_table(f"sweep {record.id}", ["run", *keys, "job", "state", "step", metric], cells)
+    ui.print_table(f"sweep {record.id}", result_columns(keys, metric), cells)
     if best:
         values = described(best["values"])
-        ui.say(f"best {metric}: {best['value']:.6g}, run {best['run']} ({values}): {best['job']}")
+        found = f"best {metric}: {best['value']:.6g}, run {best['run']} ({values}): {best['job']}"
+        ui.say_wrapped(found)
     if with_plot:
         draw([row["job"] for row in rows if row["job"]], metric, session)
 
@@ -287,7 +340,7 @@ def resume(session: Session, name: str, as_json: bool) -> int:
         if fresh and all(each.record for each in done):
             before = [*active, *(each.record for each in done if each.record)]
             done = [*done, *submit_runs(session, record, prepared, before)]
-    return announce(record, done, as_json)
+    return announce(record, done, as_json, is_resumed=True)
 
 
 def missing_runs(

@@ -38,16 +38,20 @@ def planned_sweep(
     session: Session, file: Path, parallel: int | None, arguments: dict[str, Any]
 ) -> SweepRecord:
     """Read the sweep file; the record has no id yet, only the start of one."""
+    from gptctl.cli import ui
     from gptctl.jobs.submit import this_site
     from gptctl.jobs.sweeps import new_sweep
     from gptctl.jobs.written_config import as_json as written_json
     from gptctl.spec.check import find_config
-    from gptctl.spec.sweep import expand, load_sweep, name_of, require_valid
+    from gptctl.spec.sweep import expand, load_sweep, name_of, overruled, require_valid
 
     described = require_valid(load_sweep(file), file)
     if arguments["after"]:
         raise UserError("sweep does not take --after", "wait for that job first", WRONG_USAGE)
     typed = launch_overrides(session, **arguments)
+    runs = tuple(expand(described))
+    for note in overruled(typed, runs):
+        ui.say(f"note: {note}")
     # A path in the sweep file is relative to the file, as in _base_.
     named = str(file.parent / described.config) if described.config else None
     site, config = this_site(), find_config(named)
@@ -56,7 +60,7 @@ def planned_sweep(
         file=site.absolute(str(file)),
         folder=site.folder,
         config=site.absolute(str(config)),
-        runs=tuple(expand(described)),
+        runs=runs,
         arguments={"overrides": [list(override) for override in typed]},
         parallel=parallel or described.parallel,
         metric=described.metric.name,
@@ -182,6 +186,16 @@ def submit_runs(
     return submit_one_by_one(record, indices, active, prepare_run, session.store, backends)
 
 
+def not_submitted(first: SubmittedRun) -> UserError:
+    """Why no run was submitted: the first one was refused."""
+    error = first.error
+    assert error, "a run without a job has an error"
+    # Findings say it themselves; they may be those of all runs.
+    why = "" if error.findings else f": run {first.number}: {error.message}"
+    message = f"the sweep was not submitted{why}"
+    return UserError(message, error.hint, error.exit_code, error.findings)
+
+
 def is_array(session: Session, prepared: Mapping[int, Prepared]) -> bool:
     kinds = {each.plan.kind for each in prepared.values()}
     # An array has a batch script of its own: what the user's templates add would be missing.
@@ -243,30 +257,41 @@ def continue_runs(
     from gptctl.jobs.sweep_submit import submit_one_by_one
 
     jobs = {each.number: each.job for each in failed if each.job}
+    steps: dict[int, int | None] = {}
 
     def prepare_run(index: int, before: Sequence[JobRecord]) -> Prepared:
-        return continued_run(session, record, jobs[index], before)
+        steps[index] = newest_step(session, jobs[index])
+        return continued_run(session, record, jobs[index], before, steps[index] is not None)
 
-    return submit_one_by_one(
+    done = submit_one_by_one(
         record, list(jobs), active, prepare_run, session.store, session.backends
     )
+    return [each._replace(step=steps.get(each.number)) for each in done]
+
+
+def newest_step(session: Session, job: JobRecord) -> int | None:
+    """The step of the newest checkpoint of a run, 0 if unknown; None if it has none."""
+    from gptctl.jobs.resume import NoCheckpoint, find_resume_point
+
+    try:
+        found = find_resume_point(job, session.store, session.backends) if job.output_dir else None
+    # Only then: a host that does not answer may have checkpoints.
+    except NoCheckpoint:
+        return None
+    return found.step if found else None
 
 
 def continued_run(
-    session: Session, record: SweepRecord, job: JobRecord, before: Sequence[JobRecord]
+    session: Session,
+    record: SweepRecord,
+    job: JobRecord,
+    before: Sequence[JobRecord],
+    can_resume: bool,
 ) -> Prepared:
     """The run again: from its newest checkpoint if it has one, else from the start."""
     from gptctl.jobs.rerun import Changes, prepare_rerun
-    from gptctl.jobs.resume import NoCheckpoint, find_resume_point
     from gptctl.jobs.sweep_submit import sweep_conditions
 
-    can_resume = bool(job.output_dir)
-    try:
-        if can_resume:
-            find_resume_point(job, session.store, session.backends)
-    # Only then: a host that does not answer may have checkpoints.
-    except NoCheckpoint:
-        can_resume = False
     changes = Changes(waiting(None, before), resume=can_resume)
     prepared = prepare_rerun(
         job,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.log import say
+from gptctl.engine.log import os_error_text, say
 from gptctl.engine.processes import is_alive, is_here, processes_of
 from gptctl.engine.run_folder import (
     CANCELLED,
@@ -19,6 +19,7 @@ from gptctl.engine.run_folder import (
     LOST,
     Result,
     RunFolder,
+    read_plan,
 )
 
 POLL = 0.1  # seconds between two checks
@@ -62,7 +63,7 @@ class Admission:
         for reason in self._reasons():
             if reason != shown:
                 say(f"PENDING: {reason}")
-                self._folder.set_waiting(reason)
+                self._note(reason)
             if not shown:
                 on_wait()
             shown = reason
@@ -72,6 +73,13 @@ class Admission:
             time.sleep(POLL)
         if shown:
             self._folder.set_waiting("")
+
+    def _note(self, reason: str) -> None:
+        # A full disk must not end the job: this note is for people.
+        try:
+            self._folder.set_waiting(reason)
+        except OSError as error:
+            say(f"cannot note what the job waits for: {os_error_text(error)}")
 
     def _reasons(self) -> Iterator[str]:
         """Yield what the job waits for, until it may start."""
@@ -121,4 +129,17 @@ def _ended_as(folder: RunFolder) -> str:
         return ""
     # It may have written the result just before it exited.
     result = folder.result()
-    return result.state if result else LOST
+    return result.state if result else _without_supervisor(folder)
+
+
+def _without_supervisor(folder: RunFolder) -> str:
+    """How a job ended whose supervisor was killed: ranks run on, and record their exit codes."""
+    try:
+        plan = read_plan(folder.path)
+    except KeyError:
+        return LOST
+    attempt = folder.attempts() - 1
+    codes = folder.exit_codes(attempt, range(plan.nodes))
+    if len(codes) < plan.nodes:
+        return CANCELLED if folder.is_cancelled() else LOST
+    return folder.attempt_result(attempt, codes, plan.nnodes, plan.output_dir, since=0.0).state

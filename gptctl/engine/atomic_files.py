@@ -35,6 +35,10 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, file)
+    except OSError as error:
+        # A full disk raises without a file name.
+        error.filename = error.filename or str(file)
+        raise
     finally:
         part.unlink(missing_ok=True)
     _sync_folder(file.parent)

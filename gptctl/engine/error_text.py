@@ -25,6 +25,8 @@ _ERROR = re.compile(
     r"|(?:\S*(?:sh|bash|launch\.sh): line \d+: .+)",  # a shell
 )
 _ABORT = re.compile(r"\s*what\(\):\s*(.+)|(.*: Assertion .+ failed\.?)|Fatal Python error: (.+)")
+_SYNTAX = re.compile(r"(?:Syntax|Indentation|Tab)Error: ")
+_BUILD_PATH = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ?")  # where torch was compiled
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+)')
 # What a process writes when another one has failed: never the cause, if there is another failure.
 _CONSEQUENCE = re.compile(
@@ -63,7 +65,7 @@ def describe_exit(code: int | None, killer: int | None, log: str, oom: str | Non
     found = _exception(lines) if code == 1 else ""
     found = found or next((_error(line) for line in reversed(lines) if _error(line)), "")
     if found:
-        return one_line(found)
+        return one_line(_BUILD_PATH.sub("", found))
     last = last_line(log)
     return one_line(f"exit code {code}; last line: {last}" if last else f"exit code {code}")
 
@@ -108,10 +110,11 @@ def _of_signal(killer: int, lines: Sequence[str], oom: str | None) -> str:
         return f"{how}; possibly out of memory"
     if killer == signal.SIGINT and "KeyboardInterrupt" in lines:
         return "KeyboardInterrupt"
+    said = ""
     if killer == signal.SIGABRT:
         aborts = [found for line in lines if (found := _ABORT.match(line))]
         said = next((next(filter(None, found.groups())) for found in aborts), "")
-        return how if said in ("", "Aborted") else f"{how}: {said}"
+    how = how if said in ("", "Aborted") else f"{how}: {said}"
     # Python's fault handler prints where it was.
     begin = next((n for n, line in enumerate(lines) if "(most recent call first)" in line), None)
     frame = _FRAME.match(lines[begin + 1]) if begin is not None and lines[begin + 1 :] else None
@@ -119,20 +122,25 @@ def _of_signal(killer: int, lines: Sequence[str], oom: str | None) -> str:
 
 
 def _exception(lines: Sequence[str]) -> str:
-    """Return the line of the last exception that was not caught."""
+    """Return the last exception that was not caught: its type and the first line of its text."""
     begins = [number for number, line in enumerate(lines) if TRACEBACK in line]
     for number in reversed(begins):
         margin = "Exception Group" in lines[number]
         for place in range(number + 1, len(lines)):
             line = _GROUP.sub("", lines[place], count=1) if margin else lines[place]
             if line and not line[0].isspace():
-                return _with_continuation(line, lines[place + 1 :])
-    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), "")
+                return _with_place(line, lines[:place], lines[place + 1 :])
+    alone = next((n for n in reversed(range(len(lines))) if _EXCEPTION.match(lines[n])), None)
+    return "" if alone is None else _with_place(lines[alone], lines[:alone], ())
 
 
-def _with_continuation(line: str, rest: Sequence[str]) -> str:
+def _with_place(line: str, before: Sequence[str], after: Sequence[str]) -> str:
+    # A syntax error is useless without its place, which is in the lines before it.
+    if _SYNTAX.match(line):
+        frame = next((found for each in reversed(before) if (found := _FRAME.match(each))), None)
+        return f"{line} at {frame[1]}:{frame[2]}" if frame else line
     # `RuntimeError: Error(s) in loading state_dict for GPT:` says what is wrong in the next line.
-    return f"{line} {rest[0].strip()}" if line.endswith(":") and rest else line
+    return f"{line} {after[0].strip()}" if line.endswith(":") and after else line
 
 
 def _error(line: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -12,21 +15,37 @@ LATEST_TIME = 1e11  # seconds since the epoch; some platforms have no date after
 def read_text(file: Path) -> str:
     # A missing file counts as empty: most files exist only in a part of a job's life.
     try:
-        return file.read_text(encoding="utf-8", errors="replace")
+        with open(file, encoding="utf-8", errors="replace", opener=open_at_once) as stream:
+            return stream.read()
     except OSError:
         return ""
 
 
 def read_bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        with open(file, "rb", opener=open_at_once) as stream:
+            return stream.read()
     except OSError:
         return b""
 
 
+def open_at_once(path: str, flags: int) -> int:
+    """Open a file as `open` does, but raise OSError for a FIFO, which would block forever."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, "is a FIFO", path)
+    return descriptor
+
+
 def read_json(file: Path) -> dict[str, Any] | None:
+    return parse_json(read_text(file))
+
+
+def parse_json(text: str) -> dict[str, Any] | None:
+    """Return a JSON object, or None if this is none."""
     try:
-        value = json.loads(read_text(file))
+        value = json.loads(text)
     # RecursionError: deeply nested JSON, which another host may have sent.
     except (ValueError, RecursionError):
         return None

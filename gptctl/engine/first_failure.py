@@ -34,6 +34,7 @@ def cause_on_nodes(
     cause = first_of_ranks(failed, lambda run: _log_of(logs, run))
     if cause and not cause.is_consequence:
         return cause
+    cause = _left_early(runs, cause) or cause
     # Ranks that only lost a connection do not explain a node that was killed.
     if cause and not killed_nodes:
         return cause
@@ -51,6 +52,21 @@ def first_of_ranks(failed: Iterable[RankRun], log_of: Callable[[RankRun], str]) 
             return cause
         earliest = earliest or cause
     return earliest
+
+
+def _left_early(runs: Iterable[RankRun], cause: Cause | None) -> Cause | None:
+    """Find a rank that exited with 0 before others lost the connection to it."""
+    if cause is None or cause.time is None:
+        return None
+    # Only the last process of each rank: torchrun restarted the earlier ones.
+    ended = [run for run in {run.rank: run for run in runs}.values() if run.exit == 0]
+    earlier = [run for run in ended if run.ended is not None and run.ended <= cause.time]
+    if not earlier:
+        return None
+    run = min(earlier, key=lambda each: (each.ended, each.rank))
+    text = "exited with code 0 while other ranks were running"
+    # A failure on another node explains more.
+    return Cause(text, run.node or 0, run.rank, run.host, 0, None, run.ended, is_consequence=True)
 
 
 def _cause_of_rank(run: RankRun, log: str) -> Cause:

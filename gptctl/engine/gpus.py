@@ -28,7 +28,13 @@ def numbered(devices: tuple[str, ...]) -> tuple[str, ...]:
     if all(device.isdecimal() for device in devices):
         return devices
     numbers = {row[1]: row[0] for row in _gpus()}
-    return tuple(numbers.get(device, device) for device in devices)
+    return tuple(_number(device, numbers) for device in devices)
+
+
+def _number(device: str, numbers: dict[str, str]) -> str:
+    # As in CUDA, the start of a UUID is enough if no other GPU has it.
+    found = [number for uuid, number in numbers.items() if uuid.startswith(device)]
+    return found[0] if len(found) == 1 else device
 
 
 def busy_gpus(gpus: list[list[str]], occupied: set[str]) -> frozenset[str]:

@@ -7,6 +7,7 @@ machine the folder has another name, so the queue is empty.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.engine.atomic_files import replacing
-from gptctl.engine.file_reading import read_json
+from gptctl.engine.file_reading import open_at_once, parse_json, read_json
 from gptctl.engine.gpus import gpu_use, numbered, visible_gpus
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.log import os_error_text
 from gptctl.engine.node import Node
 from gptctl.engine.processes import boot_id, is_alive, processes_of, this_process
 from gptctl.engine.queue_rules import Decision, GpuUse, Ticket, decide
+from gptctl.engine.state_home import state_home
 
 LOCK_TIMEOUT = 10.0  # seconds; the lock is held for milliseconds
 RECHECK = 2.0  # seconds after which tickets are read again although the folder has not changed
@@ -30,6 +33,8 @@ OLD_QUEUE = 30 * 86400.0  # seconds without a change
 CLOCK_STEP = 50_000_000  # nanoseconds; longer than the steps of a file system's clock
 GPU_RECHECK = 10.0  # the same, if the job waits for GPUs that other programs use
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+LARGEST_TICKET = 1 << 20  # characters; a damaged one may be of any size
+EMPTY_TICKET = Ticket(0, "", "")
 
 
 def machine_name() -> str:
@@ -40,8 +45,7 @@ def machine_name() -> str:
 def queue_folder() -> Path:
     """The folder of this user's queue on this machine, created if it is missing."""
     # Not GPTCTL_HOME: jobs of all its values use the same machine.
-    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    folder = Path(state) / "gptctl" / "queue" / machine_name()
+    folder = state_home() / "gptctl" / "queue" / machine_name()
     if not folder.is_dir():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_old_queues(folder)
@@ -59,6 +63,10 @@ def _remove_old_queues(folder: Path) -> None:
                 other.rmdir()
 
 
+class UnreadableTicket(OSError):
+    """A ticket exists, but the file system does not give its content."""
+
+
 class MachineQueue:
     """Reads and writes the tickets in a queue folder. Every change is made under its lock."""
 
@@ -68,7 +76,7 @@ class MachineQueue:
     @contextmanager
     def locked(self) -> Iterator[None]:
         # The kernel releases the lock of a process that is killed.
-        with open(self.folder / "lock", "ab") as file:
+        with open(self.folder / "lock", "ab", opener=open_at_once) as file:
             deadline = time.monotonic() + LOCK_TIMEOUT
             while True:
                 try:
@@ -88,11 +96,12 @@ class MachineQueue:
         """All tickets whose job waits or runs, first come first; remove those of dead jobs."""
         found = []
         for file in sorted(self.folder.glob("*.ticket")):
-            values = read_json(file)
-            if values and _is_valid(values):
-                found.append(_ticket(values))
-            else:
-                file.unlink(missing_ok=True)
+            # A folder of such a name is no ticket; a file may just have been removed.
+            with suppress(FileNotFoundError, IsADirectoryError):
+                if ticket := _valid_ticket(_content(file)):
+                    found.append(ticket)
+                else:
+                    file.unlink()
         return sorted(found, key=lambda ticket: ticket.number)
 
     def add(self, ticket: Ticket) -> Ticket:
@@ -109,7 +118,9 @@ class MachineQueue:
             stream.write(json.dumps(values).encode())
 
     def remove(self, ticket: Ticket) -> None:
-        self._file(ticket).unlink(missing_ok=True)
+        # If somebody deleted the file, another job may have this number by now.
+        if (read_json(self._file(ticket)) or {}).get("run_dir") == ticket.run_dir:
+            self._file(ticket).unlink(missing_ok=True)
 
     def changed(self) -> int:
         """A number that changes whenever a ticket is added, replaced or removed; 0: just now."""
@@ -146,6 +157,9 @@ class MachinePlace:
                 # The process that has the lock may be suspended: try again later.
                 if isinstance(error, TimeoutError):
                     return "waits for the lock of the queue"
+                # Its job may be running: never start beside it.
+                if isinstance(error, UnreadableTicket):
+                    return f"cannot read the queue: {os_error_text(error)}"
                 raise
             self._ticket = self._ticket._replace(is_running=True)
             return ""
@@ -209,24 +223,38 @@ def wanted(plan: LaunchPlan) -> Ticket:
         plan.job_id,
         plan.remote_dir,
         gpus=plan.per_node if plan.device == "gpu" else 0,
-        devices=tuple(filter(None, named.split(","))),
+        devices=tuple(name for each in named.split(",") if (name := each.strip())),
         waits=bool(plan.queue),
         group=plan.group,
         limit=plan.group_limit or 0,
     )
 
 
-def _is_valid(values: dict[str, Any]) -> bool:
-    """Whether a ticket's job still waits or runs."""
+def _content(file: Path) -> str:
+    try:
+        with open(file, encoding="utf-8", errors="replace", opener=open_at_once) as stream:
+            return stream.read(LARGEST_TICKET)
+    except (FileNotFoundError, IsADirectoryError):
+        raise
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a FIFO or a socket: gptctl writes neither
+            return ""
+        raise UnreadableTicket(error.errno, error.strerror, str(file)) from None
+
+
+def _valid_ticket(text: str) -> Ticket | None:
+    """The ticket, if its job still waits or runs; None if not, or if it is damaged."""
+    values = parse_json(text) or {}
     process = values.get("process")
     if not isinstance(process, dict) or not set(Ticket._fields) <= set(values):
-        return False
+        return None
+    ticket = _ticket(values)
+    types_differ = any(type(one) is not type(other) for one, other in zip(ticket, EMPTY_TICKET))
+    if types_differ or not all(isinstance(device, str) for device in ticket.devices):
+        return None
     # Ranks outlive a supervisor that is killed, and use the machine as before.
-    return is_alive(process) or (bool(values["is_running"]) and _has_processes(values["run_dir"]))
-
-
-def _has_processes(run_dir: object) -> bool:
-    return isinstance(run_dir, str) and bool(processes_of(run_dir))
+    is_valid = is_alive(process) or (ticket.is_running and bool(processes_of(ticket.run_dir)))
+    return ticket if is_valid else None
 
 
 def _ticket(values: dict[str, Any]) -> Ticket:

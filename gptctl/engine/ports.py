@@ -23,11 +23,17 @@ def free_port(host: str) -> int:
 
 def port_error(host: str, port: int) -> str:
     """Return why no program can listen on this port, or an empty text."""
+    error = listen_error(host, port)
+    return (error.strerror or str(error)) if error else ""
+
+
+def listen_error(host: str, port: int) -> OSError | None:
+    """Return why no program can listen on this port; `socket.gaierror` if the name is unknown."""
     try:
         with socket.socket() as probe:
             # As torch does: a port is free as soon as it is closed.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        return error
+    return None

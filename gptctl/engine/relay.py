@@ -20,9 +20,11 @@ from gptctl.engine.processes import exit_with_parent
 # A login shell may print something before the relay starts.
 BEGIN = b"\0gptctl relay 1\n"
 HEADER = struct.Struct(">IBI")  # connection, kind, length of the data that follows
-OPEN, DATA, END, REFUSED = range(4)
+OPEN, DATA, END, REFUSED, PAUSE, RESUME, CLOSE = range(7)
 CHUNK = 1 << 16  # bytes
 MAX_WAITING = 1 << 20  # bytes that may wait to be written before no more are read
+MAX_UNREAD = 64 << 20  # bytes of all connections, for an older other end that does not pause
+MAX_CONNECTIONS = 400  # at the same time; more wait, since select() cannot take 1024 descriptors
 CONNECT_TIMEOUT = 5.0  # seconds
 
 
@@ -62,6 +64,12 @@ class Carried:
         self.waiting = bytearray()  # to be written to the socket
         self.can_read = True  # its own program has not ended its output
         self.must_end = False  # the program at the other end has
+        self.is_paused = False  # the other end has no place for more
+        self.pauses_other = False  # so has this one, and it said so
+
+    @property
+    def is_read(self) -> bool:
+        return self.can_read and not self.is_paused
 
 
 class Relay:
@@ -108,12 +116,12 @@ class Relay:
 
     def _interests(self) -> tuple[list[int | socket.socket], list[int | socket.socket]]:
         reading: list[int | socket.socket] = []
-        # A slow program at either end makes the other one wait, instead of using up the memory.
-        if all(len(each.waiting) < MAX_WAITING for each in self._carried.values()):
+        if sum(len(each.waiting) for each in self._carried.values()) < MAX_UNREAD:
             reading.append(self._reading)
         if len(self._outgoing) < MAX_WAITING:
-            reading += [each.socket for each in self._carried.values() if each.can_read]
-            reading += [self._listener] if self._listener and self.has_begun else []
+            reading += [each.socket for each in self._carried.values() if each.is_read]
+            has_place = self.has_begun and len(self._carried) < MAX_CONNECTIONS
+            reading += [self._listener] if self._listener and has_place else []
         writing: list[int | socket.socket] = [self._writing] if self._outgoing else []
         writing += [each.socket for each in self._carried.values() if each.waiting]
         return reading, writing
@@ -143,10 +151,17 @@ class Relay:
         elif kind == REFUSED:
             self._on_refused(content.decode(errors="replace"))
             self._close(number)
+        elif kind == CLOSE:
+            self._close(number)
         elif number in self._carried:
+            if kind in (PAUSE, RESUME):
+                self._carried[number].is_paused = kind == PAUSE
             self._carried[number].waiting += content
             self._carried[number].must_end |= kind == END
             self._write(number)
+        elif kind == DATA:
+            # The program here has closed it: the other one might send forever.
+            self._outgoing += frame(number, CLOSE)
 
     def _open(self, number: int, connect: Callable[[], socket.socket]) -> None:
         try:
@@ -189,7 +204,18 @@ class Relay:
         except OSError:
             each.waiting.clear()
             each.must_end = True
+        finally:
+            self._balance(number, each)
         self._close_if_done(number)
+
+    def _balance(self, number: int, each: Carried) -> None:
+        """A slow program makes only its own other end wait, instead of using up the memory."""
+        if not each.pauses_other and len(each.waiting) >= MAX_WAITING:
+            each.pauses_other = True
+            self._outgoing += frame(number, PAUSE)
+        elif each.pauses_other and len(each.waiting) < MAX_WAITING // 2:
+            each.pauses_other = False
+            self._outgoing += frame(number, RESUME)
 
     def _close_if_done(self, number: int) -> None:
         each = self._carried[number]

@@ -18,8 +18,10 @@ from gptctl.engine.attempt_outcome import stopped_nodes
 from gptctl.engine.file_reading import is_time, read_json, read_text
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import ENDED, REMOVED, JobRecord
-from gptctl.jobs.training_progress import progress_facts
+from gptctl.jobs.training_progress import progress_facts, trainer_status
 from gptctl.spec.resources import home
+from gptctl.text import clock_time
+from trainer.errors import OUT_OF_REACH, UserError
 
 
 class History:
@@ -78,12 +80,21 @@ class History:
         return self.folder / f"{record.id}{suffix}"
 
 
+def missing_folder(record: JobRecord, hint: str = "") -> UserError:
+    """The error for a job whose folder is needed and missing, with the time of its removal."""
+    message = f"the folder of {record.id} is missing: {record.local_dir}"
+    if removed := History().removed(record):
+        message = f"the folder of {record.id} was removed {clock_time(removed)}"
+    return UserError(
+        message, hint or f"`gptctl status {record.id}` shows what is known", OUT_OF_REACH
+    )
+
+
 def facts_of(record: JobRecord) -> dict[str, Any]:
     """Read from the run folder what `gptctl status` shows besides the state."""
     folder = RunFolder(record.local_dir)
     attempt = folder.attempts() - 1  # the latest; -1 before the first has started
     result = folder.result()
-    output = Path(record.output_dir) / "status.json" if record.output_dir else None
     return {
         "attempts": folder.attempts(),
         "hosts": read_text(folder.attempt(attempt) / "hosts").split(),
@@ -92,7 +103,7 @@ def facts_of(record: JobRecord) -> dict[str, Any]:
         "exit_codes": _exit_codes(folder, attempt, record.nodes),
         "stopped_nodes": sorted(stopped_nodes(folder, attempt)),
         "not_ended": read_text(folder.not_ended_file).split(),
-        "trainer": read_json(output) if output else None,
+        "trainer": trainer_status(record),
     }
 
 

@@ -26,6 +26,8 @@ def require_running(record: JobRecord, state: JobState) -> None:
         raise UserError(f"{record.id}: {state}", "try again later", OUT_OF_REACH)
     what = "has not started yet" if state.state == PENDING else "is not running any more"
     hint = f"gptctl logs {record.id} shows what it wrote"
+    if not record.run_folder.is_dir():
+        hint = "`gptctl list` shows the jobs that run"
     if state.state == PENDING:
         hint = f"wait for it: gptctl logs {record.id} -f"
     raise UserError(f"{record.id} {what}: {state}", hint, ANSWER_IS_NO)

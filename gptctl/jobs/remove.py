@@ -62,6 +62,27 @@ def _uses(other: JobRecord, record: JobRecord) -> bool:
     return waits or any(_is_below(path, root) for path in (*plan.inputs, plan.output_dir))
 
 
+def continued_by(record: JobRecord, store: Store) -> list[str]:
+    """The jobs that lose a part of their run with this folder: those that continue it directly."""
+    found = [
+        other.id
+        for other in store.records(last=NEWEST)
+        if other.id != record.id
+        and (other.continues == record.id or _trains_in(other, record.run_folder))
+    ]
+    return found if record.run_folder.is_dir() else []
+
+
+def _trains_in(other: JobRecord, folder: Path) -> bool:
+    # The jobs of a chain keep their checkpoints in the folder of the first one.
+    return bool(other.output_dir) and _is_below(other.output_dir, str(folder))
+
+
+def removed_before(record: JobRecord) -> float | None:
+    """When the job was removed; None if there still is something to remove."""
+    return None if os.path.lexists(record.local_dir) else History().removed(record)
+
+
 def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> float:
     """Remove the folder of a job on all machines; return when that was."""
     # Other machines first: where they are is written in the folder on this one.
@@ -72,10 +93,10 @@ def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> fl
         # Under its hidden name a half-removed folder cannot be taken for a job.
         if os.path.lexists(record.local_dir):
             _unlink_latest(record)
-            os.rename(record.local_dir, hidden)
-        # rmtree removes links, and refuses to follow them even if they appear meanwhile.
-        if record.token and hidden.is_dir():
-            shutil.rmtree(hidden)
+            with suppress(FileNotFoundError):  # another gptctl removes it, too
+                os.rename(record.local_dir, hidden)
+        if record.token:
+            remove_tree(hidden)
         remove_unused_folder(record)
         # Of a folder that was deleted by hand before, nothing may be kept yet.
         if not is_removed(record):
@@ -84,10 +105,20 @@ def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> fl
         History().mark_removed(record, moment)
     except OSError as error:
         where = error.filename or record.local_dir
-        message = f"cannot remove {where}: {error.strerror}"
+        # rmtree names what it cannot remove without its folder.
+        where = where if os.path.isabs(where) else f"{where} in {hidden}"
+        message = f"cannot remove {where}: {error.strerror or error}"
         hint = f"then run it again: gptctl rm {record.id}"
         raise UserError(message, f"check its permissions, {hint}", OUT_OF_REACH) from None
     return moment
+
+
+def remove_tree(folder: Path) -> None:
+    # rmtree removes links, and refuses to follow them even if they appear meanwhile. It raises
+    # FileNotFoundError if another gptctl removes the same folder: together they get it done.
+    while folder.is_dir():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def folders_outside(record: JobRecord) -> list[str]:

@@ -18,6 +18,7 @@ from gptctl.engine.run_folder import FINAL, RunFolder
 from gptctl.jobs.hints import hint_of
 from gptctl.jobs.history import History, facts_of
 from gptctl.jobs.progress_text import status_pairs
+from gptctl.jobs.resume import Lineage
 from gptctl.jobs.state import needs_backend, state_of
 from gptctl.jobs.store import JobRecord
 from gptctl.jobs.training_progress import progress_facts
@@ -146,10 +147,21 @@ def endings(ranks: list[dict[str, Any]]) -> str:
     return ", ".join(f"{number} {how}" for how, number in counts.items())
 
 
-def lineage_text(facts: dict[str, Any]) -> str:
+def lineage_facts(found: Lineage) -> dict[str, Any]:
+    """The jobs of a run as JSON: those of this line in order, and the others."""
+    branches = [{"job": job, "continues": before} for job, before in found.branches]
+    return {"lineage": found.line, "branches": branches}
+
+
+def lineage_pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """The jobs of a run in order; empty for a run of one job, and where nobody asked for it."""
-    jobs = facts.get("lineage", ())
-    return " → ".join(jobs) if len(jobs) > 1 else ""
+    jobs, branches = facts.get("lineage", ()), facts.get("branches", ())
+    also = "also " if len(jobs) > 1 else ""
+    others = ", ".join(f"{each['job']} (from {each['continues']})" for each in branches)
+    return [
+        ("lineage", " → ".join(jobs) if also else ""),
+        (f"{also}continued by", others),
+    ]
 
 
 def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -166,7 +178,7 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("scheduler", f"job {facts['scheduler_id']}" if facts["scheduler_id"] else ""),
         ("hosts", " ".join(facts["hosts"])),
         ("continues", facts["continues"] or ""),
-        ("lineage", lineage_text(facts)),
+        *lineage_pairs(facts),
         ("sweep", facts["sweep"] or ""),
         # On lines of their own: a narrow window must not break a time.
         ("created", clock_time(facts["created"])),
@@ -193,7 +205,10 @@ def origins(record: JobRecord, prefix: str) -> list[tuple[str, Any, str]]:
     found = list(_values(config.get("resolved", {}), "", config.get("origins", {})))
     # The plan has the whole environment, including what gptctl and the profile set.
     plan = read_json(record.run_folder / "plan.json") or {}
-    for name, origin in plan.get("env_origins", {}).items():
+    named = plan.get("env_origins", {})
+    # Each variable gets a row of its own, with its own origin.
+    found = [row for row in found if row[0] != "Launch.env" or not named]
+    for name, origin in named.items():
         found.append((f"Launch.env.{name}", plan["env"][name], origin))
     return [row for row in found if row[0].lower().startswith(prefix.lower())]
 

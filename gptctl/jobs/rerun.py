@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from gptctl.backends import Backends
 from gptctl.engine.file_reading import read_json
 from gptctl.engine.launch_plan import StartConditions
-from gptctl.jobs.resume import CKPT_DIR, find_resume_point, frozen_value
+from gptctl.jobs.history import missing_folder
+from gptctl.jobs.resume import CKPT_DIR, RESUME_OF, find_resume_point, rerun_notes
 from gptctl.jobs.store import JobRecord, Store
-from gptctl.jobs.submit import START_AT_ONCE, Prepared, prepare, this_site
+from gptctl.jobs.submit import START_AT_ONCE, Prepared, differences_from, prepare, this_site
 from gptctl.jobs.written_config import Written, node_at, read_written, with_absolute_paths, without
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked, check_config, check_tree
@@ -47,7 +48,7 @@ def prepare_rerun(
 ) -> Prepared:
     """Prepare the job of a record again, with its own code, config, profile and templates."""
     # The user's own files may have changed: everything is read from the job's folder.
-    before = _frozen_plan(record.run_folder)
+    before = _frozen_plan(record)
     written = read_written(record.run_folder)
     site = _site(record, before, written, changes.current_code)
     point = find_resume_point(record, store, backends) if changes.resume else None
@@ -58,9 +59,13 @@ def prepare_rerun(
         *([] if changes.current_code or is_other_code else _frozen_code(record, before)),
         *(point.overrides if point else []),
     ]
+    was_resumed = not changes.resume and _was_resumed(record)
+    if was_resumed:
+        written, started = _from_step_0(written)
+        kept += started
     checked = _check(record, written, kept, overrides)
     # Without changes it is the same job, so it gets the same id with the next number.
-    is_same = not changes.overrides and not changes.resume and not changes.current_code
+    is_same = not (changes.overrides or changes.resume or changes.current_code or was_resumed)
     base = re.sub(r"(-[0-9a-f]{6})-\d+$", r"\1", record.id) if is_same else ""
     templates = [*changes.templates, record.run_folder / "templates"]
     prepared = prepare(
@@ -74,8 +79,9 @@ def prepare_rerun(
         conditions=conditions(checked),
         resumes=point,
     )
-    if not point and _starts_where(record, checked):
-        prepared = prepared._replace(continues=record.continues)
+    if not point:
+        notes = rerun_notes(record, _start(prepared), differences_from(record, prepared))
+        prepared = prepared._replace(notes=(*notes, *prepared.notes))
     # A run of a sweep that is resumed as it was is still this run.
     if point and not changes.overrides:
         prepared = prepared._replace(sweep=record.sweep, sweep_index=record.sweep_index)
@@ -162,10 +168,29 @@ def _check(
     return check_tree(path, tree, found, None if is_moved else own_profile)
 
 
-def _starts_where(record: JobRecord, checked: Checked) -> bool:
-    """Whether a rerun starts from the same checkpoint as the job itself."""
-    start = frozen_value(record, CKPT_DIR)
-    return bool(start) and checked.inputs.get(CKPT_DIR) == start
+def _was_resumed(record: JobRecord) -> bool:
+    """Whether gptctl itself chose the checkpoint of the job. One that the user wrote stays."""
+    origins = (read_json(record.run_folder / "config.json") or {}).get("origins")
+    origin = origins.get(CKPT_DIR) if isinstance(origins, dict) else None
+    return str(origin).startswith(RESUME_OF)
+
+
+def _from_step_0(written: Written | None) -> tuple[Written | None, list[Override]]:
+    """Drop the checkpoint: a rerun starts where the training began."""
+    if written is None:
+        return None, [Override(CKPT_DIR, "", "from step 0")]
+    return written._replace(tree=without(written.tree, CKPT_DIR)), []
+
+
+def _start(prepared: Prepared) -> str:
+    """Where a rerun starts, in words. Scripts know it themselves."""
+    checked = prepared.checked
+    if checked.launch.entrypoint != "trainer" or prepared.notes or checked.resolved is None:
+        return ""
+    if folder := checked.inputs.get(CKPT_DIR):
+        origin = checked.resolved.origins.get(CKPT_DIR, "")
+        return f" from the checkpoint in {folder} ({origin})"
+    return " from step 0"
 
 
 def _without_outdated(tree: Map) -> Map:
@@ -178,13 +203,16 @@ def _without_outdated(tree: Map) -> Map:
     return tree
 
 
-def _frozen_plan(folder: Path) -> dict[str, Any]:
+def _frozen_plan(record: JobRecord) -> dict[str, Any]:
     """Read the job's plan; raise UserError if it or another part of the folder is missing."""
+    folder, again = record.run_folder, "submit its config again"
+    if not folder.is_dir():
+        raise missing_folder(record, f"{again}{f': {record.config}' if record.config else ''}")
     before = _valid_plan(read_json(folder / "plan.json") or {})
     if before and (folder / "code" / "rank_log.py").is_file():
         return before
-    missing = folder / ("code" if before else "plan.json") if folder.is_dir() else folder
-    raise UserError(f"{missing} is missing or damaged", "submit its config again", OUT_OF_REACH)
+    missing = folder / ("code" if before else "plan.json")
+    raise UserError(f"{missing} is missing or damaged", again, OUT_OF_REACH)
 
 
 def _with_first_origins(checked: Checked, folder: Path) -> Checked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -9,8 +10,11 @@ from typing import Any, NamedTuple
 from gptctl.backends import Backends
 from gptctl.engine.file_reading import read_json
 from gptctl.engine.run_folder import checkpoint_steps
+from gptctl.jobs.snapshots import SNAPSHOT_PATH, Snapshot, read_snapshot, snapshot_file
 from gptctl.jobs.state import is_final, state_of
 from gptctl.jobs.store import JobRecord, Store
+from gptctl.jobs.training_progress import progress_of
+from gptctl.planning.build import Site
 from gptctl.spec.check import Checked
 from gptctl.text import count
 from trainer.config import Override
@@ -19,12 +23,15 @@ from trainer.config.sections import RunConfig
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, Finding, Rule, UserError
 
 SAME_MODEL = Rule("S011", "a resumed run must have the model of its checkpoint")
-STEPS_LEFT = Rule("S012", "a resumed run must have steps left to train")
+STEPS_LEFT = Rule("S012", "a run that continues must have steps left to train")
+OWN_SNAPSHOT = Rule("S018", "a resumed run must continue the snapshot of its own jobs")
 
-SNAPSHOT_PATH = "Engine.save_load.snapshot_path"
 CKPT_DIR, MAX_STEPS = "Engine.save_load.ckpt_dir", "Engine.max_steps"
+EPOCHS = "Engine.num_train_epochs"
 # Differences in these keys are not reported: they change where files go and what is printed.
 NOT_REPORTED = ("Launch.", "Engine.save_load.", "Engine.logging_freq", "Profiler.", "Offline_Eval.")
+REPORTED = ("Launch.args",)  # all that a script has instead of a config
+RESUME_OF = "resume of "  # the origin of a ckpt_dir that gptctl has set
 
 
 class ResumePoint(NamedTuple):
@@ -33,11 +40,15 @@ class ResumePoint(NamedTuple):
     record: JobRecord
     folder: str  # as the next job sees it; empty: a snapshot, which the config names itself
     step: int  # of the newest checkpoint; 0 if unknown
+    asked: JobRecord  # the job that was to be resumed; it may have no checkpoint of its own
+    skipped: tuple[str, ...] = ()  # the jobs without a checkpoint, and why they have none
+    snapshot: str = ""  # its file, instead of a folder
+    run: tuple[str, ...] = ()  # the jobs that may have written the snapshot
 
     @property
     def overrides(self) -> list[Override]:
         # As an override it is checked, recorded and shown like any other value.
-        origin = f"resume of {self.record.id}"
+        origin = f"{RESUME_OF}{self.record.id}"
         return [Override(CKPT_DIR, self.folder, origin, verbatim=True)] if self.folder else []
 
 
@@ -70,39 +81,82 @@ def find_resume_point(record: JobRecord, store: Store, backends: Backends) -> Re
     if not is_final(state_of(record, backends)):
         hint = f"stop it first: gptctl cancel {record.id}"
         raise UserError(f"{record.id} is still running", hint, ANSWER_IS_NO)
-    if frozen_value(record, SNAPSHOT_PATH):
-        return ResumePoint(record, "", 0)
-    folder = ""
+    if snapshot := frozen_value(record, SNAPSHOT_PATH):
+        return _snapshot_point(record, store, str(snapshot))
+    folder, skipped = "", []
     # A job that failed before its first checkpoint left none: its predecessor may have one.
     for ancestor in lineage(record, store):
+        # Of a removed job nothing is left, and nothing tells where its hosts are.
+        if not ancestor.run_folder.is_dir() and not os.path.isdir(ancestor.output_dir):
+            skipped.append(f"the folder of {ancestor.id} was removed")
+            continue
         place, names = backends.of(ancestor.kind).checkpoints(ancestor)
         folder = folder or place
         if newest := max(checkpoint_steps(names), default=0):
-            return ResumePoint(ancestor, place, newest)
-    hint = f"start it again: gptctl rerun {record.id}"
-    raise NoCheckpoint(f"no checkpoint of {record.id} in {folder}", hint)
+            return ResumePoint(ancestor, place, newest, record, tuple(skipped))
+        skipped.append(f"{ancestor.id} saved no checkpoint")
+    hint = f"start it again from step 0: gptctl rerun {record.id}"
+    others = "".join(f"; {each}" for each in skipped[1:])
+    raise NoCheckpoint(
+        f"no checkpoint of {record.id} in {folder or record.output_dir}{others}", hint
+    )
+
+
+def _snapshot_point(record: JobRecord, store: Store, file: str) -> ResumePoint:
+    """Find the job of the run that wrote the snapshot; `check_resume` refuses one of others."""
+    jobs = lineage(record, store)
+    ids = tuple(job.id for job in jobs)
+    # Files of other machines cannot be seen from here: their trainer decides.
+    if record.remote_dir not in ("", record.local_dir):
+        return ResumePoint(record, "", 0, record, snapshot=file, run=ids)
+    if not os.path.exists(file):
+        hint = f"start it again from step 0: gptctl rerun {record.id}"
+        raise NoCheckpoint(f"no snapshot of {record.id}: {file} does not exist", hint)
+    found = read_snapshot(file)
+    number = ids.index(found.job) if found and found.job in ids else 0
+    skipped = tuple(f"{job} saved no snapshot" for job in ids[:number])
+    step = found.step if found else 0
+    return ResumePoint(jobs[number], "", step, record, skipped, file, ids)
 
 
 def lineage(record: JobRecord, store: Store) -> list[JobRecord]:
     """The job, the job that it continues, and so on: newest first."""
     found, ids = [record], {record.id}
     while (earlier := found[-1].continues) and earlier not in ids and store.holds(earlier):
-        found.append(store.find(earlier))
+        try:
+            found.append(store.find(earlier))
+        except UserError:  # its record is damaged, which the store reports
+            break
         ids.add(earlier)
     return found
 
 
-def whole_lineage(record: JobRecord, store: Store) -> list[str]:
-    """The jobs of a run, oldest first: those before this job, the job itself, those after it."""
-    ids = [job.id for job in reversed(lineage(record, store))]
-    # A job that was continued twice has two branches: all of their jobs are named.
-    for other in store.records():
-        if other.continues in ids and other.id not in ids:
-            ids.append(other.id)
-    return ids
+class Lineage(NamedTuple):
+    """The jobs of a run, seen from one of them."""
+
+    line: list[str]  # oldest first: each continues the one before
+    branches: list[tuple[str, str]]  # other jobs, and which one each of them continues
 
 
-def check_resume(point: ResumePoint, checked: Checked) -> Iterator[Finding]:
+def whole_lineage(record: JobRecord, store: Store) -> Lineage:
+    """Follow a run in both directions: to its first job, and to its last as long as it is one."""
+    line = [job.id for job in reversed(lineage(record, store))]
+    continued = [(each.id, each.continues) for each in store.records() if each.continues]
+    # A job that was continued twice has no single successor: both are branches.
+    while len(after := [job for job, before in continued if before == line[-1]]) == 1:
+        if after[0] in line:
+            break
+        line.append(after[0])
+    known, branches = set(line), []
+    # Records are sorted by age, so a job comes after the one that it continues.
+    for job, before in continued:
+        if before in known and job not in known:
+            known.add(job)
+            branches.append((job, before))
+    return Lineage(line, branches)
+
+
+def check_resume(point: ResumePoint, checked: Checked, site: Site) -> Iterator[Finding]:
     """Report what the trainer would refuse after the job has waited in a queue."""
     before, now = _resolved(point.record), checked.resolved
     model = before.get("Model")
@@ -114,22 +168,93 @@ def check_resume(point: ResumePoint, checked: Checked) -> Iterator[Finding]:
         yield SAME_MODEL.found(
             "Model", None, message, "use the same Model, or submit without --resume"
         )
-    yield from _check_steps(point, now.run)
+    if point.snapshot:
+        yield from _check_snapshot(point, checked, snapshot_file(checked, site))
+    elif point.step:
+        yield from _check_steps(point, now.run)
+
+
+def _check_snapshot(point: ResumePoint, checked: Checked, file: str) -> Iterator[Finding]:
+    """Check that the new job would load the state of the job that it is to continue."""
+    if not checked.cluster.sees_files:
+        return
+    job, found = point.asked.id, read_snapshot(file) if file else None
+    other = "/path/to/another.pt"
+    if found and found.job and found.job not in point.run:
+        message = (
+            f"{found.job} wrote it last, at {found}; it is neither {job} nor continued by {job}"
+        )
+        hint = (
+            f"continue that one: gptctl resume {found.job}; or start again with another file: "
+            f"gptctl rerun {job} -o {SNAPSHOT_PATH}={other}"
+        )
+        yield OWN_SNAPSHOT.found(SNAPSHOT_PATH, file, f"{file}: {message}", hint)
+    elif file != point.snapshot and not (found and found.job):
+        message = f"{file or 'empty'}, but the state of {job} is in {point.snapshot}"
+        hint = f"use -o {SNAPSHOT_PATH}={point.snapshot}"
+        yield OWN_SNAPSHOT.found(SNAPSHOT_PATH, file, message, hint)
+    elif found and not found.job and (last := _last_step(point.asked)) < found.step:
+        message = f"{file} has {found}, but {job} ended at step {last:,}"
+        hint = "another run may have written it; the log of the new job says where it starts"
+        warning = OWN_SNAPSHOT._replace(level="warning")
+        yield warning.found(SNAPSHOT_PATH, file, message, hint)
+
+
+def _last_step(record: JobRecord) -> int:
+    progress = progress_of(record, is_over=True)
+    return progress.step if progress else 0
+
+
+def check_snapshot_left(checked: Checked, found: Snapshot) -> Iterator[Finding]:
+    """Refuse a job that would find its snapshot complete: it would only write it again."""
+    run = checked.resolved.run if checked.resolved else None
+    if run is None or not found.is_complete(run):
+        return
+    is_by_epoch = run.Engine.run_mode == "epoch" and found.epoch >= run.Engine.num_train_epochs
+    key, value = (
+        (EPOCHS, run.Engine.num_train_epochs) if is_by_epoch else (MAX_STEPS, run.Engine.max_steps)
+    )
+    message = f"{found.file} is a snapshot of {found}: nothing is left to train"
+    hint = (
+        f"use a larger one, such as -o {key}={2 * value}; to train from scratch, delete the file "
+        f"or set another -o {SNAPSHOT_PATH}=…"
+    )
+    yield STEPS_LEFT.found(key, value, message, hint)
 
 
 def _check_steps(point: ResumePoint, run: RunConfig) -> Iterator[Finding]:
-    # Epochs have no length before the data is read.
-    steps = run.Engine.max_steps
-    if run.Engine.run_mode == "step" and 0 < steps <= point.step:
-        message = f"{point.record.id} has already trained {point.step} of {steps} steps"
+    engine = run.Engine
+    if engine.run_mode == "epoch":
+        yield from _check_epochs(point, run)
+    if 0 < engine.max_steps <= point.step:
+        message = f"{point.record.id} has already trained {point.step} of {engine.max_steps} steps"
         hint = f"use a larger one, such as -o {MAX_STEPS}={2 * point.step}"
-        yield STEPS_LEFT.found(MAX_STEPS, steps, message, hint)
+        yield STEPS_LEFT.found(MAX_STEPS, engine.max_steps, message, hint)
 
 
-def differences(point: ResumePoint, checked: Checked, now: Mapping[str, Any]) -> list[Difference]:
+def _check_epochs(point: ResumePoint, run: RunConfig) -> Iterator[Finding]:
+    """Check the epochs as far as the job's own steps tell how long one is."""
+    steps, epochs = steps_per_epoch(point.record), run.Engine.num_train_epochs
+    # With another batch an epoch has another number of steps: the trainer knows it.
+    is_same = frozen_value(point.record, "Global.global_batch_size") == run.Global.global_batch_size
+    if steps and is_same and point.step >= epochs * steps:
+        message = f"{point.record.id} has already trained all of {count(epochs, 'epoch')}"
+        hint = f"use a larger one, such as -o {EPOCHS}={2 * epochs}"
+        yield STEPS_LEFT.found(EPOCHS, epochs, message, hint)
+
+
+def steps_per_epoch(record: JobRecord) -> int:
+    """The length of an epoch, from the job's own metrics; 0 if unknown."""
+    progress, epochs = progress_of(record, is_over=True), frozen_value(record, EPOCHS)
+    limit = frozen_value(record, MAX_STEPS)
+    total = (progress.total if progress else None) or 0
+    is_cut = isinstance(limit, int) and 0 < limit <= total
+    return 0 if is_cut or not isinstance(epochs, int) or epochs < 1 else total // epochs
+
+
+def differences(record: JobRecord, checked: Checked, now: Mapping[str, Any]) -> list[Difference]:
     """Compare the frozen configs of two jobs; the differences that change the training."""
-    record, machines = point.record, checked.machines
-    found = []
+    machines, found = checked.machines, []
     # Nodes and ranks per node together: people think of the number of ranks.
     if (record.nodes, record.per_node) != machines:
         before = _world(record.nodes, record.per_node)
@@ -145,7 +270,7 @@ def differences(point: ResumePoint, checked: Checked, now: Mapping[str, Any]) ->
 
 
 def _is_reported(key: str) -> bool:
-    return not key.startswith(NOT_REPORTED)
+    return key in REPORTED or not key.startswith(NOT_REPORTED)
 
 
 def _world(nodes: int, per_node: int) -> str:
@@ -179,7 +304,24 @@ def frozen_value(record: JobRecord, key: str) -> Any:
 def resume_notes(point: ResumePoint, found: Sequence[Difference]) -> list[str]:
     """What the user should know before the job is submitted."""
     step = f"step {point.step:,}" if point.step else "its snapshot"
+    if point.snapshot and (snapshot := read_snapshot(point.snapshot)):
+        step = f"the snapshot of {snapshot}"
+    # The differences are those from the job that the user named.
+    other = f" from {point.asked.id}" if point.skipped else ""
     start = f"continues {point.record.id} from {step}"
+    return [*point.skipped, *_with_differences(start, found, other)]
+
+
+def _with_differences(start: str, found: Sequence[Difference], other: str = "") -> list[str]:
     if not found:
-        return [f"{start}, with the same config"]
-    return [f"{start}, with {count(len(found), 'difference')}:", *(f"  {each}" for each in found)]
+        same = (
+            f"with the config of{other.removeprefix(' from')}" if other else "with the same config"
+        )
+        return [f"{start}, {same}"]
+    number = count(len(found), "difference")
+    return [f"{start}, with {number}{other}:", *(f"  {each}" for each in found)]
+
+
+def rerun_notes(record: JobRecord, start: str, found: Sequence[Difference]) -> list[str]:
+    """What the user should know before a job runs again."""
+    return _with_differences(f"runs {record.id} again{start}", found)

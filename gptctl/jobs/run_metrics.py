@@ -6,8 +6,10 @@ A job may continue another one: together they are one run, with one row per step
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
+from gptctl.jobs.history import History
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile, LocalLogFiles
@@ -22,6 +24,43 @@ def whole_run(jobs: Sequence[JobRecord]) -> list[Row]:
     return run_rows(
         row for job in reversed(jobs) for row in job_rows(job, FileFilter(all_attempts=True))
     )
+
+
+def removed_steps(jobs: Sequence[JobRecord], rows: Sequence[Row]) -> list[str]:
+    """Explain the holes of a run: the steps of jobs whose folders were removed.
+
+    `jobs` and `rows` are those of `whole_run`.
+    """
+    oldest_first = list(reversed(jobs))
+    having, done, notes = {row["job"] for row in rows}, set[str](), list[str]()
+
+    def is_lost(job: JobRecord) -> bool:
+        return job.id not in having and not job.run_folder.is_dir()
+
+    # Jobs that follow each other make one hole.
+    for are_lost, group in groupby(oldest_first, is_lost):
+        members = list(group)
+        if are_lost:
+            before = [row["step"] for row in rows if row["job"] in done]
+            after = [row["step"] for row in rows if row["job"] not in done]
+            notes += _hole(members, [0, *before][-1] + 1, after[0] - 1 if after else None)
+        done |= {job.id for job in members}
+    return notes
+
+
+def _hole(jobs: Sequence[JobRecord], first: int, last: int | None) -> list[str]:
+    # The next job may have logged its first step much later than these their last one.
+    reached = max(map(_kept_step, jobs))
+    last = min(last or reached, reached or last or 0)
+    what = "folder of {} was" if len(jobs) == 1 else "folders of {} were"
+    names = ", ".join(job.id for job in jobs)
+    return [f"steps {first:,}-{last:,}: the {what.format(names)} removed"] if last >= first else []
+
+
+def _kept_step(record: JobRecord) -> int:
+    progress = History().facts(record).get("progress")
+    step = progress.get("step") if isinstance(progress, dict) else None
+    return step if isinstance(step, int) else 0
 
 
 def job_rows(record: JobRecord, wanted: FileFilter) -> list[Row]:

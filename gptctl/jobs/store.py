@@ -279,6 +279,12 @@ def matching_ids(name: str, ids: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*(each for each in ids if each.startswith(name)), *by_hash]))
 
 
+def short_id(job_id: str) -> str:
+    """The hash of an id, which finds the job, too; the id itself if it has none."""
+    found = _HASH.search(job_id)
+    return found[1] if found else job_id
+
+
 def new_record(**facts: Any) -> JobRecord:
     # `rerun` plans a job as in its first folder, so the folder is that of this process.
     return JobRecord(
@@ -327,10 +333,21 @@ def _read(file: Path) -> JobRecord:
     wrong += [
         name for name in ("submitter", "handle") if not isinstance(getattr(record, name), dict)
     ]
+    # Folders are removed by these two: neither may lead elsewhere.
+    wrong += [] if _is_absolute(record.local_dir) else ["run_dir"]
+    wrong += [] if _is_name(record.token) else ["token"]
     wrong += [] if is_scheduler_id(record.handle.get("scheduler_id", "0")) else ["scheduler_id"]
     if wrong or not file.name.startswith(f"{record.id}."):
         raise ValueError(f"{wrong[0] if wrong else 'id'} is invalid")
     return record
+
+
+def _is_absolute(path: Any) -> bool:
+    return isinstance(path, str) and os.path.isabs(path) and "\0" not in path
+
+
+def _is_name(text: Any) -> bool:
+    return isinstance(text, str) and not {"/", "\0"} & set(text)
 
 
 def _is_number(value: Any) -> bool:

@@ -26,12 +26,21 @@ from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.array_folders import remove_unused_folder
 from gptctl.jobs.freeze import frozen_config
 from gptctl.jobs.preflight import run_preflight
-from gptctl.jobs.resume import ResumePoint, check_resume, differences, resume_notes
+from gptctl.jobs.resume import (
+    Difference,
+    ResumePoint,
+    check_resume,
+    check_snapshot_left,
+    differences,
+    resume_notes,
+)
+from gptctl.jobs.shared_outputs import check_shared_outputs
+from gptctl.jobs.snapshots import Snapshot, read_snapshot, snapshot_file
 from gptctl.jobs.store import JobRecord, Store, new_record
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import check_syntax, render
 from gptctl.spec.check import Checked
-from gptctl.spec.machine_rules import check_gpus_here
+from gptctl.spec.machine_rules import NO_GPU_HERE, check_gpus_here
 from gptctl.spec.resources import installation_id
 from trainer.config import Override
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors_in
@@ -90,19 +99,39 @@ def prepare(
     base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides, backend)}"
     plan = _planned(checked, site, store, base, backend, conditions)
     found = [*checked.findings, *run_preflight(checked, plan, site, backend)]
-    found += check_resume(resumes, checked) if resumes else ()
+    found += check_resume(resumes, checked, site) if resumes else ()
+    found += check_shared_outputs(checked, site, store, backends, conditions)
+    # A job of a chain finds the snapshot of the one before it: how far that is, nobody knows yet.
+    snapshot = None if conditions.continues else read_snapshot(snapshot_file(checked, site))
+    found += check_snapshot_left(checked, snapshot) if snapshot else ()
     if errors_in(found):
         raise UserError("the job was not submitted", findings=found)
     scripts = _scripts(plan, templates, backend)
     prepared = Prepared(checked, site, plan, scripts, tuple(found), base, tuple(templates))
     prepared = prepared._replace(conditions=conditions)
-    return _resuming(prepared, resumes) if resumes else prepared
+    if resumes:
+        return _resuming(prepared, resumes)
+    return _with_snapshot(prepared, snapshot, store) if snapshot else prepared
 
 
 def _resuming(prepared: Prepared, point: ResumePoint) -> Prepared:
-    now = frozen_config(prepared.checked, prepared.site)["resolved"]
-    notes = resume_notes(point, differences(point, prepared.checked, now))
+    notes = resume_notes(point, differences_from(point.asked, prepared))
     return prepared._replace(continues=point.record.id, notes=tuple(notes))
+
+
+def _with_snapshot(prepared: Prepared, snapshot: Snapshot, store: Store) -> Prepared:
+    """Say that a job continues although nobody asked for it: minGPT loads what it finds."""
+    # It is then one run with the job that wrote the snapshot.
+    writer = snapshot.job if snapshot.job and store.holds(snapshot.job) else ""
+    note = f"continues {writer or 'an earlier run'} from the snapshot of {snapshot} in"
+    another = "to start from step 0, delete it or set another Engine.save_load.snapshot_path"
+    return prepared._replace(continues=writer, notes=(f"{note} {snapshot.file}; {another}",))
+
+
+def differences_from(record: JobRecord, prepared: Prepared) -> list[Difference]:
+    """Compare a job with an earlier one."""
+    now = frozen_config(prepared.checked, prepared.site)["resolved"]
+    return differences(record, prepared.checked, now)
 
 
 def _scripts(plan: LaunchPlan, templates: Sequence[Path], backend: Backend) -> dict[str, str]:
@@ -189,18 +218,21 @@ def submit(prepared: Prepared, store: Store, backends: Backends) -> Submitted:
                 record = complete_record(record, store)
             return Submitted(record, isinstance(error, KeyboardInterrupt), _message_of(error))
         if isinstance(error, OSError):
-            hint = "check run_root in the cluster profile, and the free space there"
-            message = f"cannot write {record.local_dir}: {_reason(error)}"
-            raise UserError(message, hint, OUT_OF_REACH) from None
+            raise cannot_write(record.local_dir, error) from None
         raise
     return Submitted(record)
+
+
+def cannot_write(folder: str, error: OSError) -> UserError:
+    hint = "check run_root in the cluster profile, and the free space there"
+    return UserError(f"cannot write {folder}: {_reason(error)}", hint, OUT_OF_REACH)
 
 
 def refuse_without_gpus(prepared: Prepared) -> None:
     """Refuse a job that needs GPUs on a machine without any: it would fail half a minute later."""
     # A dry run shows such a job: it may be meant for another machine.
     if lacking := [*check_gpus_here(prepared.checked)]:
-        errors = [finding._replace(level="error") for finding in lacking]
+        errors = [each._replace(level="error", message=NO_GPU_HERE) for each in lacking]
         raise UserError("the job was not submitted", findings=errors)
 
 
@@ -224,7 +256,7 @@ def _reason(error: OSError) -> str:
     import shutil
 
     if isinstance(error, shutil.Error):  # what copytree collected: source, target, reason
-        return str(error.args[0][0][2]).rpartition("] ")[2]
+        return str(error.args[0][0][2]).rpartition("] ")[2].partition(": '")[0]
     return error.strerror or str(error)
 
 
@@ -300,13 +332,16 @@ def _part(record: JobRecord) -> Path:
     return run.with_name(f".{run.name}.{record.token}")
 
 
-def undo(record: JobRecord, store: Store, backend: Backend) -> bool:
-    """Remove a half-submitted job; return False if it has started."""
+def undo(record: JobRecord, store: Store, backend: Backend, was_sent: bool = True) -> bool:
+    """Remove a half-submitted job; return False if it has started.
+
+    `was_sent`: the backend may know the job, and has to forget it.
+    """
     import shutil
 
     # Without this token the folder belongs to another job, and is left alone.
     if record.token and read_text(record.run_folder / TOKEN) == record.token:
-        if not backend.abandon(record):
+        if was_sent and not backend.abandon(record):
             return False
         shutil.rmtree(record.local_dir, ignore_errors=True)
     shutil.rmtree(_part(record), ignore_errors=True)

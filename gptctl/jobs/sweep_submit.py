@@ -6,6 +6,7 @@ all runs ask for the same nodes; otherwise each job waits for one that was submi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.submit import (
     Prepared,
     add_record,
+    cannot_write,
     complete_record,
     freeze_job,
     new_token,
@@ -35,7 +37,9 @@ class SubmittedRun(NamedTuple):
 
     number: int
     record: JobRecord | None
-    problem: str = ""
+    problem: str = ""  # what failed, also after the start
+    error: UserError | None = None  # why it was not submitted
+    step: int | None = None  # of the checkpoint that it continues from; 0 if unknown
 
 
 def sweep_conditions(sweep: SweepRecord, has_queue: bool) -> StartConditions:
@@ -66,7 +70,7 @@ def submit_one_by_one(
             sent = submit(prepared, store, backends)
         except UserError as error:
             # The others would most likely be refused, too: `sweep resume` submits them later.
-            return [*done, SubmittedRun(index, None, _reason(error))]
+            return [*done, _refused(index, error)]
         lanes.append(sent.record)
         done.append(SubmittedRun(index, sent.record, sent.problem))
         if sent.was_interrupted:
@@ -74,11 +78,10 @@ def submit_one_by_one(
     return done
 
 
-def _reason(error: UserError | OSError) -> str:
-    if isinstance(error, OSError):
-        return f"cannot write {error.filename or 'the run folder'}: {error.strerror or error}"
+def _refused(index: int, error: UserError) -> SubmittedRun:
     found = "; ".join(f"{each.code} {each.message}" for each in errors_in(error.findings))
-    return f"{error.message}: {found}" if found else error.message
+    problem = f"{error.message}: {found}" if found else error.message
+    return SubmittedRun(index, None, problem, error)
 
 
 def submit_together(
@@ -94,17 +97,21 @@ def submit_together(
     token = new_token()
     folder = backend.array_folder(prepared[0].plan, array_name(sweep.id, token))
     recorded: list[tuple[Prepared, JobRecord]] = []
+    was_sent = False
     try:
         for each in prepared:
             recorded.append(add_record(each, store, backend, token, folder))
         for job, record in recorded:
             freeze_job(job, record)
+        was_sent = True
         return _started(sweep, indices, recorded, store, backend)
     except BaseException as error:
         records = [record for _, record in recorded]
-        if _undone(records, store, backend):
-            if isinstance(error, (UserError, OSError)):
-                return [SubmittedRun(indices[0], None, _reason(error))]
+        if _undone(records, store, backend, was_sent):
+            if isinstance(error, OSError):
+                error = cannot_write(os.path.dirname(folder), error)
+            if isinstance(error, UserError):
+                return [_refused(indices[0], error)]
             raise
         # The array runs: what is missing in the records is completed from the run folders.
         records = [complete_record(record, store) for record in records]
@@ -128,11 +135,12 @@ def _started(
     return done
 
 
-def _undone(records: Sequence[JobRecord], store: Store, backend: Backend) -> bool:
+def _undone(records: Sequence[JobRecord], store: Store, backend: Backend, was_sent: bool) -> bool:
     """Undo the jobs of an array; return whether none of them has started."""
     removed = []
     for record in records:
         # One that cannot be undone now is settled by the next gptctl command.
         with suppress(UserError, OSError):
-            removed.append(undo(record, store, backend))
+            # Taking a job back writes into its folder: the disk may be full.
+            removed.append(undo(record, store, backend, was_sent))
     return all(removed)

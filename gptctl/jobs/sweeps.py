@@ -170,6 +170,11 @@ def members(sweep: SweepRecord, store: Store) -> list[SweepMember]:
     return [SweepMember(index, run, jobs.get(index)) for index, run in enumerate(sweep.runs)]
 
 
+def has_jobs(sweep: SweepRecord, store: Store) -> bool:
+    """Whether a run of the sweep has a job, or one that may have been started."""
+    return any(each.job for each in members(sweep, store))
+
+
 def best_first(rows: Sequence[Mapping[str, Any]], goal: str) -> list[Mapping[str, Any]]:
     """Sort the rows of a sweep: the best value first, those without one last."""
     sign = -1 if goal == "maximize" else 1

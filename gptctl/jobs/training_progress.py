@@ -6,6 +6,7 @@ what was copied before.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from gptctl.logs.progress import RECENT
 METRICS_TAIL = 8 << 10  # bytes: about twenty-five steps
 LOG_TAIL = 64 << 10  # of a script's log, which may have other lines between its steps
 HEAD = 1 << 10  # bytes: the first line of a file
+CHUNK = 1 << 20  # of a file that is searched from its end
 # How scripts call the number of their steps: on their command line, alone or as a config key.
 _TOTAL = re.compile(
     r"(?:--|.*\.|)(?:max[-_]steps|max[-_]train[-_]steps|train[-_]iters|total[-_]steps)", re.ASCII
@@ -92,9 +94,15 @@ def progress_of(record: JobRecord, is_over: bool) -> TrainingProgress | None:
     if found.total is None:
         found = found._replace(total=configured_steps(record))
     # The last step is not logged unless it is a multiple of Engine.logging_freq.
-    status = read_json(Path(record.output_dir) / "status.json") if is_over else None
-    final = (status or {}).get("step") if record.output_dir else None
+    final = (trainer_status(record) or {}).get("step") if is_over else None
     return found._replace(step=final) if isinstance(final, int) and final > found.step else found
+
+
+def trainer_status(record: JobRecord) -> dict[str, Any] | None:
+    """Read what the trainer said last about its state; None if a later job wrote it."""
+    found = read_json(Path(record.output_dir) / "status.json") if record.output_dir else None
+    # Files of older versions do not tell who wrote them.
+    return found if found and found.get("job") in (None, record.id) else None
 
 
 def from_rows(rows: Sequence[Row], changed: float) -> TrainingProgress:
@@ -126,8 +134,14 @@ def _step_time(row: Row) -> float | None:
 
 def _last_rows(record: JobRecord) -> tuple[list[Row], float]:
     if record.output_dir:
-        data, changed = _tail(Path(record.output_dir, METRICS_FILE), METRICS_TAIL)
-        return run_rows(parse_metrics(data, record.id, record.world)), changed
+        file = Path(record.output_dir, METRICS_FILE)
+        data, changed = _tail(file, METRICS_TAIL)
+        rows = run_rows(parse_metrics(data, record.id, record.world))
+        if not rows and data:
+            # The jobs of a chain share the file: later ones have written since.
+            data = _tail_of_job(file, record.id)
+            rows = run_rows(parse_metrics(data, record.id, record.world))
+        return rows, changed
     attempt = RunFolder(record.local_dir).attempts() - 1
     # Most scripts log on the first rank, some on the last.
     for rank in dict.fromkeys((0, record.world - 1)):
@@ -155,6 +169,28 @@ def _tail(file: Path, size: int) -> tuple[bytes, float]:
         os.close(descriptor)
     # The first line is incomplete, unless this is the whole file.
     return data if status.st_size <= size else data.partition(b"\n")[2], status.st_mtime
+
+
+def _tail_of_job(file: Path, job: str) -> bytes:
+    """Return the last lines of a job in a file to which later jobs have written, too."""
+    mark = f'"job": {json.dumps(job)}'.encode()
+    try:
+        with open(file, "rb") as stream:
+            start = stream.seek(0, os.SEEK_END)
+            while start > 0:
+                start = max(0, start - CHUNK)
+                stream.seek(start)
+                # A line may begin in this chunk and end in the one after it.
+                chunk = stream.read(CHUNK + HEAD)
+                if (found := chunk.rfind(mark)) >= 0:
+                    end = start + found + len(mark)
+                    first = max(0, end - METRICS_TAIL)
+                    stream.seek(first)
+                    data = stream.read(end - first + HEAD)
+                    return data.partition(b"\n")[2] if first else data
+    except OSError:
+        pass
+    return b""
 
 
 def configured_steps(record: JobRecord) -> int | None:

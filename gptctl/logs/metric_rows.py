@@ -168,11 +168,19 @@ def with_all_names(rows: Iterable[Row]) -> list[Row]:
     return [{**names, **row} for row in rows]
 
 
-def metric_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Make columns and cells for people; with the job and the attempt if there are several."""
+def metric_table(rows: Sequence[Row], job: str = "") -> tuple[list[str], list[list[str]]]:
+    """Make columns and cells for people; with the job and the attempt if there are several.
+
+    Also with the job if all rows are of another one than `job`, which was asked for.
+    """
     used = {name for row in rows for name, value in row.items() if value is not None}
     columns = [name for name in _FORMATS if name in used or name not in _ONLY_IF_USED]
-    sources = [name for name in ("job", "attempt") if len({row.get(name) for row in rows}) > 1]
+    jobs, attempts = ({row.get(name) for row in rows} for name in ("job", "attempt"))
+    is_of_others = len(jobs) > 1 or bool(job and jobs - {job, None})
+    sources = [
+        *(["job"] if is_of_others else []),
+        *(["attempt"] if len(attempts) > 1 else []),
+    ]
     cells = [
         [*(str(row.get(name)) for name in sources), *(_cell(row, name) for name in columns)]
         for row in rows

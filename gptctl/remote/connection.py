@@ -121,7 +121,7 @@ class Connection:
         with host_errors(self.route), self._in_time(ANSWER_TIMEOUT):
             channel = self._transport.open_session(timeout=self.route.timeout)
             channel.settimeout(ANSWER_TIMEOUT)
-            channel.exec_command(command_line(command))
+            channel.exec_command(os.fsencode(command_line(command)))
         return channel
 
     def run(
@@ -324,7 +324,11 @@ def _connect_error(hop: Route, error: Exception) -> HostError:
         message = f"cannot resolve host name {hop.host}"
         return HostError(hop.name, message, "check host in the profile")
     # "No existing session": the host sent nothing, and paramiko tried to authenticate nevertheless.
-    silences = ("timeout", "banner", "No existing session")
+    silences = ("timeout", "No existing session")
+    # Silence, or the greeting of another program.
+    if "banner" in str(error):
+        problem = f"{place} does not answer as an ssh server"
+        return HostError(hop.name, problem, _SSHD_HINT, is_lost=True)
     if isinstance(error, TimeoutError) or any(words in str(error) for words in silences):
         return HostError(hop.name, f"{place} does not answer", _REACHABLE_HINT, is_lost=True)
     hint = _SSHD_HINT if isinstance(error, OSError) else "try it with ssh -v"
@@ -373,6 +377,8 @@ def _describe(error: Exception) -> str:
         return "; ".join(sorted({str(each.strerror).lower() for each in error.errors.values()}))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
     if isinstance(error, (EOFError, paramiko.AuthenticationException)):
         return "it closed the connection"
     return " ".join(str(error).split()) or type(error).__name__

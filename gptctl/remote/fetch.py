@@ -33,6 +33,7 @@ SKIPPED = re.compile(
 )
 MISSING = "missing"
 SAME_EVERYWHERE = "latest"  # contains the name of the newest checkpoint
+MAX_NAME = 255  # bytes of a file name on most file systems
 TRIES = 5  # after a lost connection; each continues where the one before stopped
 
 
@@ -183,7 +184,10 @@ def _copy(host: HostSync, part: Part, say: Say, done: Progress) -> None:
 
 def _unfinished(part: Part) -> Path:
     # With the time of the file: a newer version must not continue the copy of an older one.
-    return part.local.with_name(f"{part.local.name}.{part.changed}.part")
+    ending, name = f".{part.changed}.part", os.fsencode(part.local.name)
+    if len(name) + len(ending) > MAX_NAME:
+        name = hashlib.sha256(name).hexdigest().encode()
+    return part.local.with_name(os.fsdecode(name) + ending)
 
 
 def _num_missing(part: Part) -> int:

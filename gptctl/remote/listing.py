@@ -22,7 +22,8 @@ class Entry(NamedTuple):
 def listed(files: Any, run: RunCommand, folder: str) -> list[Entry]:
     """List a folder, including names that are not UTF-8; return nothing if it is missing."""
     try:
-        found = files.listdir_attr(folder)
+        # As bytes: the folder itself may have a name that is not UTF-8.
+        found = files.listdir_attr(os.fsencode(folder))
     except FileNotFoundError:
         return []
     # paramiko cannot decode a name that is not UTF-8.

@@ -38,17 +38,28 @@ def remote_command(name: str, *arguments: str) -> list[str]:
 
 def login_command(*command: str, marker: str = "") -> list[str]:
     """Return the command that runs another one in the environment of a login."""
-    mark = f"echo '{marker}' >&2; " if marker else ""
+    mark = f"{_marked(marker)}; " if marker else ""
     return [*_LOGIN_BASH, f'{mark}exec "$@" >&3 3>&-', *command]
+
+
+def _marked(marker: str) -> str:
+    return f"echo '{marker}' >&3; echo '{marker}' >&2"
 
 
 def login_script(name: str, *arguments: str) -> list[str]:
     """Like `remote_command`, in the environment of a login, with the marker."""
     return [
         *_LOGIN_BASH,
-        f"echo '{START_MARKER}' >&2; exec >&3 3>&-; {in_one_line(name)}",
+        f"{_marked(START_MARKER)}; exec >&3 3>&-; {in_one_line(name)}",
         *arguments,
     ]
+
+
+def login_output(stdout: bytes) -> bytes | None:
+    """Return what such a command printed to stdout; None if the login shell never came to it."""
+    # A profile may exit, or replace the shell by another one that reads our empty stdin.
+    before, marker, output = stdout.partition(f"{START_MARKER}\n".encode())
+    return output if marker and not before else None
 
 
 def after_login(stderr: str) -> str:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from gptctl.spec.cluster import Cluster, Profile, load_profile
-from gptctl.spec.env_lint import Job, lint
+from gptctl.spec.env_lint import PLAIN_SECRET, Job, lint
 from gptctl.spec.launch import Launch
 from gptctl.spec.launch_rules import check_disks, check_elastic, check_launch, check_spread
 from gptctl.spec.visible_gpus import count_visible_gpus
@@ -255,6 +255,9 @@ def _lint(
     # The place is the run config's line if it sets the variable, else the profile's.
     findings = []
     for finding in lint(environment, job):
+        # A variable in both env and secrets is an error of its own.
+        if finding.code == PLAIN_SECRET.code and finding.key in launch.secrets:
+            continue
         in_profile = profile.reading.places.get(f"env.{finding.key}") if profile else None
         findings.append(finding.at(reading.places.get(f"Launch.env.{finding.key}", in_profile)))
     return findings

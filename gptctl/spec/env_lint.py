@@ -37,6 +37,7 @@ from gptctl.spec.env_names import (
     SEVERAL_OF,
     TORCH,
     YES,
+    looks_secret,
 )
 from trainer.errors import Finding, Rule, closest
 
@@ -92,6 +93,7 @@ SWITCHED_OFF = Rule("E028", "hang detection should stay on", "warning")
 NO_EFFECT = Rule("E029", "a setting should not be cancelled by another one", "warning")
 LOCAL_DUMP = Rule("E030", "dumps of several nodes should go to a shared file system", "notice")
 NO_GPU = Rule("E031", "variables for GPUs should be set for GPU jobs only", "notice")
+PLAIN_SECRET = Rule("E032", "a secret should be named in secrets, not written in env", "warning")
 
 
 class Job(NamedTuple):
@@ -200,6 +202,14 @@ def _name(s: Setting) -> Iterator[Finding]:
         yield s.found(DEAD, "no current release of NCCL or torch reads it", DEAD_NAMES[s.name])
     else:
         yield from _spelling(s)
+
+
+def _secret(s: Setting) -> Iterator[Finding]:
+    if s.value and looks_secret(s.name):
+        message = "it looks like a secret, and env is stored with the job as plain text"
+        hint = f"remove it, and set Launch.secrets.{s.name} to {{env: {s.name}}} or {{file: PATH}}"
+        # Without the value: findings are printed and logged.
+        yield PLAIN_SECRET.found(s.name, None, message, hint)
 
 
 def _spelling(s: Setting) -> Iterator[Finding]:
@@ -506,5 +516,5 @@ def _cancelled(s: Setting) -> Iterator[Finding]:
 Check = Callable[[Setting], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     *(_name, _renamed, _integer, _boolean, _choice, _filter, _interfaces, _plain_names),
-    *(_debugging, _logs, _resources, _connections, _failures, _cancelled),
+    *(_debugging, _logs, _resources, _connections, _failures, _cancelled, _secret),
 )

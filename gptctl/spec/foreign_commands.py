@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gptctl.spec.env_names import SET_FOR_EACH_PROCESS
+from gptctl.spec.env_names import SET_FOR_EACH_PROCESS, looks_secret
 from gptctl.spec.foreign_flags import (
     NO_COUNTERPART,
     NOT_KNOWN,
@@ -24,40 +23,28 @@ from gptctl.spec.foreign_flags import (
     set_key,
     split_flags,
 )
-from gptctl.spec.launcher_flags import (
-    SBATCH_SWITCHES,
-    SWITCHES,
-    map_launcher,
-    map_slurm,
-    split_short,
+from gptctl.spec.launch_search import (
+    CONTAINERS,
+    FORMS,
+    FoundLaunch,
+    find_called,
+    find_launch,
+    slurm_flags,
+    some,
+    words_of_slurm,
 )
+from gptctl.spec.launcher_flags import SWITCHES, map_launcher, map_slurm
 from gptctl.spec.megatron_flags import is_megatron, map_megatron
-from gptctl.spec.shell_text import ShellCommand, ShellScript, is_known, read_inside, read_script
+from gptctl.spec.shell_text import ShellScript, is_known, read_script
 from trainer.config import Override
 from trainer.config.dialects import IGNORED
 from trainer.config.flags import PADDLENLP_FLAGS, parse_arguments
 from trainer.errors import WRONG_USAGE, UserError
 
-_LAUNCH_MODULES = frozenset(
-    """
-    torch.distributed.run torch.distributed.launch paddle.distributed.launch
-    paddle.distributed.fleet.launch
-    """.split()
-)
-_LAUNCH_FILE = re.compile(r"(.*/)?(torch|paddle)/distributed/(fleet/)?(launch|run)\.py")
-_PYTHON = re.compile(r"python[0-9.]*")
 _PADDLE_SCRIPT = re.compile(r"(.*/)?(run_pretrain\w*|tools/train)\.py")
-# Before the program, these change nothing that a job would miss.
-_TRANSPARENT = frozenset("env exec eval nohup time command unbuffer".split())
-_PRINT = (("echo",), ("printf",), ("which",), ("type",))
-_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
-_CONTAINERS = frozenset("singularity apptainer docker podman enroot".split())
 _PREPARES = frozenset("module source . conda micromamba spack ml cd".split())
-_SECRET = re.compile(r"(?i).*(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIAL).*")
-_FORMS = (
-    "give a command with torchrun, python -m torch.distributed.run, python -m "
-    "paddle.distributed.launch or python SCRIPT.py, or a shell script that contains one"
-)
+KEPT_SECRET = "not written into a config: use Launch.secrets"
+MAX_CALLS = 4  # scripts that start one another
 
 
 class ForeignJob(NamedTuple):
@@ -70,27 +57,21 @@ class ForeignJob(NamedTuple):
     is_queued: bool = False  # the command has options of a scheduler
 
 
-class _Launch(NamedTuple):
-    """A command that starts training, cut into its parts."""
+def translate_command(
+    text: str, variables: Mapping[str, str], read_file: Callable[[str], str] | None = None
+) -> ForeignJob:
+    """Translate the text of a command or shell script; raise UserError if it launches nothing.
 
-    command: ShellCommand
-    before: tuple[str, ...]  # wrappers such as srun or singularity, with their options
-    launcher: tuple[str, ...] | None  # flags of the launcher; None: python alone
-    program: tuple[str, ...]  # a script or `-m MODULE` in the first word, then its arguments
-
-
-def translate_command(text: str, variables: Mapping[str, str]) -> ForeignJob:
-    """Translate the text of a command or shell script; raise UserError if it launches nothing."""
-    script = read_script(text, variables)
-    slurm = _slurm_flags(script.sbatch)
-    # Scripts use what Slurm would set, such as --nnodes $SLURM_NNODES.
-    script = read_script(text, {**variables, **_slurm_variables(slurm)})
-    launch, script = _find_launch(script)
-    wrapper = _slurm_flags(_of_slurm(launch.before))
+    `read_file` returns the text of a script that the command starts.
+    """
+    script, slurm, around = _launching_script(text, variables, read_file)
+    launch, script = find_launch(script)
+    wrapper = slurm_flags(words_of_slurm(launch.before))
     tasks, others = _tasks([*slurm, *wrapper], launch)
     parts = [map_slurm(others), _ranks_by_srun(tasks, bool(others), launch)]
     for_trainer = _dialect(launch.program) != "own"
-    parts += [_environment(launch.command.environment, for_trainer), _before(launch.before)]
+    environment = {**around, **launch.command.environment}
+    parts += [_environment(environment, for_trainer), _before(launch.before)]
     parts.append(_prepared_by(script))
     parts.append(map_launcher(list(split_flags(launch.launcher or (), SWITCHES))))
     so_far = [override for part in parts for override in part.overrides]
@@ -100,26 +81,50 @@ def translate_command(text: str, variables: Mapping[str, str]) -> ForeignJob:
         raise UserError(script.shown(error.message), error.hint, error.exit_code) from None
     overrides = [*so_far, *mapped.overrides]
     unmapped = [each for part in (*parts, mapped) for each in part.unmapped]
+    unmapped += _output(launch.command.output)
     return ForeignJob(
         launch.program[0],
         tuple(each._replace(source=script.shown(each.source)) for each in overrides),
         base,
-        tuple(Unmapped(script.shown(each.what), each.reason) for each in unmapped),
+        tuple(Unmapped(script.shown(each.what).strip() or "''", each.reason) for each in unmapped),
         bool(slurm or wrapper),
     )
 
 
-def _slurm_flags(words: Sequence[str]) -> list[Flag]:
-    flags = split_flags(split_short(words), SBATCH_SWITCHES)
-    # `srun` itself, and what an option without a value seems to have as its value.
-    return [flag._replace(values=flag.values[:1]) for flag in flags if flag.name]
+def _launching_script(
+    text: str, variables: Mapping[str, str], read_file: Callable[[str], str] | None
+) -> tuple[ShellScript, list[Flag], Mapping[str, str]]:
+    """The script with the launch command, all options of Slurm, and the variables around it.
+
+    A command such as `sbatch --nodes 8 run.sh` names it; its options count more than the lines in
+    the script.
+    """
+    script, slurm = _script_for_slurm(text, variables)
+    around: dict[str, str] = {}
+    for _ in range(MAX_CALLS):
+        called = find_called(script) if read_file else None
+        if not called or not read_file:
+            break
+        around |= called.environment
+        known, outer = {**variables, **around}, [*slurm, *called.flags]
+        inner = read_file(called.path)
+        script, slurm = _script_for_slurm(inner, known, outer, called.arguments, script.unknown)
+    return script, slurm, around
 
 
-def _of_slurm(words: Sequence[str]) -> list[str]:
-    """The words of srun or sbatch, up to the container that they start."""
-    if not words or os.path.basename(words[0]) not in ("srun", "sbatch", "salloc"):
-        return []
-    return list(takewhile(lambda word: os.path.basename(word) not in _CONTAINERS, words))
+def _script_for_slurm(
+    text: str,
+    variables: Mapping[str, str],
+    outer: Sequence[Flag] = (),
+    arguments: Sequence[str] = (),
+    unknown: Sequence[str] = (),
+) -> tuple[ShellScript, list[Flag]]:
+    """A script, and the options of Slurm: its own, then those of the command that starts it."""
+    script = read_script(text, variables, arguments, unknown)
+    slurm = [*slurm_flags(script.sbatch), *outer]
+    # Scripts use what Slurm would set, such as --nnodes $SLURM_NNODES.
+    known = {**variables, **_slurm_variables(slurm)}
+    return read_script(text, known, arguments, unknown), slurm
 
 
 def _slurm_variables(flags: Sequence[Flag]) -> dict[str, str]:
@@ -135,123 +140,14 @@ def _slurm_variables(flags: Sequence[Flag]) -> dict[str, str]:
     }
 
 
-def _find_launch(script: ShellScript) -> tuple[_Launch, ShellScript]:
-    """The one command that starts training, and the script with what is unknown in it."""
-    launches: list[_Launch] = []
-    for command in script.commands:
-        commands, script = _with_inner(command, script)
-        launches += [launch for each in commands if (launch := _cut(each))]
-    launches = [each for each in launches if each.launcher is not None] or launches
-    if not launches:
-        raise UserError("there is no launch command in this text", _FORMS, WRONG_USAGE)
-    if len({_without_rank(launch) for launch in launches}) > 1:
-        lines = ", ".join(str(launch.command.line) for launch in launches)
-        hint = "give one of them alone, or delete the others from a copy"
-        raise UserError(f"several launch commands, in lines {lines}", hint, WRONG_USAGE)
-    return launches[0], script
-
-
-def _with_inner(
-    command: ShellCommand, script: ShellScript
-) -> tuple[list[ShellCommand], ShellScript]:
-    """The command; for `bash -c TEXT` and `sbatch --wrap TEXT` the commands of the text."""
-    words = command.words
-    for at, word in enumerate(words):
-        is_shell = at > 0 and os.path.basename(words[at - 1]) in ("bash", "sh")
-        if word.startswith("--wrap="):
-            return _inside(command, words[:at], word.partition("=")[2], script)
-        if word == "--wrap" and at + 1 < len(words):
-            return _inside(command, (*words[:at], *words[at + 2 :]), words[at + 1], script)
-        if is_shell and re.fullmatch("-[a-z]*c", word) and at + 1 < len(words):
-            return _inside(command, words[: at - 1], words[at + 1], script)
-    return [command], script
-
-
-def _inside(
-    command: ShellCommand, outer: tuple[str, ...], text: str, script: ShellScript
-) -> tuple[list[ShellCommand], ShellScript]:
-    inside = read_inside(text, script)
-    commands = [
-        ShellCommand(
-            (*outer, *each.words), command.line, {**command.environment, **each.environment}
-        )
-        for each in inside.commands
-    ]
-    return commands, script._replace(unknown=inside.unknown)
-
-
-def _without_rank(launch: _Launch) -> tuple[object, ...]:
-    """The launch without the number of its node: tutorials show the command once per node."""
-    flags = split_flags(launch.launcher or (), SWITCHES)
-    kept = tuple(flag for flag in flags if flag.name not in ("node-rank", "rank"))
-    return (kept, launch.program)
-
-
-def _without_prefix(command: ShellCommand) -> ShellCommand:
-    """The command without `exec`, `nohup`, `env A=1` and the like."""
-    words, environment = command.words, dict(command.environment)
-    while words and (words[0] in _TRANSPARENT or _ASSIGNED.match(words[0])):
-        name, equals, value = words[0].partition("=")
-        environment |= {name: value} if equals else {}
-        words = words[1:]
-    return command._replace(words=words, environment=environment)
-
-
-def _cut(command: ShellCommand) -> _Launch | None:
-    """Cut a command into wrapper, launcher and program; None if it starts no training."""
-    command = _without_prefix(command)
-    words = command.words
-    for at, word in enumerate(words if words[:1] not in _PRINT else ()):
-        name = os.path.basename(word)
-        if name in ("torchrun", "fleetrun"):
-            return _with_launcher(command, words[:at], words[at + 1 :])
-        is_python = _PYTHON.fullmatch(name) or (not is_known(word) and at == 0)
-        if is_python and (launch := _python(command, words[:at], words[at + 1 :])):
-            return launch
-    return None
-
-
-def _python(
-    command: ShellCommand, before: tuple[str, ...], words: tuple[str, ...]
-) -> _Launch | None:
-    while words and is_flag(words[0]) and words[0] not in ("-m", "-c"):
-        words = words[2:] if words[0] in ("-X", "-W") else words[1:]
-    if not words or words[0] == "-c":
-        return None
-    if words[0] == "-m":
-        if len(words) > 1 and words[1] in _LAUNCH_MODULES:
-            return _with_launcher(command, before, words[2:])
-        is_tool = words[1:2] in ((), ("pip",), ("venv",))
-        return None if is_tool else _Launch(command, before, None, (f"-m {words[1]}", *words[2:]))
-    if _LAUNCH_FILE.fullmatch(words[0]):
-        return _with_launcher(command, before, words[1:])
-    return _Launch(command, before, None, words) if words[0].endswith(".py") else None
-
-
-def _with_launcher(
-    command: ShellCommand, before: tuple[str, ...], words: tuple[str, ...]
-) -> _Launch | None:
-    at, is_module = 0, False
-    while at < len(words) and is_flag(words[at]):
-        name, equals, _ = words[at].lstrip("-").replace("_", "-").partition("=")
-        is_module = is_module or name in ("m", "module")
-        at += 1 if equals or name in SWITCHES else 2
-    if at >= len(words):
-        hint = "end it with the script and its arguments"
-        raise UserError(f"line {command.line}: the launcher has no script", hint, WRONG_USAGE)
-    flags = tuple(word for word in words[:at] if word not in ("-m", "--module"))
-    program = f"-m {words[at]}" if is_module else words[at]
-    return _Launch(command, before, flags, (program, *words[at + 1 :]))
-
-
-def _tasks(flags: Sequence[Flag], launch: _Launch) -> tuple[list[Flag], list[Flag]]:
+def _tasks(flags: Sequence[Flag], launch: FoundLaunch) -> tuple[list[Flag], list[Flag]]:
     """The flags that set the number of ranks where srun starts them, and all others."""
     by_srun = launch.launcher is None
     tasks = [flag for flag in flags if by_srun and flag.name == "ntasks-per-node"]
     return tasks, [flag for flag in flags if flag not in tasks]
 
 
-def _ranks_by_srun(tasks: Sequence[Flag], is_slurm: bool, launch: _Launch) -> Mapped:
+def _ranks_by_srun(tasks: Sequence[Flag], is_slurm: bool, launch: FoundLaunch) -> Mapped:
     """Without a launcher, a task of srun is a rank; python alone is one rank."""
     mapped = Mapped([], [])
     if tasks:
@@ -271,9 +167,8 @@ def _environment(environment: Mapping[str, str], for_trainer: bool) -> Mapped:
         elif name == "CUDA_DEVICE_MAX_CONNECTIONS" and for_trainer:
             # Megatron insists on 1; here it would only keep communication from overlapping.
             mapped.unmapped.append(Unmapped(f"{name}={value}", "not needed here"))
-        elif _SECRET.fullmatch(name):
-            reason = "not written into a config: use Launch.secrets"
-            mapped.unmapped.append(Unmapped(name, reason))
+        elif looks_secret(name):
+            mapped.unmapped.append(Unmapped(name, KEPT_SECRET))
         elif not is_known(value):
             mapped.unmapped.append(Unmapped(f"{name}={value}", NOT_KNOWN))
         elif name == "CUDA_VISIBLE_DEVICES":
@@ -288,15 +183,26 @@ def _before(words: tuple[str, ...]) -> Mapped:
     """Name the wrappers that are not translated."""
     mapped = Mapped([], [])
     for at, word in enumerate(words):
-        if os.path.basename(word) in _CONTAINERS:
+        if os.path.basename(word) in CONTAINERS:
             text = " ".join(words[at:])
             mapped.unmapped.append(Unmapped(text, "set `container` in the cluster profile"))
             return mapped
-    if words and not _of_slurm(words):
+    if words and not words_of_slurm(words):
         is_setup = words[0] in _PREPARES
         reason = "add it to `setup` of the cluster profile" if is_setup else NO_COUNTERPART
         mapped.unmapped.append(Unmapped(" ".join(words), reason))
     return mapped
+
+
+def _output(words: Sequence[str]) -> Iterator[Unmapped]:
+    """Name what the command does with its output: a job has log files, and runs by itself."""
+    in_background = words[-1:] == ("&",)
+    if sent := " ".join(words[:-1] if in_background else words):
+        reads = sent.startswith("<")
+        reason = NO_COUNTERPART if reads else "not needed: gptctl logs shows the output"
+        yield Unmapped(sent, reason)
+    if in_background:
+        yield Unmapped("&", "not needed: the job runs in the background")
 
 
 def _prepared_by(script: ShellScript) -> Mapped:
@@ -351,17 +257,36 @@ def _paddlenlp(arguments: Sequence[str]) -> tuple[Mapped, str]:
         else:
             mapped.overrides.append(override)
     if base and not is_known(base):
-        raise UserError("the config of -c is known only when a shell runs", _FORMS, WRONG_USAGE)
+        raise UserError("the config of -c is known only when a shell runs", FORMS, WRONG_USAGE)
     return mapped, base or ""
 
 
 def _own_program(words: tuple[str, ...], script: ShellScript) -> Mapped:
+    words, secrets = _without_secrets(words)
     if unknown := list(_unknown(words, script)):
-        message = f"{', '.join(unknown)}: known only when a shell runs the command"
+        message = f"{some(unknown)}: known only when a shell runs the command"
         hint = "write the values into the command, or into a copy of the script"
         raise UserError(message, hint, WRONG_USAGE)
     arguments = [Override("Launch.args", words[1:], words[0])] if words[1:] else []
-    return Mapped([set_key("Launch.entrypoint", words[0], words[0]), *arguments], [])
+    unmapped = [Unmapped(name, KEPT_SECRET) for name in secrets]
+    return Mapped([set_key("Launch.entrypoint", words[0], words[0]), *arguments], unmapped)
+
+
+def _without_secrets(words: tuple[str, ...]) -> tuple[tuple[str, ...], list[str]]:
+    """The words without flags such as `--api-key=sk-1`, and the names of these flags."""
+    kept, secrets, at = [words[0]], [], 1
+    while at < len(words):
+        name, equals, value = words[at].partition("=")
+        follows = not equals and at + 1 < len(words) and not is_flag(words[at + 1])
+        value = words[at + 1] if follows else value
+        # A switch has no value to hide, and `--num-token 4` none either.
+        if is_flag(name) and value and not value.isdigit() and looks_secret(name.lstrip("-")):
+            secrets.append(name)
+            at += 2 if follows else 1
+        else:
+            kept.append(words[at])
+            at += 1
+    return tuple(kept), secrets
 
 
 def _unknown(words: Sequence[str], script: ShellScript) -> Iterator[str]:

@@ -52,7 +52,7 @@ SBATCH_SHORT = dict(
     ).split()
 )
 SBATCH_SWITCHES = frozenset(
-    "exclusive requeue no-requeue hold overcommit wait verbose quiet l u".split()
+    "exclusive requeue no-requeue hold overcommit wait verbose quiet parsable label l u".split()
 )
 SBATCH_KEYS = {
     "nodes": "Launch.nodes",
@@ -120,11 +120,11 @@ def _endpoint(flag: Flag, mapped: Mapped) -> None:
     if flag.is_known and host and port != "0":
         mapped.overrides.append(set_key("Launch.rdzv.endpoint", flag.value, flag.source))
         return
-    mapped.unmapped.append(
-        Unmapped(flag.source, "not needed: gptctl uses the first host of the job")
-    )
-    if port.isdigit() and int(port):
+    reason = "not needed: gptctl uses the first host of the job"
+    if re.fullmatch(r"0*[1-9][0-9]{0,9}", port):
         mapped.overrides.append(set_key("Launch.rdzv.port", port, flag.source))
+        reason = f"set as port {port}; the host is {reason}"
+    mapped.unmapped.append(Unmapped(flag.source, reason))
 
 
 def _checked_rendezvous(mapped: Mapped) -> Mapped:

@@ -21,6 +21,7 @@ HAS_GPU = Rule(
 CROWDED = Rule(
     "S017", "a job on CPUs of this machine should have at most four ranks per core", "warning"
 )
+NO_GPU_HERE = "this machine has no GPU that a job may use"
 RANKS_PER_CORE = 4
 # ROCm and WSL have no /dev/nvidia0: their GPUs cannot be counted here, but torch may find them.
 OTHER_DRIVERS = ("/dev/kfd", "/dev/dxg")
@@ -33,7 +34,7 @@ def check_gpus_here(checked: Checked) -> Iterator[Finding]:
     if not is_trainer or not checked.cluster.traits.is_one_machine or checked.device != "gpu":
         return
     if not has_gpu():
-        message = "this machine has no GPU that a job may use, so gptctl submit refuses it here"
+        message = f"{NO_GPU_HERE}, so gptctl submit refuses it here"
         hint = "choose a cluster with GPUs (--cluster NAME), or -o Global.device=cpu"
         yield HAS_GPU.found("Global.device", "gpu", message, hint)
 

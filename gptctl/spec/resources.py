@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gptctl.engine.atomic_files import private_files
+from gptctl.engine.state_home import state_home
 from trainer.errors import WRONG_USAGE, UserError, closest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -43,8 +44,7 @@ def home() -> Path:
     """The folder in which gptctl keeps its records: $GPTCTL_HOME, or the XDG default."""
     if chosen := os.environ.get("GPTCTL_HOME"):
         return Path(chosen).absolute()  # a job outlives the current folder
-    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(state) / "gptctl"
+    return state_home() / "gptctl"
 
 
 def installation_id() -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
+MAX_NUMBER = 101  # characters: one more than calculate() accepts
+
 
 def calculate(text: str) -> int | None:
     """Return the value of a text with integers and + - * / ( ) only; None for anything else."""
@@ -26,4 +28,8 @@ def _value(node: ast.expr) -> int:
         return left + right
     if isinstance(node.op, ast.Sub):
         return left - right
-    return left * right if isinstance(node.op, ast.Mult) else left // right
+    if isinstance(node.op, ast.Mult):
+        return left * right
+    # A shell rounds towards zero.
+    quotient = abs(left) // abs(right)
+    return quotient if (left < 0) == (right < 0) else -quotient

@@ -8,10 +8,11 @@ the commands inside them count once.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gptctl.spec.shell_arithmetic import calculate
+from gptctl.spec.shell_arithmetic import MAX_NUMBER, calculate
 from trainer.errors import WRONG_USAGE, UserError
 
 MAX_TEXT = 1 << 16  # characters; no launch script is longer
@@ -20,13 +21,16 @@ MAX_EXPANDED = 1 << 20  # characters of all words: variables that double each ot
 # words can be split and joined as usual.
 MARK, END = "\ue000", "\ue001"
 _MARKED = re.compile(f"{MARK}([0-9]+){END}")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_BRACED = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?::?[-=]([^\\$`'\"{}]*))?")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_BRACED = re.compile(r"([A-Za-z_]\w*|[1-9])(\[[@*]\])?(?::?[-=]([^\\$`'\"{}]*))?", re.ASCII)
 _ENDS = " \t\r\n;|&()<>"
-_PLAIN = re.compile(r"""[^\s;|&()<>'"\\$`]+""")
+# Other blanks of Unicode are ordinary characters of a word.
+_PLAIN = re.compile(r"""[^ \t\r\n;|&()<>'"\\$`]+""")
+_ESCAPED = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.DOTALL)  # $'a\tb'
 _QUOTED = re.compile(r"""(?:[^"\\$`]|\\["\\$`\n])+""")
 _REDIRECTION = re.compile(r"(?:\d*|&)(<<<|<<-?|>>|>&|<&|[<>])")
+_PROCESS = re.compile(r"[<>](?=\()")  # <(command)
 _OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
 _KEYWORDS = frozenset("if then else elif fi for do done while until case esac { } ! time".split())
 _DECLARES = frozenset("export declare readonly local typeset".split())
@@ -38,6 +42,7 @@ class ShellCommand(NamedTuple):
     words: tuple[str, ...]
     line: int
     environment: Mapping[str, str]
+    output: tuple[str, ...] = ()  # as written: redirections, `| tee log.txt` and a final `&`
 
 
 class ShellScript(NamedTuple):
@@ -58,14 +63,25 @@ def is_known(word: str) -> bool:
     return MARK not in word
 
 
-def read_script(text: str, variables: Mapping[str, str]) -> ShellScript:
-    """Read a text; `variables` are known from outside. Raises UserError if it is not shell text."""
+def read_script(
+    text: str,
+    variables: Mapping[str, str],
+    arguments: Sequence[str] = (),
+    unknown: Sequence[str] = (),
+) -> ShellScript:
+    """Read a text; `variables` are known from outside. Raises UserError if it is not shell text.
+
+    `arguments` are `$1` and so on; `unknown`: the marked parts of all these values.
+    """
     if len(text) > MAX_TEXT:
-        message = f"the text has {len(text):,} characters: too long for a launch command"
-        raise UserError(message, f"give at most {MAX_TEXT:,} characters", WRONG_USAGE)
+        message = f"the text has more than {MAX_TEXT:,} characters: too long for a launch command"
+        raise UserError(message, "give only the launch command", WRONG_USAGE)
     if MARK in text or END in text or "\0" in text:
         raise UserError("the text contains control characters", "delete them", WRONG_USAGE)
-    return _read(_Reader(text.replace("\r\n", "\n"), variables))
+    reader = _Reader(text.replace("\r\n", "\n"), variables)
+    reader.unknown = list(unknown)
+    reader.set_arguments(arguments)
+    return _read(reader)
 
 
 def read_inside(text: str, script: ShellScript) -> ShellScript:
@@ -76,8 +92,13 @@ def read_inside(text: str, script: ShellScript) -> ShellScript:
 
 
 def _read(reader: _Reader) -> ShellScript:
-    commands = tuple(reader.commands())
-    return ShellScript(commands, tuple(reader.sbatch), tuple(reader.unknown))
+    commands = list(reader.commands())
+    # What follows a pipe reads the output of the command before it.
+    for at in range(len(commands) - 1, 0, -1):
+        before = commands[at - 1]
+        if before.output[-1:] == ("|",):
+            commands[at - 1] = before._replace(output=(*before.output, *commands[at].words))
+    return ShellScript(tuple(commands), tuple(reader.sbatch), tuple(reader.unknown))
 
 
 class _Reader:
@@ -87,21 +108,34 @@ class _Reader:
         self.text, self.at, self.produced = text, 0, 0
         self.counted, self.lines = 0, 1  # the lines up to a position
         self.variables: dict[str, list[str]] = {name: [value] for name, value in variables.items()}
+        self.variables["@"] = []  # the arguments of the script
         self.exported: dict[str, str] = {}
         self.unknown: list[str] = []
         self.sbatch: list[str] = []
+        self.output: list[str] = []  # what the current command does with its output
         self.heredocs: list[str] = []  # delimiters of here-documents that begin at the next line
 
     def commands(self) -> Iterator[ShellCommand]:
         while self.at < len(self.text):
-            line = self.line
+            line, self.output = self.line, []
             words, assigned = self.simple_command()
             while words and words[0] in _KEYWORDS:
                 words.pop(0)
             if words and words[0] not in _DECLARES:
-                yield ShellCommand(tuple(words), line, {**self.exported, **assigned})
+                environment = {**self.exported, **assigned} if assigned else self.exported
+                self.count(len(assigned) and len(environment), self.at)
+                yield ShellCommand(tuple(words), line, environment, tuple(self.output))
+                # Behind it, `$1` is another argument.
+                if words[0] in ("shift", "getopts"):
+                    self.unknown.append("$@")
+                    self.set_arguments([f"{MARK}{len(self.unknown) - 1}{END}"])
             else:
                 self.assign(words, assigned)
+
+    def set_arguments(self, arguments: Sequence[str]) -> None:
+        self.variables["@"] = list(arguments)
+        for number in range(1, 10):
+            self.variables[str(number)] = list(arguments[number - 1 : number])
 
     @property
     def line(self) -> int:
@@ -122,6 +156,9 @@ class _Reader:
         while self.skip_blanks():
             if self.operator():
                 break
+            if _PROCESS.match(self.text, self.at):
+                words.append(self.mark(self.at, self.closing(self.at + 1, "(", ")")))
+                continue
             if self.redirection():
                 continue
             match = _ASSIGNMENT.match(self.text, self.at)
@@ -151,8 +188,10 @@ class _Reader:
         line = self.text[start : self.at]
         # sbatch reads these lines literally: variables do not count there.
         if line.startswith("#SBATCH") and (start == 0 or self.text[start - 1] == "\n"):
-            options = _Reader(line[len("#SBATCH") :], {})
-            self.sbatch += options.simple_command()[0]
+            try:
+                self.sbatch += shlex.split(line[len("#SBATCH") :], comments=True)
+            except ValueError:
+                raise self.fail("a quote is not closed", start) from None
 
     def operator(self) -> bool:
         found = next((each for each in _OPERATORS if self.text.startswith(each, self.at)), "")
@@ -160,6 +199,8 @@ class _Reader:
         if not found or self.text.startswith("&>", self.at):
             return False
         self.at += len(found)
+        if found in ("&", "|"):
+            self.output.append(found)
         if found == "\n" and self.heredocs:
             self.skip_heredocs()
         return True
@@ -168,9 +209,10 @@ class _Reader:
         match = _REDIRECTION.match(self.text, self.at)
         if not match:
             return False
-        self.at = match.end()
+        start, self.at = self.at, match.end()
         self.skip_blanks()
         target = "".join(self.word())
+        self.output.append(self.text[start : self.at])
         if match[1] in ("<<", "<<-"):
             self.heredocs.append(target)
         return True
@@ -200,6 +242,7 @@ class _Reader:
             before = self.variables.get(name, [])
             joined = len(value) == 1 and len(before) <= 1
             value = ["".join([*before, *value])] if joined else [*before, *value]
+            self.count(sum(map(len, value)), start)
         # Known at once: the next word of the same line may use it.
         self.variables[name] = value
         assigned[name] = " ".join(value)
@@ -227,9 +270,13 @@ class _Reader:
         """Note which variables are exported: `export A=1`, or `export A` after `A=1`."""
         if words and words[0] == "export":
             named = {name: " ".join(self.variables.get(name, [])) for name in words[1:]}
-            self.exported |= {**assigned, **{n: v for n, v in named.items() if n.isidentifier()}}
+            changed = {**assigned, **{n: v for n, v in named.items() if n.isidentifier()}}
         else:
-            self.exported |= {n: v for n, v in assigned.items() if n in self.exported}
+            changed = {n: v for n, v in assigned.items() if n in self.exported}
+        # Commands share the variables, until these change.
+        if changed:
+            self.exported = {**self.exported, **changed}
+            self.count(len(self.exported), self.at)
 
     def word(self, splits: bool = True) -> list[str]:
         """The next word; several where a variable contains blanks, none where it is empty."""
@@ -242,9 +289,14 @@ class _Reader:
             elif character == "'":
                 fields.add(self.single_quoted())
             elif self.text.startswith('"$@"', self.at):
-                self.at += 4  # no word, where a script gets no arguments
+                self.at += 4
+                fields.expand(self.variables["@"], splits=False)
             elif character == '"':
                 self.double_quoted(fields)
+            elif match := _ESCAPED.match(self.text, self.at):
+                fields.add(self.mark(self.at, match.end()))
+            elif self.text.startswith('$"', self.at):
+                self.at += 1  # a text that may be translated
             elif character == "\\":
                 fields.add(self.text[self.at + 1 : self.at + 2].replace("\n", ""))
                 self.at += 2
@@ -298,8 +350,11 @@ class _Reader:
         following = self.text[start + 1 : start + 2]
         if following in ("@", "*"):
             self.at += 2
-            return []
-        if following in tuple("0123456789#?$!-"):
+            return self.variables["@"]
+        if following.isdigit():
+            self.at += 2
+            return self.value_of(following, start)
+        if following in tuple("#?$!-"):
             return [self.mark(start, start + 2)]
         self.at += 1
         return ["$"]
@@ -318,20 +373,27 @@ class _Reader:
 
     def value_of(self, name: str, start: int) -> list[str]:
         value = self.variables.get(name) or [self.mark(start, self.at)]
-        self.produced += sum(map(len, value))
+        self.count(sum(map(len, value)), start)
+        return value
+
+    def count(self, size: int, start: int) -> None:
+        """Stop texts that become far longer than they are written."""
+        self.produced += size
         if self.produced > MAX_EXPANDED:
             raise self.fail(f"its words have more than {MAX_EXPANDED:,} characters", start)
-        return value
 
     def arithmetic(self, start: int) -> str:
         """The value of `$((A * 2))`, if it contains known integers and + - * / only."""
         end = self.closing(start + 1, "(", ")")
         inner = self.text[start + 3 : end - 2]
         names = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
-        text = names.sub(lambda match: " ".join(self.variables.get(match[1], ["?"])), inner)
-        value = calculate(text)
+        # A long value is not a number, and would be repeated for each place that uses it.
+        value = calculate(names.sub(lambda match: self.text_of(match[1])[:MAX_NUMBER], inner))
         self.at = end
         return self.mark(start, end) if value is None else str(value)
+
+    def text_of(self, name: str) -> str:
+        return " ".join(self.variables.get(name, ["?"]))
 
     def closing(self, start: int, opening: str, closing: str) -> int:
         """The position behind the bracket that closes the one at `start`."""

@@ -42,7 +42,7 @@ METHODS = ("grid", "list", "random")
 DISTRIBUTIONS = ("uniform", "log_uniform")
 RUNS = Rule("W001", f"a sweep must consist of 1 to {MAX_RUNS} different runs")
 METHOD = Rule("W002", "a sweep must have the keys of its method, and no others")
-OWN_OUTPUT = Rule("W003", "every run of a sweep must write into a folder of its own")
+OWN_OUTPUT = Rule("W003", "runs must not write into the same folder or snapshot")
 
 
 class Values(NamedTuple):
@@ -317,3 +317,29 @@ def varied(runs: Sequence[Run]) -> list[str]:
     """The keys that differ between the runs: the columns of the table."""
     keys = dict.fromkeys(key for run in runs for key in run)
     return [key for key in keys if len({run.get(key) for run in runs}) > 1] or list(keys)
+
+
+def short_names(keys: Sequence[str]) -> list[str]:
+    """The last part of each key, or as many parts as tell the keys apart."""
+    return [_short_name(key, [other for other in keys if other != key]) for key in keys]
+
+
+def _short_name(key: str, others: Sequence[str]) -> str:
+    parts = key.split(".")
+    endings = (".".join(parts[at:]) for at in range(len(parts) - 1, 0, -1))
+    taken = [f".{other}" for other in others]
+    is_free = (each for each in endings if not any(one.endswith(f".{each}") for one in taken))
+    return next(is_free, key)
+
+
+def overruled(typed: Sequence[Override], runs: Sequence[Run]) -> list[str]:
+    """Say which options have no effect, since the runs of the sweep set the same key."""
+    notes = []
+    for override in typed:
+        number = sum(override.key in run for run in runs)
+        where = "" if number == len(runs) else f" in {number} of {len(runs)} runs"
+        if number:
+            notes.append(
+                f"{override.source} has no effect{where}: the sweep file sets {override.key}"
+            )
+    return notes

@@ -23,14 +23,17 @@ def check_runs(checks: Sequence[Checked]) -> Iterator[Finding]:
         return
     for name in OUTPUTS:
         # Runs that follow each other overwrite each other's checkpoints, too.
-        for first, second in _repeated((number, _output(name, each)) for number, each in valid):
-            message = f"runs {first} and {second} write into the same folder"
-            if name == "snapshot_path":
-                message = f"runs {first} and {second} write the same snapshot"
-            hint = "leave it empty: every job then has its own; or give each run another value"
-            value = _output(name, checks[first])
-            yield OWN_OUTPUT.found(f"Engine.save_load.{name}", value, message, hint)
+        for first, second in _repeated((number, output_of(name, each)) for number, each in valid):
+            who, value = f"runs {first} and {second}", output_of(name, checks[first])
+            yield shared_output(name, value, who, "give each run another value")
             break
+
+
+def shared_output(name: str, value: str, who: str, fix: str) -> Finding:
+    """The finding for two runs that write to one place, also of jobs outside of a sweep."""
+    what = "write the same snapshot" if name == "snapshot_path" else "write into the same folder"
+    hint = f"leave it empty: every job then has its own; or {fix}"
+    return OWN_OUTPUT.found(f"Engine.save_load.{name}", value, f"{who} {what}", hint)
 
 
 def _repeated(values: Iterable[tuple[int, str]]) -> Iterator[tuple[int, int]]:
@@ -47,7 +50,8 @@ def _meaning(checked: Checked) -> str:
     return repr((run, checked.launch, checked.cluster))
 
 
-def _output(name: str, checked: Checked) -> str:
+def output_of(name: str, checked: Checked) -> str:
+    """The folder or snapshot that a run writes to, as written; empty: its own."""
     # A script of the user's own does not use these keys.
     if checked.launch.entrypoint != "trainer" or checked.resolved is None:
         return ""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gptctl.jobs.snapshots import read_snapshot
 from tests.ranks import run, start
 
 MINGPT = """
@@ -61,7 +62,7 @@ def test_the_train_loss_of_a_rank_is_its_own(mingpt: Path, layout: dict[str, int
 
 def test_snapshots_every_three_epochs(mingpt: Path) -> None:
     """At 3, 6 and 9 of 10, each before that epoch's evaluation; the last state is kept as well."""
-    ended = run(mingpt, "-c", "gpt.yaml")
+    ended = run(mingpt, "-c", "gpt.yaml", GPTCTL_JOB="gpt-1")
     assert ended.ok, ended.text
     lines = ended.out[0].splitlines()
     saved = [number for number, line in enumerate(lines) if line.startswith("Snapshot saved")]
@@ -70,6 +71,9 @@ def test_snapshots_every_three_epochs(mingpt: Path) -> None:
         assert lines[number - 1].startswith(f"[GPU0] Epoch {epoch} | Iter 0 | Train Loss")
         assert lines[number + 1].startswith(f"[GPU0] Epoch {epoch} | Iter 0 | Eval Loss")
     assert lines[-1] == "Save model to gpt_snapshot.pt"
+    saved_last = read_snapshot(str(mingpt / "gpt_snapshot.pt"))
+    assert saved_last is not None
+    assert (saved_last.epoch, saved_last.job) == (10, "gpt-1")
     again = run(mingpt, "-c", "gpt.yaml", "trainer_config.max_epochs=11")
     assert "Resuming training from snapshot at Epoch 10" in again.out[0]
     assert re.findall(ITERATION, again.out[0])[0][1] == "11"

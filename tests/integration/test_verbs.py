@@ -259,6 +259,11 @@ def test_other_names_of_options(gptctl, tmp_path) -> None:
     words = gptctl("submit", "--help").stdout.split()
     assert not {"--nnodes", "--nproc_per_node", "--nproc-per-node"} & set(words)
     assert {"--nodes", "--gpus-per-node", "-c,", "--config"} <= set(words)
+    # A program after `--` is part of the usage line of every verb that takes one.
+    assert "[CONFIG] [-- SCRIPT ARGS]" in " ".join(words)
+    again = " ".join(gptctl("rerun", "--help").stdout.split())
+    assert "JOB [-- SCRIPT ARGS]" in again
+    assert all(text in again for text in ("--code now -- train.py", "-o Engine.max_steps=2000 --dry-run"))
 
 
 @pytest.mark.parametrize(
@@ -286,6 +291,9 @@ def test_a_rule_is_explained(gptctl) -> None:
     (outside,) = json.loads(gptctl("rules", "S004", "--json").stdout)
     assert (outside["wrong"], "This happens" in outside["meaning"]) == (None, True)
     assert gptctl("rules", "L999").returncode == 2
+    some = json.loads(gptctl("rules", "t02", "--json").stdout)
+    assert [rule["code"] for rule in some][:2] == ["T020", "T021"]
+    assert all(rule["code"].startswith("T02") for rule in some)
 
 
 def test_init_from_a_launch_command(gptctl, tmp_path) -> None:

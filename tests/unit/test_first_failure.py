@@ -32,7 +32,11 @@ UNRELATED = "".join(f"step {number}\n" for number in range(150))
         (1, None, "[rank3]: " + TRACE.replace("\n", "\n[rank3]: ") + "ValueError: x\n", "ValueError: x"),
         (1, None, f"{TRACE}KeyError: 'a'\n\nDuring handling …\n\n{TRACE}x.Odd\nlate line\n", "x.Odd"),
         (1, None, f"{TRACE}RuntimeError: Error(s) in x:\n\tMissing key\n", "RuntimeError: Error(s) in x: Missing key"),
-        (1, None, '  File "x.py", line 3\n    f(\n     ^\nSyntaxError: never closed\n', "SyntaxError: never closed"),
+        (1, None, '  File "x.py", line 3\n    f(\n     ^\nSyntaxError: never closed\n', "SyntaxError: never closed at x.py:3"),
+        (1, None, f'{TRACE}  File "y.py", line 2\n    f(\nIndentationError: x\n', "IndentationError: x at y.py:2"),
+        # Of a text of several lines, the first one says what is wrong.
+        (1, None, f"{TRACE}ValueError: bad shape\n  got 3\nsee the manual\n", "ValueError: bad shape"),
+        (1, None, f"{TRACE}RuntimeError: [/pytorch/gloo/tcp/pair.cc:547] Connection closed by peer\n", "RuntimeError: Connection closed by peer"),
         # Handled long ago, or by a program that exits with its own code.
         (1, None, f"{TRACE}RuntimeError: boom\n{UNRELATED}", "exit code 1; last line: step 149"),
         (7, None, f"{TRACE}RuntimeError: boom\nbye\n", "exit code 7; last line: bye"),
@@ -43,6 +47,7 @@ UNRELATED = "".join(f"step {number}\n" for number in range(150))
         (None, 9, "step 5\n", "killed by signal 9 (SIGKILL); possibly out of memory"),
         (None, 9, "error: rank 3 (pid 7) does not respond; the others wait\nhint: x\n", "rank 3 (pid 7) does not respond; the others wait"),
         (None, 6, "terminate called\n  what():  bad device\n", "killed by signal 6 (SIGABRT): bad device"),
+        (None, 6, 'Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "m.py", line 4 in f\n', "killed by signal 6 (SIGABRT) at m.py:4"),
         (None, 11, 'Fatal Python error: x\n\nThread 1 (most recent call first):\n  File "m.py", line 4 in f\n', "killed by signal 11 (SIGSEGV) at m.py:4"),
         (None, 2, f"{TRACE}KeyboardInterrupt\n", "KeyboardInterrupt"),
         (None, 64, "", "killed by signal 64 (SIGRTMAX)"),
@@ -113,6 +118,21 @@ def test_if_all_lost_a_connection_the_earliest_is_named(tmp_path: Path) -> None:
     cause = attempt.cause(n0=1, n1=1)
     assert cause is not None
     assert (cause.rank, cause.is_consequence) == (1, True)
+
+
+def test_a_rank_that_exits_early_with_0_is_named_not_those_that_lost_it(tmp_path: Path) -> None:
+    """Unless a rank failed for a reason of its own."""
+    attempt = Attempt(tmp_path)
+    attempt.rank(0, 0, LOST, exit=1, time=103.0)
+    attempt.rank(1, 0, "bye\n", exit=0, time=102.0)
+    attempt.rank(2, 0, signal=15, time=104.0)
+    cause = attempt.cause(n0=1)
+    assert cause is not None
+    assert cause.reason() == "rank 1 (node 0): exited with code 0 while other ranks were running"
+    attempt.rank(3, 0, f"{TRACE}ValueError: x\n", exit=1, time=105.0)
+    cause = attempt.cause(n0=1)
+    assert cause is not None
+    assert cause.reason() == "rank 3 (node 0): ValueError: x"
 
 
 def test_a_clock_that_is_set_back_does_not_change_the_order(tmp_path: Path) -> None:

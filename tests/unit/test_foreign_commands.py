@@ -3,6 +3,7 @@ the config as it is loaded again from the written file."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
         "CUDA_VISIBLE_DEVICES=2,3 python /opt/torch/distributed/launch.py --nnode=1 --node_rank=0 --nproc_per_node=2 "
         "example.py --local_world_size=2 2>&1 | tee log.txt",
         {"Launch.devices": ("2", "3"), "Launch.gpus_per_node": 2, "Launch.args": ("--local_world_size=2",)},
-        "--node_rank",
+        "--node_rank 2>&1",
     ),
     (
         "torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --rdzv_endpoint localhost:0 a.py\n"
@@ -141,7 +142,7 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
             "Launch.slurm.requeue": True,
             "Launch.env": {},
         },
-        "HF_TOKEN MASTER_ADDR module --master_addr --node_rank",
+        "HF_TOKEN MASTER_ADDR module --master_addr --node_rank &",
     ),
     (
         '#SBATCH --ntasks-per-node=8 --nodes=2\n#SBATCH -J "odd name"\nDIR=`pwd`\n'
@@ -165,7 +166,7 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
     (
         "nohup env A=1 B='2 3' srun -N 2 torchrun --nproc_per_node 2 t.py &",
         {"Launch.nodes": 2, "Launch.gpus_per_node": 2, "Launch.env": {"A": "1", "B": "2 3"}},
-        "",
+        "&",
     ),
     ("conda run -n x torchrun t.py", {"Launch.entrypoint": "t.py"}, "conda"),
     ("mpirun -np 8 python train.py", {"Launch.entrypoint": "train.py"}, "mpirun"),
@@ -363,12 +364,23 @@ def test_a_config_that_the_command_names_becomes_the_base(tmp_path: Path, monkey
         ("rm -rf x; ls", "there is no launch command in this text"),
         ("python -c 'x'; python -m pip install y", "there is no launch command in this text"),
         ("torchrun --nproc_per_node 8", "line 1: the launcher has no script"),
+        ("srun hostname", "there is no launch command in this text"),
+        ("sbatch -N 2 m.sh", "there is no launch command in this text, and it starts m.sh: no such file"),
+        ("bash a.sh; sbatch b.sh", "several scripts: a.sh, b.sh"),
+        ("deepspeed --num_gpus 8 t.py", "line 1: deepspeed is not a launcher that gptctl can translate"),
+        ("nohup accelerate launch t.py &", "line 1: accelerate is not a launcher that gptctl can translate"),
+        (
+            "python -m paddle.distributed.launch run_pretrain.py -c ./configs.yaml",
+            "./configs.yaml, which -c in the command names, does not exist",
+        ),
         ("torchrun a.py\ntorchrun b.py", "several launch commands, in lines 1, 2"),
         ("torchrun a.py $(touch owned)", "$(touch owned): known only when a shell runs the command"),
         ("torchrun a.py `touch owned`", "`touch owned`: known only when a shell runs the command"),
         ("python -m trainer $(touch owned)", "$(touch owned) is neither a flag nor KEY=VALUE"),
         ("torchrun a.py 'b", "line 1: a quote ' is not closed"),
-        (f"torchrun a.py {'x' * MAX_TEXT}", "the text has 65,5"),
+        (f"torchrun a.py {'x' * MAX_TEXT}", "the text has more than 65,5"),
+        ("torchrun a.py\ntorchrun b.py\n" * 500, "several launch commands, in lines 1, 2, 3, 4, 5 and 995 more"),
+        (f"{'a ' * 4000}bash -c '{'x;' * 4000}'", "line 1: too many commands in one argument"),
     ],
 )
 def test_a_text_that_gives_no_config(tmp_path: Path, monkeypatch, text: str, said: str) -> None:
@@ -379,6 +391,95 @@ def test_a_text_that_gives_no_config(tmp_path: Path, monkeypatch, text: str, sai
     assert error.value.message.startswith(said)
     assert error.value.hint
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "named_as"),
+    [
+        ("'' torchrun t.py", "''"),
+        ("torchrun --nnodes 2 --rdzv_endpoint $H:\u00b2 t.py", "--rdzv_endpoint"),
+        (f"torchrun --nnodes 2 --rdzv_endpoint $H:{'1' * 5000} t.py", "--rdzv_endpoint"),
+        ("#SBATCH -N 2 -o $(date)\nsrun torchrun t.py", "-o"),
+    ],
+)
+def test_odd_words_are_named(tmp_path: Path, line: str, named_as: str) -> None:
+    translated = translate(line, str(tmp_path / "config.yaml"))
+    assert f"# not in this config: {named_as}\n" in translated.text
+
+
+SCRIPT = """#!/bin/bash
+#SBATCH --nodes=4 --time=2:00:00
+torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 train.py --size ${1:-small} "$@"
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes", "args"),
+    [
+        ("sbatch m.sh", "4", ("--size", "small")),
+        ("sbatch --nodes 8 m.sh", "8", ("--size", "small")),
+        ("sbatch -N8 --parsable ./m.sh big 'a b'", "8", ("--size", "big", "big", "a b")),
+        ("srun --nodes=2 ./m.sh", "2", ("--size", "small")),
+        ("bash m.sh big", "4", ("--size", "big", "big")),
+        ("bash -c 'sbatch m.sh'", "4", ("--size", "small")),
+        ("outer.sh", "3", ("--size", "x", "x")),
+    ],
+)
+def test_the_script_that_a_command_starts_is_read(tmp_path: Path, monkeypatch, line, nodes, args) -> None:
+    """As for Slurm, options of the command count more than the lines in the script."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.sh").write_text(SCRIPT)
+    (tmp_path / "outer.sh").write_text("#SBATCH -N 2\nexport A=1\nsrun -N 3 ./m.sh x\n")
+    values = {each.key: each.value for each in translate(line, "config.yaml").job.overrides}
+    assert (values["Launch.nodes"], values["Launch.args"], values["Launch.slurm.time"]) == (nodes, args, "2:00:00")
+    assert values.get("Launch.env.A") == ("1" if line == "outer.sh" else None)
+
+
+def test_a_script_that_starts_itself_is_read_a_few_times(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.sh").write_text("sbatch --nodes $N m.sh")
+    with pytest.raises(UserError, match="there is no launch command"):
+        translate("sbatch --nodes $N m.sh", "config.yaml")
+
+
+def test_what_happens_to_the_output_is_named(tmp_path: Path) -> None:
+    line = "nohup torchrun --nnodes 2 --rdzv_endpoint $H:29400 t.py --x 1 > log.txt 2>&1 &"
+    translated = translate(line, str(tmp_path / "c.yaml"))
+    assert [f"{each.what}: {each.reason}" for each in translated.job.unmapped] == [
+        "--rdzv_endpoint $H:29400: set as port 29400; the host is not needed: gptctl uses the first host of the job",
+        "> log.txt 2>&1: not needed: gptctl logs shows the output",
+        "&: not needed: the job runs in the background",
+    ]
+    assert "not in this config" not in translated.text
+    assert "port: 29400 " in translated.text
+    piped = translate_command("torchrun t.py 2>&1 | tee log.txt", {})
+    assert piped.unmapped[-1].what == "2>&1 | tee log.txt"
+
+
+def test_secrets_are_not_written(tmp_path: Path) -> None:
+    """A flag with a secret is left out and named; words of the model and numbers are none."""
+    line = (
+        "HF_TOKEN=hf_1 TOKENIZERS_PARALLELISM=false torchrun t.py --api-key=sk-1 --hub_token hf_2 "
+        "--eos-token x --max_token 5 --tokenizer gpt2 --use-token --b 1"
+    )
+    translated = translate(line, str(tmp_path / "c.yaml"))
+    assert not any(secret in translated.text for secret in ("sk-1", "hf_1", "hf_2"))
+    assert named(translated.job) == "HF_TOKEN --api-key --hub_token"
+    values = {each.key: each.value for each in translated.job.overrides}
+    kept = "--eos-token x --max_token 5 --tokenizer gpt2 --use-token --b 1"
+    assert values["Launch.args"] == tuple(kept.split())
+    assert values["Launch.env.TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_only_files_are_read(tmp_path: Path) -> None:
+    """A pipe would be waited for, and it does exist."""
+    os.mkfifo(tmp_path / "pipe.sh")
+    for place in (tmp_path, tmp_path / "pipe.sh"):
+        with pytest.raises(UserError) as error:
+            translate(str(place), "config.yaml")
+        assert error.value.message == f"{place} is not a regular file"
+        with pytest.raises(UserError, match="is not a regular file"):
+            translate(f"sbatch {place}", "config.yaml")
 
 
 def test_a_layout_that_does_not_fit_is_reported_with_its_flags(tmp_path: Path) -> None:
@@ -401,7 +502,7 @@ def test_nothing_in_a_hostile_script_runs(tmp_path: Path, monkeypatch) -> None:
     assert launch.args == ("$(touch owned)", "`touch owned`", "a: [b", "# c", "\\")
     assert launch.slurm.extra == {"comment": "$(touch owned)"}
     assert launch.env == {"B": "x: {y: 1} # z"}
-    assert named(translated.job) == "A=$(touch --log_dir"
+    assert named(translated.job) == "A=$(touch --log_dir &"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["config.yaml", "job.sh"]
 
 

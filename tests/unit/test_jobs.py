@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -11,11 +12,13 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from gptctl.backends import Backends
+from gptctl.backends import Backends, JobState
 from gptctl.cli.chain import Chain
+from gptctl.cli.dependencies import unmet
 from gptctl.engine import ports
 from gptctl.engine.processes import (
     clean_environment,
@@ -27,8 +30,11 @@ from gptctl.engine.processes import (
     this_process,
 )
 from gptctl.engine.run_folder import COMPLETED, FAILED, STOPPED, RunFolder
+from gptctl.jobs import report
 from gptctl.jobs.freeze import frozen_config, git_state, imported_beside
 from gptctl.jobs.history import History
+from gptctl.jobs.remove import remove_tree
+from gptctl.jobs.resume import lineage
 from gptctl.jobs.store import JobRecord, Store, matching_ids, new_record
 from gptctl.jobs.submit import Submitted, finish_interrupted_submits, prepare
 from gptctl.planning.build import Site
@@ -380,3 +386,100 @@ def test_a_chain_reports_problems_of_jobs_that_started(tmp_path, monkeypatch, ca
     chain.first = SimpleNamespace(_replace=lambda plan: None)
     assert chain.submit()
     assert capsys.readouterr().err.count("gpt-1 was started, but there was a problem: disk full") == 2
+
+
+@pytest.mark.parametrize(
+    "facts", [{"local_dir": ""}, {"local_dir": "runs/x"}, {"local_dir": "/a\0b"}, {"token": "x/../y"}, {"token": 5}]
+)
+def test_a_record_that_leads_elsewhere_is_damaged(tmp_path, facts: dict[str, object]) -> None:
+    """`rm` removes what these two fields name."""
+    store = Store(tmp_path)
+    store.add(record())
+    file, facts = tmp_path / "jobs" / "gpt-1.json", {**facts}
+    if "local_dir" in facts:
+        facts["run_dir"] = facts.pop("local_dir")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
+    assert store.records() == []
+    assert "is invalid" in store.damaged[0]
+
+
+def test_a_lineage_ends_at_a_damaged_record(tmp_path) -> None:
+    store = Store(tmp_path)
+    first, second = record("gpt-1"), record("gpt-2", continues="gpt-1")
+    assert store.add(first)
+    assert store.add(second)
+    (tmp_path / "jobs" / "gpt-1.json").write_text("{")
+    assert lineage(second, store) == [second]
+    assert "gpt-1.json is damaged" in store.damaged[0]
+
+
+def test_after_names_its_place(tmp_path) -> None:
+    """Of several options that take a job, the message says which one is wrong."""
+    store = Store(tmp_path)
+    store.add(record())
+    with pytest.raises(UserError, match=r"^--after gpt-2:any: unknown job: gpt-2$") as raised:
+        unmet(["gpt-2:any"], SimpleNamespace(store=store))
+    assert raised.value.hint == "did you mean gpt-1?"
+
+
+def test_after_a_job_that_failed_the_conditions_that_it_meets_are_offered(tmp_path) -> None:
+    store = Store(tmp_path)
+    store.add(record("gpt-1"))
+    for state, hint in (("FAILED", "gpt-1:any or gpt-1:fail,"), ("COMPLETED", "gpt-1:ok or gpt-1:any,")):
+        session: Any = SimpleNamespace(store=store, state_of=lambda _, state=state: JobState(state))
+        with pytest.raises(UserError, match=f"that job is {state}") as raised:
+            unmet(["gpt-1:ok" if state == "FAILED" else "gpt-1:fail"], session)
+        assert raised.value.hint.startswith(f"use --after {hint} run it again (gptctl rerun gpt-1)")
+
+
+def test_each_variable_of_a_job_is_shown_once(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"resolved": {"Launch": {"nodes": 1, "env": {"A": "1"}}}, "origins": {"Launch.env": "x.yaml:2"}})
+    )
+    (tmp_path / "plan.json").write_text(json.dumps({"env": {"A": "1", "B": "2"}, "env_origins": {"A": "x", "B": "y"}}))
+    shown = report.origins(record(local_dir=str(tmp_path)), "")
+    assert shown == [("Launch.nodes", 1, ""), ("Launch.env.A", "1", "x"), ("Launch.env.B", "2", "y")]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "said", "hint"),
+    [
+        ("Launch.rdzv.endpoint=10.xx.2.46:29400", "Launch.rdzv.endpoint", "cannot resolve host name 10.xx.2.46", "this machine's name"),
+        ("Launch.rdzv.endpoint=192.0.2.7:29400", "Launch.rdzv.endpoint", "192.0.2.7 is not an address of this machine", "address of this machine"),
+        ("Launch.rdzv.port={busy}", "Launch.rdzv.port", "the rendezvous endpoint 127.0.0.1:{busy} cannot be used", "a free port"),
+    ],
+)  # fmt: skip
+def test_an_endpoint_that_cannot_be_used_is_named_by_its_key(tmp_path, override, key, said, hint) -> None:
+    """Oracles: a name with letters in place of digits, an address for documentation, a port in use."""
+    with socket.socket() as socket_in_use:
+        socket_in_use.bind(("127.0.0.1", 0))
+        socket_in_use.listen()
+        busy = str(socket_in_use.getsockname()[1])
+        name, _, value = override.replace("{busy}", busy).partition("=")
+        overrides = [
+            Override(name, value, "-o"),
+            Override("Launch.entrypoint", "x.py", "--"),
+            Override("Launch.nodes", "2", "-o"),
+        ]
+        checked = check_config(None, overrides)
+        backend = Backends(print).of("local")
+        (found,) = backend.preflight(checked, backend.plan(checked, Site("/", "python", "/t")))
+    assert (found.code, found.key) == ("S004", key)
+    assert found.message.startswith(said.replace("{busy}", busy))
+    assert hint in found.hint
+
+
+def test_two_rm_at_once_remove_a_folder_together(tmp_path, monkeypatch) -> None:
+    """The other one removes a file between the listing and the removal of this one."""
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    real, calls = os.rmdir, []
+
+    def rmdir(path, **options) -> None:
+        real(path, **options)
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    remove_tree(tmp_path / "run")
+    assert os.listdir(tmp_path) == []

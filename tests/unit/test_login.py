@@ -7,18 +7,27 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from paramiko import SSHException
 
+from gptctl.backends.slurm import login_access
+from gptctl.backends.slurm.client import SlurmError
 from gptctl.engine.contract import TOKEN
 from gptctl.planning.build import cluster_as_json
+from gptctl.remote import connection, fetch
 from gptctl.remote.archive import pack
+from gptctl.remote.connection import CommandResult
+from gptctl.remote.copy_files import Part
+from gptctl.remote.route import Route
 from gptctl.remote.scripts import (
     START_MARKER,
     after_login,
     command_line,
     login_command,
+    login_output,
     login_script,
     output_of,
     remote_command,
@@ -65,15 +74,73 @@ def over_ssh(home: Path, command: list[str], stdin: bytes = b"") -> subprocess.C
 
 def test_every_word_arrives_unchanged(home: Path) -> None:
     done = over_ssh(home, login_command("printf", "%s\\0", *HOSTILE, marker=START_MARKER))
-    assert done.stdout.decode().split("\0")[:-1] == HOSTILE
+    output = login_output(done.stdout) or b""
+    assert output.decode().split("\0")[:-1] == HOSTILE
     assert {file.name for file in home.iterdir()} == {".bash_profile", "bin"}
 
 
 def test_a_noisy_profile_changes_neither_output_nor_errors(home: Path) -> None:
     script = 'echo "$FROM_PROFILE"; echo wrong >&2; exit 3'
     done = over_ssh(home, login_command("bash", "-c", script, marker=START_MARKER))
-    assert (done.returncode, done.stdout, after_login(done.stderr.decode())) == (3, b"yes\n", "wrong")
+    assert (done.returncode, login_output(done.stdout)) == (3, b"yes\n")
+    assert after_login(done.stderr.decode()) == "wrong"
     assert b"Welcome" in done.stderr
+
+
+@pytest.mark.parametrize("profile", ["exec sh", "exit 0", "exec 2> /dev/null"])
+def test_a_profile_that_leaves_the_shell_is_not_an_empty_answer(home: Path, profile: str) -> None:
+    """Such a login shell exits with code 0 and prints nothing, like squeue for a job that has left the queue."""
+    (home / ".bash_profile").write_text(profile)
+    done = over_ssh(home, login_command("printf", "", marker=START_MARKER))
+    assert done.returncode == 0
+    assert login_output(done.stdout) == (b"" if "2>" in profile else None)
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "said", "is_doubtful"),
+    [
+        (137, f"{START_MARKER}\n", "sbatch was killed on hpc", True),
+        (1, f"{START_MARKER}\n", "invalid account", False),
+        (0, "", "login host hpc: its login shell exited before it ran sbatch", False),
+        (0, f"{START_MARKER}\nwelcome\n", "unexpected reply of sbatch on hpc: 'welcome'", True),
+    ],
+)
+def test_replies_to_sbatch(monkeypatch, tmp_path: Path, code: int, out: str, said: str, is_doubtful: bool) -> None:
+    """Doubtful: gptctl looks for the job in the queue before it says that nothing was submitted."""
+    cluster = SimpleNamespace(login=SimpleNamespace(name="hpc"))
+    link = SimpleNamespace(route=SimpleNamespace(name="hpc"))
+    monkeypatch.setattr(login_access, "login_link", lambda cluster: link)
+    access = login_access.LoginAccess(cluster, print)  # type: ignore[arg-type]
+    done = CommandResult(code, out.encode(), f"{START_MARKER}\nsbatch: error: invalid account")
+    monkeypatch.setattr(access, "run", lambda *words: done)
+    monkeypatch.setattr(login_access, "submitted_comment", lambda *words: "")
+    plan, record = SimpleNamespace(secrets={}), SimpleNamespace(remote_dir="/r", token="t")
+    with pytest.raises(SlurmError) as error:
+        access.sbatch(plan, record)  # type: ignore[arg-type]
+    assert (error.value.detail, error.value.is_doubtful) == (said, is_doubtful)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (SSHException("Error reading SSH protocol banner"), "me@h:22 does not answer as an ssh server"),
+        (TimeoutError(), "me@h:22 does not answer"),
+    ],
+)
+def test_a_host_that_is_no_ssh_server(error: Exception, said: str) -> None:
+    """A web server does answer."""
+    route = Route("h", "h", 22, "me", (), ("/known",))
+    assert connection._connect_error(route, error).detail == said
+
+
+@pytest.mark.parametrize("name", ["short", "n" * 255, "é" * 127, "\udcff" * 255])
+def test_any_file_name_has_room_for_an_unfinished_copy(tmp_path: Path, name: str) -> None:
+    """Oracle: the file system. Two files have two copies."""
+    parts = [Part("/r", tmp_path / each, 1, 1_700_000_000) for each in (name, f"{name[:-1]}x")]
+    copies = {fetch._unfinished(part) for part in parts}
+    for copy in copies:
+        copy.touch()
+    assert len(copies) == 2
 
 
 def test_stdin_is_the_commands_own(home: Path) -> None:
@@ -161,8 +228,8 @@ def test_a_repeated_request_submits_once(cluster: Cluster, archive: bytes) -> No
     cluster.place(archive)
     comment = "token it's $HOME"
     first = cluster.submit(1, comment, b"SECRET=s 'x' $y\0")
-    assert (first.returncode, first.stdout) == (0, b"42;cluster\n"), first.stderr
-    assert cluster.submit(2, comment).stdout == b"42;cluster\n"
+    assert (first.returncode, login_output(first.stdout)) == (0, b"42;cluster\n"), first.stderr
+    assert login_output(cluster.submit(2, comment).stdout) == b"42;cluster\n"
     assert cluster.calls() == ["s 'x' $y", "--parsable", "--hold", f"--comment={comment}", "job.sbatch"]
 
 

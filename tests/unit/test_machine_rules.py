@@ -57,7 +57,7 @@ def test_every_verb_says_so_and_only_submit_refuses(gptctl, tmp_path) -> None:
         assert "S016" not in answer.stdout
     refused = gptctl("submit", CUDA_VISIBLE_DEVICES="")
     assert refused.returncode == 1
-    assert "error: S016 Global.device: this machine has no GPU" in refused.stderr
+    assert "error: S016 Global.device: this machine has no GPU that a job may use\n" in refused.stderr
     assert "notice" not in refused.stderr
     assert not (tmp_path / "runs").exists()
     script = gptctl("submit", "--dry-run", "--", "x.py", CUDA_VISIBLE_DEVICES="")

@@ -14,6 +14,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,13 @@ def test_only_for_a_job_that_runs(record: JobRecord, state: str, code: int, word
         require_running(record, JobState(state))
     assert refused.value.exit_code == code
     require_running(record, JobState("RUNNING"))
+
+
+def test_a_removed_job_has_no_logs_to_show(record: JobRecord) -> None:
+    record.run_folder.rmdir()
+    with pytest.raises(UserError) as refused:
+        require_running(record, JobState("COMPLETED", "run folder removed"))
+    assert refused.value.hint == "`gptctl list` shows the jobs that run"
 
 
 def test_the_engine_of_an_older_job_is_not_asked(record: JobRecord) -> None:
@@ -253,6 +261,12 @@ class Ends:
             connection.sendall(data)
         connection.close()
 
+    def serve_endlessly(self) -> None:
+        connection, _ = self.server.accept()
+        with connection, suppress(OSError):
+            while True:
+                connection.sendall(bytes(1 << 16))
+
     def connect(self) -> socket.socket:
         return socket.create_connection(self.listener.getsockname(), 10)
 
@@ -281,6 +295,44 @@ def test_a_relay_carries_more_than_its_buffers_in_both_directions(ends: Ends) ->
         while part := client.recv(1 << 16):
             came += part
     assert bytes(came) == data
+
+
+def test_a_program_that_does_not_read_stops_only_its_own_connection(ends: Ends) -> None:
+    """Endless data for one client that waits: the next one is served. When the first one closes, the sender learns it."""
+    threading.Thread(target=ends.serve, daemon=True).start()
+    stalled = ends.connect()
+    stalled.sendall(b"x")
+    assert stalled.recv(1) == b"x"
+    endless = threading.Thread(target=ends.serve_endlessly, daemon=True)
+    endless.start()
+    with ends.connect() as silent:
+        deadline = time.monotonic() + 10
+        while not any(each.pauses_other for each in list(ends.here._carried.values())):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        stalled.sendall(b"y")
+        assert stalled.recv(1) == b"y"
+        stalled.close()
+        assert endless.is_alive()
+        silent.recv(1)
+    endless.join(10)
+    assert not endless.is_alive()
+
+
+def test_too_many_connections_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch, ends: Ends) -> None:
+    """select() raises an error from descriptor 1024 on."""
+    monkeypatch.setattr(relay, "MAX_CONNECTIONS", 1)
+    with ends.connect() as first:
+        first.sendall(b"x")
+        connection, _ = ends.server.accept()
+        with ends.connect() as second:
+            threading.Thread(target=ends.serve, daemon=True).start()
+            second.sendall(b"y")
+            assert connection.recv(1) == b"x"
+            assert len(ends.here._carried) == 1
+            first.close()
+            connection.close()
+            assert second.recv(1) == b"y"
 
 
 def test_a_refused_connection_is_closed_and_explained(ends: Ends) -> None:

@@ -216,6 +216,13 @@ def test_a_mistake_does_not_hide_an_unrelated_one(check, code: str, text: str) -
     assert code in codes(check(text))
 
 
+def test_a_local_batch_below_a_micro_batch_warns_of_no_key_that_nobody_wrote(check) -> None:
+    """B002 says it all: no pipeline schedule follows from a batch that is wrong."""
+    found = check("Global: {local_batch_size: 6, micro_batch_size: 12}\n")
+    assert "B002" in codes(found)
+    assert "T021" not in codes(found)
+
+
 RELATED = [
     ("C011", "Model: {hidden_size: many, num_attention_heads: 7}\n"),
     ("C011", "Distributed: {mp_degree: two, dp_degree: 3}\nLaunch: {gpus_per_node: 8}\n"),
@@ -321,9 +328,9 @@ def test_codes_are_unique() -> None:
 def test_codes_never_change_their_meaning() -> None:
     """The codes users have seen: removing or renumbering one breaks their scripts and their memory."""
     published = """
-        A001-A015 B001-B002 C001-C008 C010-C019 E001-E031 L001-L012 M001-M001 N001-N007
+        A001-A015 B001-B002 C001-C008 C010-C019 E001-E032 L001-L012 M001-M001 N001-N007
         P001-P008
-        S001-S013 S015-S017 S020-S020
+        S001-S013 S015-S018 S020-S020
         T001-T012 T020-T026 W001-W003
     """
     expected = []

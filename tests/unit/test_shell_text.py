@@ -34,6 +34,7 @@ j",
         "P a;P b|cat; P c && P d; (P f); ! P g",
         "E=; P $E\"$E\" $E",
         'P "$@" a $@ $*',
+        'A=7; P x\u3000A a\u00a0b "$Aé" $"c d" $(((1-4)/2)) $(( (1 - 4) / (1 - 3) ))',
     ],
 )  # fmt: skip
 def test_words_are_those_of_bash(text: str) -> None:
@@ -51,6 +52,20 @@ def test_what_only_a_shell_knows_is_marked_and_shown_as_written() -> None:
     assert words[5:] == ["${A%.*}", 'x-$(hostname | head -n "1)"):29', "a $(b 'c)' d) e", "$((H * 2))"]
 
 
+def test_parts_of_words_that_bash_would_compute() -> None:
+    text = "P $'a\\tb' <(date) --x 1 $((" + "B+" * 20_000 + "1))"
+    (words,) = words_of(read_script(f"B={'1' * 20_000}\n{text}", {}))
+    assert words[1:5] == ["$'a\\tb'", "<(date)", "--x", "1"]
+    assert len(words[5]) == 40_006
+
+
+def test_sbatch_takes_its_lines_literally() -> None:
+    """sbatch expands nothing; quotes and comments count."""
+    script = read_script("#SBATCH --output=$(date).log -J `x`$A # $B\nP $C", {})
+    assert script.sbatch == ("--output=$(date).log", "-J", "`x`$A")
+    assert words_of(script) == [["P", "$C"]]
+
+
 def test_sbatch_lines_and_exports() -> None:
     text = (
         "#!/bin/bash\n#SBATCH -N 2 --comment='a b' # why\n #SBATCH -x no\nexport A=1\nB=2\nexport B\nC=3 P x\nB=4\nP y"
@@ -65,6 +80,7 @@ def test_sbatch_lines_and_exports() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("\n\n#SBATCH -J 'x\n", "line 3: a quote is not closed"),
         ("a\nP 'b", "line 2: a quote ' is not closed"),
         ('P "b', 'line 1: a quote " is not closed'),
         ("P `b", "line 1: a backtick is not closed"),
@@ -75,9 +91,12 @@ def test_sbatch_lines_and_exports() -> None:
         ("cat <<E\nx", "line 2: the here-document E has no end"),
         ("P \0", "the text contains control characters"),
         ("P \ue0005\ue001", "the text contains control characters"),
-        ("x" * (MAX_TEXT + 1), "the text has 65,537 characters"),
+        ("x" * (MAX_TEXT + 1), "the text has more than 65,536 characters"),
         ("A=0123456789abcdef\n" + "A=$A$A\n" * 60, "line 17: its words have more than 1,048,576 characters"),
         (f"A={'x' * 1000}\nP {'$A' * 20_000}", "line 2: its words have more than 1,048,576 characters"),
+        # Each of these small texts would need gigabytes.
+        (f"A={'1' * 30_000}\nB={'$A' * 30}\nexport B\n" + "B+=x;P\n" * 3000, "line 4: its words have more"),
+        ("".join(f"export A{n}=1;P\n" for n in range(3500)), "line 1448: its words have more"),
     ],
 )
 def test_text_that_is_no_script(text: str, said: str) -> None:

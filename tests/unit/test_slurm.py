@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from gptctl.backends.slurm import client as slurm
 from gptctl.backends.slurm import queue as slurm_queue
 from gptctl.backends.slurm import submission
 from gptctl.backends.slurm.backend import SlurmBackend
+from gptctl.backends.slurm.client import ClientResult, SlurmClient, SlurmError
 from gptctl.cli.dependencies import refuse_foreign
 from gptctl.doctor.slurm_checks import pyxis_row
 from gptctl.engine.processes import clean_environment
@@ -76,6 +78,22 @@ def record(tmp_path: Path) -> JobRecord:
 def test_states(backend: SlurmBackend, record: JobRecord, facts: dict[str, object], state: str) -> None:
     backend.queue.jobs = {"7": SEEN._replace(work_dir=record.local_dir, **facts)}
     assert str(backend.state(record)) == state
+
+
+def test_a_controller_that_does_not_answer_is_waited_for_once(
+    backend: SlurmBackend, record: JobRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A login host may take a minute for each command: sacct would not change the answer."""
+    asked: list[str] = []
+
+    def silent(command: Sequence[str], stdin: str) -> ClientResult:
+        asked.append(command[0])
+        raise SlurmError("no answer", is_doubtful=True)
+
+    monkeypatch.setattr(backend.direct, "queue", slurm_queue.Queue(SlurmClient(silent)))
+    backend.prefetch_states([record])
+    assert backend.state(record).state == "UNKNOWN"
+    assert asked == ["squeue"]
 
 
 def test_the_number_of_another_job_is_not_ours(

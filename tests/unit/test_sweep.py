@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gptctl.cli.sweep import announce, result_columns
+from gptctl.cli.sweep_runs import is_array
+from gptctl.cli.table_layout import fitted
+from gptctl.jobs.sweep_submit import SubmittedRun
 from gptctl.jobs.sweeps import SweepStore, new_sweep
 from gptctl.spec.check import check_config
-from gptctl.spec.sweep import expand, load_sweep, name_of, overrides_of, varied
+from gptctl.spec.sweep import expand, load_sweep, name_of, overrides_of, overruled, short_names, varied
 from gptctl.spec.sweep_checks import check_runs
+from tests.unit.test_jobs import record
 from trainer.config import Override
 from trainer.errors import UserError
 
@@ -154,3 +161,65 @@ def test_only_one_gptctl_submits_a_sweep(tmp_path: Path) -> None:
         pass
     with store.locked(record):
         pass
+
+
+def test_runs_with_templates_of_the_user_are_no_array() -> None:
+    """The script of an array is gptctl's own; the backend would take these runs."""
+    backend = SimpleNamespace(is_array=lambda plans, numbers: True)
+    session: Any = SimpleNamespace(backends=SimpleNamespace(of=lambda kind: backend))
+
+    def run(*templates: Path, kind: str = "slurm") -> Any:
+        return SimpleNamespace(plan=SimpleNamespace(kind=kind), templates=templates)
+
+    assert is_array(session, {0: run(), 1: run()})
+    assert not is_array(session, {0: run(), 1: run(Path("templates"))})
+    assert not is_array(session, {0: run(), 1: run(kind="local")})
+
+
+def test_a_resumed_sweep_says_which_run_got_which_job_and_where_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing of runs if none was submitted."""
+    sweep = new_sweep(id="lr-1", file="f", folder="/", config="c", runs=({}, {}, {}, {}), arguments={})
+    old = record("lr-1-b")
+    done = [
+        SubmittedRun(0, record("new-0")._replace(continues=old.id), step=20),
+        SubmittedRun(1, record("new-1")._replace(continues=old.id), step=0),
+        SubmittedRun(3, record("new-3")),
+    ]
+    assert announce(sweep, done, as_json=False, is_resumed=True) == 0
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert shown[1:5] == [
+        "runs new jobs for 3 of 4",
+        "run 0 new-0: continues lr-1-b from step 20",
+        "run 1 new-1: continues lr-1-b",
+        "run 3 new-3: starts from the beginning",
+    ]
+    assert announce(sweep, [], as_json=False, is_resumed=True) == 0
+    assert capsys.readouterr().out == ""
+    announce(sweep, done, as_json=True, is_resumed=True)
+    assert [each["from_step"] for each in json.loads(capsys.readouterr().out)["jobs"]] == [20, 0, None]
+
+
+def test_parameters_have_short_names_that_differ() -> None:
+    keys = ["Optimizer.lr.max_lr", "Global.local_batch_size", "Data.Train.x", "Data.Eval.x", "x", "lr.max"]
+    assert short_names(keys) == ["max_lr", "local_batch_size", "Train.x", "Eval.x", "x", "max"]
+
+
+def test_a_table_of_two_parameters_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 40 columns, what matters most is left."""
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    columns = result_columns(["Optimizer.lr.max_lr", "Global.local_batch_size"], "valid_loss")
+    row = ["0", "3e-3", "12", "char-gpt-a39790-12", "COMPLETED", "2000", "4.36839"]
+    shown = {width: fitted(columns, [row], width) for width in (40, 80)}
+    names = {width: [columns[index].name for index in widths or ()] for width, widths in shown.items()}
+    assert names[80] == ["run", "max_lr", "local_batch_size", "job", "state", "step", "valid_loss"]
+    assert names[40] == ["run", "max_lr", "state", "valid_loss"]
+
+
+def test_options_that_the_file_overrules_are_named() -> None:
+    typed = [Override("Launch.nodes", "2", "--nodes 2"), Override("Global.seed", "1", "-o Global.seed=1")]
+    assert overruled(typed, [{"Launch.nodes": "1"}, {"Launch.nodes": "4"}]) == [
+        "--nodes 2 has no effect: the sweep file sets Launch.nodes"
+    ]
+    assert overruled(typed, [{"Launch.nodes": "1"}, {"A": "4"}]) == [
+        "--nodes 2 has no effect in 1 of 2 runs: the sweep file sets Launch.nodes"
+    ]

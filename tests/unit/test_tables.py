@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gptctl.cli.jobs import LIST_COLUMNS
 from gptctl.cli.table_layout import Column, as_columns, broken_name, fitted, text_width, wrapped
+from gptctl.jobs.store import short_id
 from gptctl.text import plain_value
 
 JOBS = [Column("job"), Column("state"), Column("when", importance=2), Column("reason", "cut", importance=1)]
@@ -106,3 +108,15 @@ def test_values_are_shown_without_python() -> None:
         plain_value({"NCCL_IB_DISABLE": "1", "image": None, "binds": ("/a", "/b")})
         == "NCCL_IB_DISABLE: 1\nbinds: /a, /b"
     )
+
+
+def test_the_job_that_a_job_continues_is_listed_at_80_columns() -> None:
+    """Long states and reasons leave room for the hash, which finds the job."""
+    row = {"job": "char-gpt-3f9a2c-2", "state": "COMPLETED", "done": "100%", "step": "600/600", "left": "12:00"}
+    row |= {"reason": "x" * 60, "from": short_id("char-gpt-77b0d1"), "cluster": "local", "created": "2026-01-01 10:00"}
+    shown = fitted(LIST_COLUMNS, [[row.get(column.name, "") for column in LIST_COLUMNS]], 80)
+    assert shown is not None
+    names = [LIST_COLUMNS[index].name for index in shown]
+    assert names == ["job", "state", "done", "from", "reason"]
+    assert row["from"] == "77b0d1"
+    assert short_id("own-name") == "own-name"

@@ -145,7 +145,8 @@ def _fill_batch(filling: _Filling) -> None:
     filling.replace("Engine.accumulate_steps", batch.accumulate, "local / micro")
     # 1F1B cannot run with fewer micro-batches than stages, GPipe can.
     pp, chunks = filling.get(DEGREE_KEYS["pp"]), filling.get("Model.virtual_pp_degree")
-    if batch.accumulate < pp and chunks == 1:
+    # 0: a micro-batch is larger than the local batch, which B002 reports.
+    if 0 < batch.accumulate < pp and chunks == 1:
         filling.fill("Distributed.pp_schedule", "GPipe", "fewer micro-batches than stages")
 
 

@@ -172,6 +172,9 @@ class SlurmBackend(Backend):
                 by_access.setdefault(self.access(record), []).append(record)
         for access, own in by_access.items():
             access.queue.refresh()
+            # A cluster that does not answer would only make the user wait once more.
+            if access.queue.silent_since is not None:
+                continue
             with suppress(SlurmError):
                 ids = [record.handle.get("scheduler_id") for record in own]
                 access.queue.query_accounting([job for job in ids if job])

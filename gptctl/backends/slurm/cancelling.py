@@ -59,5 +59,5 @@ def try_to_run(access: Access, *command: str) -> None:
     try:
         access.client.run(*command)
     except SlurmError as error:
-        if error.is_doubtful:
+        if not error.is_answer:
             raise

@@ -40,6 +40,7 @@ from gptctl.remote.scripts import (
     START_MARKER,
     after_login,
     login_command,
+    login_output,
     login_script,
     remote_command,
 )
@@ -106,11 +107,17 @@ class LoginAccess:
         return self._login_result(command[0], self.run(words, stdin.encode()))
 
     def _login_result(self, program: str, done: CommandResult) -> ClientResult:
+        output = login_output(done.out)
+        # Without its output, squeue would seem to say that the job does not exist.
+        if output is None:
+            hint = "~/.bash_profile and ~/.profile there must not exit, nor exec another shell"
+            said = f"login host {self.host}: its login shell exited before it ran {program}"
+            raise SlurmError(said, is_doubtful=False, hint=hint, is_answer=False)
         if done.code == NOT_FOUND:
             hint = f"check that it is in PATH: ssh {self.host} bash -lc 'command -v {program}'"
             said = f"{program} is not installed on login host {self.host}"
             raise SlurmError(said, is_doubtful=False, is_missing=True, hint=hint)
-        return ClientResult(done.code, done.out.decode(errors="replace"), after_login(done.err))
+        return ClientResult(done.code, output.decode(errors="replace"), after_login(done.err))
 
     def _script(self, name: str, record: JobRecord, *words: str) -> CommandResult:
         return self.run(remote_command(name, record.remote_dir, record.token, *words))
@@ -119,13 +126,15 @@ class LoginAccess:
         if done.code:
             said = done.err.partition("\n")[0] or f"exit code {done.code}"
             hint = "check run_root in the cluster profile, and the free space there"
-            raise SlurmError(f"login host {self.host}: {said}", is_doubtful=False, hint=hint)
+            said = f"login host {self.host}: {said}"
+            raise SlurmError(said, is_doubtful=False, hint=hint, is_answer=False)
         return done
 
     def connect(self, record: JobRecord) -> None:
         self._say(f"connecting to {self.host} …")
         try:
-            self.check()
+            # In a login shell, as Slurm's commands later.
+            self._execute(["true"], "")
         except SlurmError:
             with private_files():
                 RunFolder(record.local_dir).try_claim(UNSENT)
@@ -166,7 +175,10 @@ class LoginAccess:
             raise SlurmError(said, is_doubtful=True)
         if result.code:
             said = error_text(result.err) or f"sbatch exited with code {result.code}"
-            raise failure(said)
+            # It may have sent its request before.
+            is_killed = result.code > 128
+            said = f"sbatch was killed on {self.host}" if is_killed else said
+            raise failure(said, is_killed)
         job = result.out.strip().partition(";")[0]
         if not is_scheduler_id(job):
             said = f"unexpected reply of sbatch on {self.host}: {result.out.strip()[:80]!r}"

@@ -38,7 +38,9 @@ def test_stacks_shell_and_forward(jobs) -> None:
         return subprocess.Popen([GPTCTL, *arguments], cwd=jobs.folder, env=env, **streams)
 
     held_job.check_forward(start, subprocess.Popen.send_signal, fetched, job, ports[1])
-    assert jobs.gptctl("forward", job, str(ports[0])).stdout == f"http://127.0.0.1:{ports[0]}\n"
+    same = jobs.gptctl("forward", job, str(ports[0]))
+    assert same.stdout == f"http://127.0.0.1:{ports[0]}\n"
+    assert same.stderr == f"{job} runs on this machine: nothing has to be forwarded\n"
     assert sorted(processes_of(str(jobs.run_dir(job)))) == running
     assert held_job.release(jobs.gptctl, job, 1) == [os.uname().nodename]
     assert jobs.wait(job) == "COMPLETED"

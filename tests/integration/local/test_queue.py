@@ -93,6 +93,19 @@ def test_a_place_is_freed_by_kill_and_by_cancel(timed) -> None:
     assert queue.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.long
+def test_cancel_frees_the_place_of_a_suspended_job(timed) -> None:
+    """Oracle: the job behind it runs. While it is suspended, it keeps its place."""
+    out = ["--env", f"OUT={timed.folder}"]
+    first = timed.quick(*out, "--env", "HOLD=1")
+    second, third = timed.quick("--queue", *out), timed.quick("--queue", *out)
+    os.kill(json.loads((timed.run_dir(second) / "claim.json").read_text())["pid"], signal.SIGSTOP)
+    (timed.folder / "go").touch()
+    await_reason(timed, third, f"waits for {second} (2 of 2 in the queue)")
+    assert timed.gptctl("cancel", second).stdout.strip() == f"{second}: CANCELLED"
+    assert timed.ended(first, second, third, seconds=20) == ["COMPLETED", "CANCELLED", "COMPLETED"]
+
+
 def test_ranks_without_a_supervisor_keep_their_place(timed) -> None:
     """Oracle: the second job starts when the processes of the first have ended, not when its supervisor is killed."""
     out = ["--env", f"OUT={timed.folder}"]

@@ -103,8 +103,10 @@ def test_the_latest_job_is_that_of_this_folder(jobs) -> None:
     ]
     for job in (here, there):
         jobs.wait(job)
-    for verb, cwd, job in (("wait", jobs.folder, here), ("logs", jobs.folder, here), ("show", other, there)):
+    for verb, cwd, job in (("wait", jobs.folder, here), ("logs", jobs.folder, here)):
         assert jobs.gptctl(verb, cwd=cwd).stderr.splitlines()[0] == f"job {job}", verb
+    shown = jobs.gptctl("show", cwd=other)
+    assert (shown.stdout.splitlines()[0], shown.stderr) == (f"job {there}", "")
     nowhere = jobs.folder / "nowhere"
     nowhere.mkdir()
     named = jobs.gptctl("status", cwd=nowhere).stderr.splitlines()[0]

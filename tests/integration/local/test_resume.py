@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.integration.local.test_jobs import SMALL, losses
+from tests.integration.test_mingpt import ITERATION, MINGPT
 
 TRAIN = ("--nodes", "2", "--gpus-per-node", "1", *SMALL, "-o", "Engine.save_load.save_steps=20", "--env", "MY_NAME=a b")
 
@@ -56,7 +60,7 @@ def test_resume_is_the_same_run(jobs, killed: str, tmp_path: Path) -> None:
     for job in (killed, resumed["job"]):
         assert json.loads(jobs.gptctl("show", job, "--json").stdout)["lineage"] == [killed, resumed["job"]]
     assert f"{killed} → {resumed['job']}" in jobs.gptctl("show", killed).stdout
-    assert "continues" in jobs.gptctl("list").stdout
+    assert " from " in jobs.gptctl("list").stdout
     now = values_of(jobs, resumed["job"])
     assert {key for key in now if now[key] != before[key]} == {"Engine.save_load.ckpt_dir"}
     assert now["Launch.env.MY_NAME"] == ("a b", "--env MY_NAME")
@@ -135,3 +139,138 @@ def test_an_older_folder_is_still_rerun(jobs) -> None:
     written.unlink()
     answer = json.loads(jobs.gptctl("rerun", job, "--wait", "--json").stdout)
     assert answer["state"] == "COMPLETED"
+
+
+# In the place of the trainer: three runs in a row, each of which trains again what was not saved. The third one succeeds.
+THREE_RUNS = """#!/bin/bash
+echo >> {folder}/runs-so-far
+printf %s "$TOKEN" | sha256sum > "$GPTCTL_RUN_DIR/token.sha256"
+case $(wc -l < {folder}/runs-so-far) in
+1) steps="1 2 3" saved=2 ;;
+2) steps="3 4 5" saved=4 ;;
+*) steps="5 6" ;;
+esac
+cd "$GPTCTL_RUN_DIR"
+mkdir -p output
+for step in $steps; do
+  echo "{{\\"event\\": \\"train\\", \\"step\\": $step, \\"loss\\": $step.5, \\"attempt\\": 0}}" >> output/metrics.jsonl
+done
+[ -n "$saved" ] || exit 0
+mkdir "output/step_$saved"
+exit 1
+"""
+
+
+@pytest.fixture
+def broken_off(jobs) -> str:
+    """The first of three runs; it failed after step 3, with a checkpoint of step 2."""
+    jobs.gptctl("init")
+    (jobs.folder / "quick").write_text(THREE_RUNS.format(folder=jobs.folder))
+    (jobs.folder / "token").write_text("s3cret value\n")
+    secrets = ("-o", "Launch.secrets={TOKEN: {file: token}, OTHER: {env: MY_OTHER}}", "-o", "Launch.max_restarts=0")
+    job = jobs.submit("--cluster", "./quick.yaml", *TRAIN, "--nodes", "1", *secrets, MY_OTHER="0ther")
+    assert jobs.ended(job) == ["FAILED"]
+    return job
+
+
+def resumed(jobs, job: str) -> str:
+    elsewhere = jobs.folder / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    answer = jobs.gptctl("resume", job, "--json", cwd=elsewhere, MY_OTHER="0ther")
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)["job"]
+
+
+def test_a_secret_reaches_the_resumed_job(jobs, broken_off: str) -> None:
+    """The file of the secret is found from another folder. Oracle: its hash in the job, and every byte of its files."""
+    refused = jobs.gptctl("resume", broken_off)
+    assert (refused.returncode, "S007" in refused.stderr) == (1, True)  # MY_OTHER is not set
+    job = resumed(jobs, broken_off)
+    jobs.ended(job)
+    expected = hashlib.sha256(b"s3cret value").hexdigest()
+    assert (jobs.run_dir(job) / "token.sha256").read_text().split()[0] == expected
+    files = [*jobs.run_dir(job).rglob("*"), *(jobs.folder / "home").rglob("*")]
+    assert len(files) > 20
+    for file in filter(Path.is_file, files):
+        assert b"s3cret" not in file.read_bytes(), file
+        assert b"0ther" not in file.read_bytes(), file
+
+
+@pytest.mark.long
+def test_a_run_of_three_jobs(jobs, broken_off: str) -> None:
+    """Each step counts once, in the job that kept it. Then the first job is removed, and at last a record is damaged."""
+    first, second = broken_off, resumed(jobs, broken_off)
+    assert jobs.ended(second) == ["FAILED"]
+    third = resumed(jobs, second)
+    assert jobs.ended(third) == ["COMPLETED"]
+    ids = [first, second, third]
+    listed = {row["job"]: row["continues"] for row in json.loads(jobs.gptctl("list", "--json").stdout)}
+    assert listed == {first: None, second: first, third: second}
+
+    def metrics() -> list[tuple[str, int]]:
+        rows = json.loads(jobs.gptctl("logs", third, "--metrics", "--json").stdout)
+        return [(row["job"], row["step"]) for row in rows]
+
+    def shown(job: str) -> list[str]:
+        return json.loads(jobs.gptctl("show", job, "--json").stdout)["lineage"]
+
+    assert metrics() == [(first, 1), (first, 2), (second, 3), (second, 4), (third, 5), (third, 6)]
+    (curve,) = json.loads(jobs.gptctl("plot", third, "--json").stdout)
+    assert (curve["run"], curve["steps"]) == (ids, [1, 2, 3, 4, 5, 6])
+    assert [shown(job) for job in ids] == [ids] * 3
+    assert " → ".join(ids) in jobs.gptctl("show", third).stdout.replace("\n", " ")
+    removal = jobs.gptctl("rm", "--yes", first)
+    assert removal.returncode == 0
+    assert f"warning: {first} is continued by {second}" in removal.stderr
+    assert f"steps 1-2: the folder of {first} was removed" in jobs.gptctl("plot", third, "--json").stderr
+    assert [shown(job) for job in ids] == [ids] * 3
+    assert metrics() == [(second, 3), (second, 4), (third, 5), (third, 6)]
+    for job in (second, third):
+        again = jobs.gptctl("resume", job, "--dry-run", "--json", MY_OTHER="0ther")
+        assert again.returncode == 0, again.stderr
+        assert json.loads(again.stdout)["continues"] == second
+    record = jobs.folder / f"home/.local/state/gptctl/jobs/{first}.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "continues": third}))
+    assert sorted(shown(second)) == sorted(ids)
+    assert metrics() == [(second, 3), (second, 4), (third, 5), (third, 6)]
+    assert jobs.gptctl("list").returncode == 0
+
+
+@pytest.mark.long
+def test_a_mingpt_snapshot_is_resumed(jobs) -> None:
+    """Killed after the snapshot of epoch 3. Oracle: the lines of the same job, undisturbed."""
+    text = "the quick brown fox jumps over the lazy dog. " * 20
+    for folder in ("one", "two"):
+        (jobs.folder / folder).mkdir()
+        (jobs.folder / folder / "gpt.yaml").write_text(MINGPT + "Global: {device: cpu}\n")
+        (jobs.folder / folder / "text.txt").write_text(text)
+    asked = ("submit", "gpt.yaml", "--gpus-per-node", "1", "-o", "Launch.max_restarts=0")
+    whole = json.loads(jobs.gptctl(*asked, "--json", cwd=jobs.folder / "two").stdout)
+    await_text(Path(whole["run_dir"]) / "result.json", "COMPLETED")
+    job = json.loads(jobs.gptctl(*asked, "--json", cwd=jobs.folder / "one").stdout)
+    log = Path(job["log_dir"]) / "attempt-0" / "workerlog.0"
+    await_text(log, "Snapshot saved at epoch 3")
+    (ranks,) = (Path(job["run_dir"]) / "attempt-0").glob("ranks.*.jsonl")
+    os.kill(json.loads(ranks.read_text().splitlines()[0])["pid"], signal.SIGKILL)
+    await_text(Path(job["run_dir"]) / "result.json", "FAILED")
+    answer = jobs.gptctl("resume", job["job"], "--json")
+    assert answer.returncode == 0, answer.stderr
+    rest = json.loads(answer.stdout)
+    await_text(Path(rest["run_dir"]) / "result.json", "COMPLETED")
+    assert jobs.status(rest["job"])["continues"] == job["job"]
+    assert re.search(
+        rf"continues {job['job']} from the snapshot of epoch \d+ \(step \d+\), with the same", answer.stderr
+    )
+    lines = (Path(rest["log_dir"]) / "attempt-0" / "workerlog.0").read_text()
+    saved = re.search(r"Resuming training from snapshot at Epoch (\d+)", lines)
+    assert saved
+    assert int(saved[1]) >= 3
+    expected = re.findall(ITERATION, (Path(whole["log_dir"]) / "attempt-0" / "workerlog.0").read_text())
+    assert re.findall(ITERATION, lines) == [line for line in expected if int(line[1]) > int(saved[1])]
+
+
+def await_text(file: Path, text: str, seconds: float = 200) -> None:
+    deadline = time.monotonic() + seconds
+    while not file.exists() or text not in file.read_text():
+        assert time.monotonic() < deadline, f"no {text} in {file}"
+        time.sleep(0.02)

@@ -186,3 +186,41 @@ def test_refused_before_anything_is_submitted(jobs) -> None:
         refused = jobs.gptctl("sweep", *arguments)
         assert refused.returncode == 2
         assert words in refused.stderr
+
+
+def test_no_sweep_is_left_if_the_first_run_is_refused(jobs) -> None:
+    """What only the submission finds: all runs need GPUs, and this machine has none. Oracle: the lists, and the disk."""
+    make(jobs, "parameters: {Engine.max_steps: [2, 3]}\n")
+    refused = jobs.gptctl(
+        "sweep", "submit", "sweep.yaml", "--cluster", "./quick.yaml", "-o", "Global.device=gpu", CUDA_VISIBLE_DEVICES=""
+    )
+    assert refused.returncode == 1
+    assert "S016" in refused.stderr
+    assert refused.stderr.endswith("error: the sweep was not submitted\n")
+    assert "sweep resume" not in refused.stderr
+    assert json.loads(jobs.gptctl("sweep", "list", "--json").stdout) == []
+    assert jobs.left_over() == []
+    assert not any((jobs.folder / "home/.local/state/gptctl/sweeps").iterdir())
+
+
+@pytest.mark.long
+def test_places_after_a_resume(jobs) -> None:
+    """A run that is continued and one that starts again wait for a place, too. Oracles: what they note, and the clock."""
+    make(jobs, "parameters: {Engine.max_steps: [2, 3, 4, 5]}\nparallel: 2\n")
+    (jobs.folder / "hold").touch()
+    answer = submit(jobs)
+    name, ids = answer["sweep"], [each["job"] for each in answer["jobs"]]
+    assert jobs.gptctl("cancel", "--now", ids[0], ids[3]).returncode == 0
+    assert jobs.gptctl("rm", "--yes", ids[3]).returncode == 0
+    (jobs.run_dir(ids[0]) / "output" / "step_1").mkdir(parents=True)
+    wait(jobs, name, lambda states: states.count("RUNNING") == 2)
+    again = json.loads(jobs.gptctl("sweep", "resume", name, "--json").stdout)["jobs"]
+    assert [each["run"] for each in again] == [0, 3]
+    new = [each["job"] for each in again]
+    deadline = time.monotonic() + 20
+    while not all(f"(group {name}: 2 at once)" in jobs.waits_for(job) for job in new):
+        assert time.monotonic() < deadline, [jobs.waits_for(job) for job in new]
+        time.sleep(0.05)
+    (jobs.folder / "hold").unlink()
+    assert jobs.ended(*ids[1:3], *new) == ["COMPLETED"] * 4
+    assert most_at_once(jobs, [*ids[1:3], *new]) == 2

@@ -127,13 +127,19 @@ def test_options_reach_slurm(login: Login) -> None:
 
 
 def test_a_job_waits_for_another(login: Login) -> None:
-    first = login.submit_quick(JOB_SECONDS="4")
+    # The first one ends when the test says so, however long that takes.
+    go = login.folder / "go"
+    login.stand_in.write_text(f'#!/bin/bash\nwhile [ -n "$HOLD" ] && [ ! -e {go} ]; do sleep 0.1; done\n')
+    first = login.submit_quick(HOLD="1")
     second = login.submit_quick("--after", first["job"])
     third = login.submit_quick("--after", first["scheduler_id"], "--after", second["job"])
-    await_true(lambda: login.json("status", third["job"])["reason"] == "Dependency", 10)
+    await_true(lambda: login.json("status", third["job"])["reason"] == "Dependency", 60)
     refused = login.run("submit", "--cluster", "local", "--after", third["job"], "--", "job.py")
     assert refused.returncode == 2
     assert f"--after {third['job']}: it runs on lab; a job on local cannot wait for it" in refused.stderr
+    login.wait(first["job"], "RUNNING")
+    assert {login.state(job["job"]) for job in (second, third)} == {"PENDING"}
+    go.touch()
     login.wait(third["job"], "COMPLETED")
     ends = [json.loads((Path(job["run_dir"]) / "result.json").read_text())["ended"] for job in (first, second, third)]
     assert ends == sorted(ends)

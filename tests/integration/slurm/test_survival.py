@@ -225,6 +225,34 @@ def test_the_time_limit(login: Login) -> None:
 
 
 @pytest.mark.long
+def test_a_job_is_resumed_after_its_time_limit(login: Login) -> None:
+    """It saves something, but does not stop when it is asked to: Slurm ends it. Oracle: the config of the next job."""
+    may_end = login.folder / "may-end"
+    login.stand_in.write_text(
+        f"""#!/bin/bash
+        mkdir -p "$GPTCTL_RUN_DIR/output/step_40"
+        trap '' TERM USR1
+        [ -e {may_end} ] || sleep 600
+        """
+    )
+    done = login.run(*login.quick_trainer("--time", "1", "--no-requeue", "-o", "Engine.max_steps=50"))
+    assert done.returncode == 0, done.stderr
+    job = json.loads(done.stdout)
+    ended = login.wait(job["job"], "TIMEOUT", "FAILED", "STOPPED", "COMPLETED", seconds=240)
+    assert ended["state"] == "TIMEOUT", ended
+    may_end.touch()
+    done = login.run("resume", job["job"], "--time", "10", "--json")
+    assert done.returncode == 0, done.stderr
+    assert f"continues {job['job']} from step 40, with the same config" in done.stderr
+    rest = json.loads(done.stdout)
+    login.wait(rest["job"], "COMPLETED")
+    resolved = json.loads((Path(rest["run_dir"]) / "config.json").read_text())["resolved"]
+    assert resolved["Engine"]["save_load"]["ckpt_dir"] == f"{job['run_dir']}/output"
+    shown = login.json("show", rest["job"])
+    assert (shown["continues"], shown["lineage"]) == (job["job"], [job["job"], rest["job"]])
+
+
+@pytest.mark.long
 def test_preempted_where_only_ranks_are_told(undisturbed: dict[int, float]) -> None:
     """Without the site's preempt_send_user_signal: SIGTERM to the ranks, SIGKILL after the grace time."""
     with Lab(nodes=4, user_signal=False) as lab:

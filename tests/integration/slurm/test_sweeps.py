@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import time
 from datetime import datetime
+from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -142,3 +144,53 @@ def test_an_array_that_is_too_large_for_slurm(login: Login) -> None:
     assert not any("_" in ids[each["job"]] for each in answer["jobs"])
     wait_for(login, answer["sweep"], lambda found: all(row["state"] == "COMPLETED" for row in found))
     assert most_at_once(login, list(ids.values())) <= 2
+
+
+@pytest.mark.long
+def test_jobs_with_a_template_of_the_user_are_no_array(login: Login) -> None:
+    """The script of an array would not have its lines. Oracle: what these lines write, and Slurm's ids."""
+    templates = login.folder / "templates"
+    templates.mkdir()
+    bundled = (Path(__file__).parents[3] / "templates/jobs/job.sbatch.j2").read_text()
+    (templates / "job.sbatch.j2").write_text(bundled.replace("bash\n", "bash\n#SBATCH --nice=7\n", 1))
+    answer = sweep(login, "parameters: {Engine.max_steps: [2, 3, 4]}\nparallel: 2\n")
+    jobs = [each["job"] for each in answer["jobs"]]
+    ids = {row["job"]: row["scheduler_id"] for row in login.json("list")}
+    shown = [login.lab.run("head", "scontrol", "show", "job", ids[job]).stdout for job in jobs]
+    assert not any("ArrayJobId" in text for text in shown)
+    assert all("Nice=7" in text for text in shown)
+    wait_for(login, answer["sweep"], lambda found: all(row["state"] == "COMPLETED" for row in found))
+    assert most_at_once(login, [ids[job] for job in jobs]) <= 2
+
+
+@pytest.mark.long
+def test_nothing_is_left_of_an_array_that_slurm_refuses(login: Login) -> None:
+    (login.folder / "sweep.yaml").write_text(SWEEP)
+    profile = str(login.folder / "quick/clusters/lab.yaml")
+    asked = ["--cluster", profile, "--partition", "nowhere", *(word for key in TINY for word in ("-o", key))]
+    assert_nothing_left(login, login.run("sweep", "submit", "sweep.yaml", *asked), 3, "invalid partition specified")
+
+
+def test_nothing_is_left_of_an_array_that_does_not_fit_on_the_disk(lab: Lab) -> None:
+    """Some of its folders are complete when the disk is full; they are removed without it."""
+    login = Login(lab, run_root=str(lab.small / "runs"))
+    (login.folder / "sweep.yaml").write_text(SWEEP)
+    profile = str(login.folder / "quick/clusters/lab.yaml")
+    asked = ["--cluster", profile, *(word for key in TINY for word in ("-o", key))]
+    done = login.run("sweep", "submit", "sweep.yaml", *asked)
+    assert_nothing_left(login, done, 3, "No space left on device")
+    assert "check run_root in the cluster profile, and the free space there" in done.stderr
+    # The disk is one of the lab's own: only its machines see it.
+    assert lab.run("head", "ls", "-A", str(lab.small / "runs")).stdout == ""
+
+
+def assert_nothing_left(login: Login, done: CompletedProcess[str], code: int, words: str) -> None:
+    """No job in Slurm, no record, no folder, no sweep; one clear error."""
+    assert done.returncode == code, done.stderr
+    assert "the sweep was not submitted: run 0: " in done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert login.jobs_in_slurm() == []
+    assert login.json("list", "--all") == login.json("sweep", "list") == []
+    assert not any((login.folder / "home" / "jobs").iterdir())
+    assert not any((login.folder / "runs").glob("*"))

@@ -16,6 +16,8 @@ SCRIPT = """
 import os, socket, time
 open("result.txt", "w").write(socket.gethostname())
 open(b"b\\xffd", "w").write("odd")
+os.makedirs(b"f\\xfflder")
+open(b"f\\xfflder/b\\xffd", "w").write("odd")
 os.symlink("/etc/passwd", "link")
 for i in range(80):
     print("line", i, flush=True)
@@ -42,6 +44,7 @@ def test_a_script_is_fetched_while_it_is_followed(desk: Desk) -> None:
     assert (home / "work" / "result.txt").read_text() == "ssh1"
     assert (home / "hosts" / "ssh2" / "work" / "result.txt").read_text() == "ssh2"
     assert os.path.exists(os.fsencode(home / "work") + b"/b\xffd")
+    assert os.path.exists(os.fsencode(home / "work") + b"/f\xfflder/b\xffd")
     assert not (home / "work" / "link").exists()
     assert "since they are not regular files: link" in done.stderr
     assert not (home / "work" / "talk.py").exists()  # it came from here

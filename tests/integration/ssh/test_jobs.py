@@ -48,6 +48,32 @@ def test_a_job_goes_on_from_what_each_host_has(desk: Desk) -> None:
     assert list(losses(desk.json("status"))) == [3, 4]
 
 
+@pytest.mark.long
+def test_a_job_is_resumed(desk: Desk) -> None:
+    """`gptctl resume`, from what each host has. Oracle: the losses of one job that trains all steps, in one process."""
+    done = desk.run(*desk.train("--nodes", "2", "--gpus-per-node", "1", "--follow", keys=("Engine.max_steps=2",)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = desk.json("status")["job"]
+    done = desk.run("resume", first, "-o", "Engine.max_steps=4", "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"continues {first} from step 2" in done.stderr
+    second = desk.json("status")
+    assert (second["continues"], list(losses(second))) == (first, [3, 4])
+    assert desk.json("show", second["job"])["lineage"] == [first, second["job"]]
+    rows = desk.json("logs", second["job"], "--metrics")
+    assert [(row["job"], row["step"]) for row in rows] == [
+        (first, 1),
+        (first, 2),
+        (second["job"], 3),
+        (second["job"], 4),
+    ]
+    # The folders of the first job are removed on the hosts, too; the second one does not need them any more.
+    assert desk.run("rm", "--yes", first).returncode == 0
+    done = desk.run("resume", second["job"], "-o", "Engine.max_steps=5", "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(losses(desk.json("status"))) == [5]
+
+
 def assert_every_byte_comes_home(desk: Desk, job: str) -> None:
     """Also when it was interrupted, and no byte that is wrong: the oracle is sha256sum on the hosts."""
     home = desk.folder / "mine"
