@@ -7,6 +7,7 @@ the same name are kept apart: the first host's at their usual place, those of ho
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
