@@ -17,6 +17,7 @@ from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.snapshot import load_snapshot, save_snapshot
 from trainer.config.continuation import model_differences
 from trainer.config.sections import Model, RunConfig
+from trainer.data.epochs import Position
 from trainer.errors import UserError
 from trainer.logline import RESUMED_FROM
 from trainer.mesh import Mesh
@@ -138,26 +139,15 @@ def _restore_snapshot(t: Training, file: Path) -> None:
     facts, finished_epoch = load_snapshot(
         file, t.optimizer.tensors(), lambda facts: _check_same_model(t, facts, file)
     )
-    _restore_progress(t, _in_our_steps(t, facts, finished_epoch, file))
+    _restore_progress(t, facts)
     t.log.plain(f"Resuming training from snapshot at Epoch {finished_epoch}")
-
-
-def _in_our_steps(t: Training, facts: Facts, finished_epoch: int, file: Path) -> Facts:
-    """Convert the position in the data: minGPT's batch size is per rank.
-
-    With another number of ranks, an epoch has another number of steps.
-    """
-    if facts["steps_per_epoch"] == t.length.steps_per_epoch:
-        return facts
-    if facts["step"] != finished_epoch * facts["steps_per_epoch"]:
-        message = f"{file} was saved in the middle of an epoch with another global batch size"
-        raise UserError(message, "resume with the same number of ranks as before")
-    step = finished_epoch * t.length.steps_per_epoch
-    return {**facts, "step": step, "samples": step * t.run.Global.global_batch_size}
 
 
 def _restore_progress(t: Training, facts: Facts) -> None:
     t.progress = Progress(facts["step"], facts["updates"], facts["samples"])
+    if t.run.Engine.run_mode == "epoch":
+        t.length = t.length.resumed(t.run, facts["step"], _position(t, facts))
+        t.metrics.max_steps = t.length.max_steps
     if _was_float16(facts):  # otherwise it has no loss scale: start with the configured one
         t.precision.restore(facts["scaler"])
     t.optimizer.loaded(facts["updates"])
@@ -166,6 +156,18 @@ def _restore_progress(t: Training, facts: Facts) -> None:
             "data, seed or number of epochs differ from the checkpoint: "
             "the order of samples changes"
         )
+
+
+def _position(t: Training, facts: Facts) -> Position:
+    """Where the run of a checkpoint was in its data."""
+    if facts.get("position"):
+        return Position(*facts["position"])
+    # Earlier versions recorded only steps, all of which had batches of one size.
+    before = facts["config"]
+    if before["Engine"]["run_mode"] == "step":
+        return t.length.position_of_sample(facts["samples"])
+    epoch, batch = divmod(facts["step"], max(1, facts["steps_per_epoch"]))
+    return Position(epoch, batch, batch * before["Global"]["global_batch_size"])
 
 
 def _was_float16(facts: Facts) -> bool:
@@ -184,7 +186,7 @@ def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
     if not snapshot_path:
         checkpoints.save(t.progress.step, t.optimizer.tensors(), _facts_of(t))
     elif t.mesh.is_first and t.progress.step != checkpoints.saved_step:
-        epoch = t.progress.step // t.length.steps_per_epoch
+        epoch, _ = t.length.epoch_and_batch(t.progress.step)
         try:
             # With the job: the jobs of a folder often share one snapshot.
             facts = {**_facts_of(t), "job": os.environ.get("GPTCTL_JOB")}
@@ -211,6 +213,11 @@ def _facts_of(t: Training) -> Facts:
         "scaler": t.precision.state(),
         "order": _order(t),
         "steps_per_epoch": t.length.steps_per_epoch,
+        "position": list(
+            t.length.position(t.progress.step)
+            if t.run.Engine.run_mode == "epoch"
+            else t.length.position_of_sample(t.progress.samples)
+        ),
         "layout": t.mesh.layout._asdict(),
         "vocabulary": t.splits.characters.vocabulary if t.splits.characters else None,
         "torch": torch.__version__,
@@ -252,7 +259,7 @@ def _invalid_facts(t: Training, facts: Facts) -> str:
     Checksums show only that a file is undamaged, not that this program wrote it.
     """
     expected = _facts_of(t)
-    lacking = [key for key in expected if key not in facts]
+    lacking = [key for key in expected if key not in facts and key != "position"]
     if lacking:
         return f"{lacking[0]} is missing in its manifest"
     wrong = [
@@ -260,6 +267,13 @@ def _invalid_facts(t: Training, facts: Facts) -> str:
         for key in ("step", "updates", "samples")
         if not isinstance(facts[key], int) or facts[key] < 0
     ]
+    position = facts.get("position", [0, 0, 0])
+    if not (
+        isinstance(position, list)
+        and len(position) == 3
+        and all(type(number) is int and number >= 0 for number in position)
+    ):
+        wrong.append("position")
     wrong += [key for key in ("scaler", "config") if not isinstance(facts[key], dict)]
     if not wrong and (
         facts["scaler"].keys() != expected["scaler"].keys() or "Model" not in facts["config"]

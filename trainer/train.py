@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -18,7 +19,7 @@ from trainer.banner import announce
 from trainer.checkpoint import Checkpoints
 from trainer.config.resolve import batch_of
 from trainer.config.sections import RunConfig
-from trainer.data import LocalBatch, Reader, open_data
+from trainer.data import LocalBatch, Reader, Start, open_data
 from trainer.errors import UserError
 from trainer.generate import generate
 from trainer.logline import COMPLETE, epoch_line, evaluation_line, sample_title
@@ -87,9 +88,8 @@ def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training
 
 def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
     """Train up to the last step. Returns False if a stop was requested before."""
-    clock, remaining = t.metrics.clock, t.length.max_steps - t.progress.step
-    num_workers = t.run.Data.Train.loader.num_workers
-    batches = reader(t, "train").batches(t.progress.samples, max(0, remaining), num_workers)
+    clock, num_workers = t.metrics.clock, t.run.Data.Train.loader.num_workers
+    batches = reader(t, "train").batches(batch_starts(t), num_workers)
     t.parallel.train()
     begin_step(t)
     for batch in batches:
@@ -113,6 +113,20 @@ def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
             evaluate_and_log(t)
         begin_step(t)
     return True
+
+
+def batch_starts(t: Training) -> Iterator[Start]:
+    """Where the batches of all remaining steps start in the data.
+
+    In step mode they follow one another; in epoch mode every epoch starts with a new batch.
+    """
+    first, samples, size = t.progress.step, t.progress.samples, t.run.Global.global_batch_size
+    for step in range(first, t.length.max_steps):
+        if t.run.Engine.run_mode == "epoch":
+            epoch, _, sample = t.length.position(step)
+            yield Start(sample, epoch)
+        else:
+            yield Start(samples + (step - first) * size)
 
 
 def begin_step(t: Training) -> None:
@@ -191,7 +205,8 @@ def log_step(t: Training, loss: float, norm: float) -> None:
 def is_due(t: Training, steps: int, epochs: int) -> bool:
     """Whether something is due that happens every n steps, or in epoch mode every n epochs."""
     if t.run.Engine.run_mode == "epoch":
-        return t.progress.step % (t.length.steps_per_epoch * epochs) == 0
+        finished, batch = t.length.epoch_and_batch(t.progress.step)
+        return batch == 0 and finished % epochs == 0
     return steps > 0 and t.progress.step % steps == 0
 
 
@@ -211,16 +226,20 @@ def evaluate_and_log(t: Training) -> None:
         everything = (
             math.ceil(t.splits.valid.size / t.run.Global.global_batch_size) if t.splits.valid else 0
         )
-        evaluate(t, "valid", 0, everything)
+        evaluate(t, "valid", 0, everything, is_whole=True)
     else:  # each evaluation uses the batches after those of the previous one
-        period = t.length.steps_per_epoch if engine.run_mode == "epoch" else engine.eval_freq
-        evaluations = t.progress.step // period - 1
+        by_epoch = engine.run_mode == "epoch"
+        finished, _ = t.length.epoch_and_batch(t.progress.step)
+        evaluations = (finished if by_epoch else t.progress.step // engine.eval_freq) - 1
         evaluate(t, "valid", evaluations * engine.eval_iters, engine.eval_iters)
 
 
 @torch.no_grad()
-def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
-    """Log the mean loss of some batches of a split, starting with batch number `first`."""
+def evaluate(t: Training, name: str, first: int, iterations: int, is_whole: bool = False) -> None:
+    """Log the mean loss of some batches of a split, starting with batch number `first`.
+
+    `is_whole`: every sample counts once. Otherwise samples are used again after the last one.
+    """
     if getattr(t.splits, name) is None or iterations == 0:
         return
     began, batches = time.perf_counter(), reader(t, name)
@@ -232,12 +251,15 @@ def evaluate(t: Training, name: str, first: int, iterations: int) -> None:
         if t.mesh.total(bool(t.stop.signal))[0]:  # a stop request does not wait for an evaluation
             t.parallel.train()
             return
-        batch = batches.read((first + number) * t.run.Global.global_batch_size)
+        start = (first + number) * t.run.Global.global_batch_size
+        batch = batches.read_once(start) if is_whole else batches.read(start)
         loss = t.parallel.runner.loss(batch).double()
         total, count = total + loss, count + batch.num_predicted
         if t.log.style == "mingpt" and number % MINGPT_FREQ == 0:
-            mean = float(t.mesh.summed(loss, "pp")) / max(1, batch.num_predicted)
-            t.log.plain(epoch_line(t.mesh.rank, epoch + 1, number, "Eval", mean))
+            own = float(t.mesh.summed(loss, "pp"))
+            if batch.num_predicted:  # a rank may have none of the last samples
+                mean = own / batch.num_predicted
+                t.log.plain(epoch_line(t.mesh.rank, epoch + 1, number, "Eval", mean))
     t.parallel.train()
     layout = t.mesh.layout
     loss_sum, num_predicted = t.mesh.total(float(total) / layout.mp, count / layout.readers)
@@ -290,10 +312,7 @@ def write_sample(t: Training, checkpoints: Checkpoints) -> None:
 def reader(t: Training, name: str) -> Reader:
     split, batch = getattr(t.splits, name), batch_of(t.run)
     part = getattr(t.run.Data, {"train": "Train", "valid": "Eval", "test": "Test"}[name])
-    # In epoch mode, every epoch starts with a new batch; otherwise a batch may span two epochs.
-    by_epoch = (
-        t.run.Engine.run_mode == "epoch" and name == "train" and t.splits.characters is not None
-    )
-    epoch_length = t.length.steps_per_epoch * batch.global_size if by_epoch else split.size
+    by_epoch = t.run.Engine.run_mode == "epoch" and name == "train"
+    epoch_length = t.length.samples_per_epoch if by_epoch else split.size
     shuffle_key = t.run.Global.seed if part.sampler.shuffle else None
     return Reader(split, batch, t.mesh.data_rank, epoch_length, shuffle_key, t.mesh.device)

@@ -186,11 +186,11 @@ def print_findings(findings: Iterable[Finding], to_stderr: bool = False) -> None
 
 
 def note_missing_gpus(checked: Checked) -> None:
-    """Say that `submit` would refuse a valid config on this machine. Not part of the answer."""
-    from gptctl.spec.machine_rules import check_gpus_here
+    """Say what a valid config would lack on this machine. Not part of the answer."""
+    from gptctl.spec.machine_rules import check_cache_here, check_gpus_here
 
     if checked.is_valid:
-        print_findings(check_gpus_here(checked), to_stderr=True)
+        print_findings([*check_gpus_here(checked), *check_cache_here(checked)], to_stderr=True)
 
 
 def print_error(error: UserError) -> None:

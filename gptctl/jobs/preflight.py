@@ -18,7 +18,7 @@ from gptctl.planning.build import Site, python_of
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster
 from gptctl.spec.launch import is_variable
-from gptctl.spec.machine_rules import check_cores_here
+from gptctl.spec.machine_rules import check_cache_here, check_cores_here
 from trainer.config.sections import SaveLoad
 from trainer.errors import Finding, Rule
 
@@ -45,6 +45,7 @@ def run_preflight(
         *_check_secrets(plan),
         *_check_endpoint(plan),
         *check_cores_here(checked),
+        *check_cache_here(checked, site.folder),
         *backend.preflight(checked, plan),
     ]
     # These findings have no line in a file, so the message says where the value came from.

@@ -13,6 +13,7 @@ from pathlib import Path
 from gptctl.spec.check import Checked
 from gptctl.spec.visible_gpus import count_visible_gpus
 from gptctl.text import count
+from trainer.cache_folder import WHERE_TO_WRITE, cache_folders, can_write
 from trainer.errors import Finding, Rule
 
 HAS_GPU = Rule(
@@ -21,6 +22,7 @@ HAS_GPU = Rule(
 CROWDED = Rule(
     "S017", "a job on CPUs of this machine should have at most four ranks per core", "warning"
 )
+CACHE = Rule("S019", "index maps need a folder that the job can write to", "warning")
 NO_GPU_HERE = "this machine has no GPU that a job may use"
 RANKS_PER_CORE = 4
 # ROCm and WSL have no /dev/nvidia0: their GPUs cannot be counted here, but torch may find them.
@@ -55,3 +57,20 @@ def check_cores_here(checked: Checked) -> Iterator[Finding]:
         most = RANKS_PER_CORE * cores
         hint = f"use at most {most} ranks: every step waits for the slowest of them"
         yield CROWDED.found("Launch.gpus_per_node", checked.machines.per_node, message, hint)
+
+
+def check_cache_here(checked: Checked, folder: str = ".") -> Iterator[Finding]:
+    """Warn if a local job could save its index maps nowhere; it starts only if they exist."""
+    is_trainer = checked.resolved is not None and checked.launch.entrypoint == "trainer"
+    if not is_trainer or not checked.cluster.traits.is_one_machine or checked.resolved is None:
+        return
+    data, seen = checked.resolved.run.Data, set()
+    for part in (data.Train, data.Eval, data.Test):
+        path = Path(folder, part.dataset.input_dir)
+        if part.dataset.name != "GPTDataset" or path in seen or not path.exists():
+            continue
+        seen.add(path)
+        folders = cache_folders(path if path.is_dir() else path.parent, data.cache_dir)
+        if not any(map(can_write, folders)):
+            message = f"cannot write index maps to {' or '.join(map(str, folders))}"
+            yield CACHE.found("Data.cache_dir", data.cache_dir, message, WHERE_TO_WRITE)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trainer.config.sections import Dataset
-from trainer.data import IGNORED, Reader
+from trainer.data import IGNORED, Reader, Start
 from trainer.data.chars import Characters, CharSplit
 from trainer.data.gpt import GPTSplit
 from trainer.data.index import Cache, build, num_epochs, split_bounds
@@ -316,7 +316,7 @@ def test_the_demo_corpus_is_the_same_every_time() -> None:
 class Counting:
     """A split whose samples say which number they have."""
 
-    size, digest, eos = 100, 0, 50
+    size, digest, eos, covers_epochs = 100, 0, 50, False
 
     def read(self, epochs: Any, numbers: Any) -> Any:
         return (1000 * epochs + numbers % self.size)[:, None] + np.array([[0, 10_000]])
@@ -336,9 +336,36 @@ def test_the_global_batch_does_not_depend_on_the_number_of_ranks(ranks: int) -> 
 def test_epochs_in_the_stream_of_numbers() -> None:
     whole = Reader(Counting(), Batch(8, 8, 8), 0, 100, None)
     assert whole.read(96).inputs[:, 0].tolist() == [96, 97, 98, 99, 1000, 1001, 1002, 1003]
-    padded = Reader(Counting(), Batch(8, 8, 8), 0, 104, None)  # 13 whole batches: the last takes four samples again
-    assert padded.read(96).inputs[:, 0].tolist() == [96, 97, 98, 99, 0, 1, 2, 3]
-    assert padded.read(104).inputs[:, 0].tolist() == [1000 + n for n in range(8)]
+    # In epoch mode, an incomplete batch takes the first samples of its epoch again.
+    assert whole.read(96, 2).inputs[:, 0].tolist() == [2096, 2097, 2098, 2099, 2000, 2001, 2002, 2003]
+
+
+def test_index_maps_have_the_samples_of_all_epochs() -> None:
+    class Mapped(Counting):
+        covers_epochs = True
+
+        def read(self, epochs: Any, numbers: Any) -> Any:
+            return numbers[:, None] + np.array([[0, 10_000]])
+
+    reader = Reader(Mapped(), Batch(8, 8, 8), 0, 40, None)
+    assert reader.read(36, 1).inputs[:, 0].tolist() == [76, 77, 78, 79, 40, 41, 42, 43]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 100])
+def test_a_whole_evaluation_counts_every_sample_once(ranks: int, size: int) -> None:
+    class Short(Counting):
+        eos = None
+
+    Short.size = size
+    counted = []
+    for rank in range(ranks):
+        reader = Reader(Short(), Batch(8, 8 // ranks, 1), rank, size, None)
+        for first in range(0, size, 8):
+            inputs, labels = reader.read_once(first)
+            assert len(inputs) == 8 // ranks
+            counted += inputs[labels[:, 0] != IGNORED, 0].tolist()
+    assert sorted(counted) == list(range(size))
 
 
 def test_nothing_is_predicted_after_the_end_of_a_text() -> None:
@@ -359,8 +386,9 @@ def test_shuffling_on_top_takes_every_sample_once() -> None:
 def test_reading_ahead_gives_the_same_batches_and_the_same_errors() -> None:
     reader = Reader(Counting(), Batch(8, 8, 8), 0, 100, None)
     right = [reader.read(16 + 8 * n).inputs.tolist() for n in range(5)]
+    starts = [Start(16 + 8 * n) for n in range(5)]
     for num_workers in (0, 1, 4):
-        assert [batch.inputs.tolist() for batch in reader.batches(16, 5, num_workers)] == right
+        assert [batch.inputs.tolist() for batch in reader.batches(starts, num_workers)] == right
 
     class Broken(Counting):
         def read(self, epochs: Any, numbers: Any) -> Any:
@@ -368,7 +396,7 @@ def test_reading_ahead_gives_the_same_batches_and_the_same_errors() -> None:
                 raise UserError("the disk is gone")
             return super().read(epochs, numbers)
 
-    batches = Reader(Broken(), Batch(8, 8, 8), 0, 100, None).batches(0, 5, 1)
+    batches = Reader(Broken(), Batch(8, 8, 8), 0, 100, None).batches([Start(8 * n) for n in range(5)], 1)
     assert next(batches).num_predicted == next(batches).num_predicted == 8
     with pytest.raises(UserError, match="the disk is gone"):
         next(batches)

@@ -55,9 +55,11 @@ Model.use_flash_attn False
 Model.scale_qk_by_layer_num False
 Model.sequence_parallel False
 Model.virtual_pp_degree 1
+Data.cache_dir None
 Data.Train.dataset.name GPTDataset
 Data.Train.dataset.input_dir ./data
 Data.Train.dataset.split (949,50,1)
+Data.Train.dataset.eos_id None
 Data.Train.dataset.max_seq_len 1024
 Data.Train.dataset.path None
 Data.Train.dataset.train_split 0.9

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from gptctl.spec.machine_rules import RANKS_PER_CORE, check_cores_here, check_gpus_here
+from gptctl.spec.machine_rules import RANKS_PER_CORE, check_cache_here, check_cores_here, check_gpus_here
 
 TRAINER = "Data: {Train: {dataset: {name: CharDataset, path: builtin}}}\n"
 
@@ -45,6 +45,31 @@ def test_more_than_four_ranks_per_core(check, device: str, extra: int, expected:
     found = [*check_cores_here(checked)]
     assert [finding.code for finding in found] == expected
     assert all(finding.level == "warning" for finding in found)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_index_maps_need_a_folder_somewhere(check, monkeypatch, tmp_path) -> None:
+    read_only, other = tmp_path / "data", tmp_path / "cache"
+    for folder in (read_only, other):
+        folder.mkdir(mode=0o555)
+    assert_cache_findings(check, monkeypatch, read_only, other)
+
+
+def test_index_maps_need_a_folder_somewhere_even_for_root(check, monkeypatch, tmp_path) -> None:
+    """Nobody can create files below a file."""
+    file = tmp_path / "x_ids.npz"
+    file.write_text("")
+    assert_cache_findings(check, monkeypatch, tmp_path, file, can_write_data=True)
+
+
+def assert_cache_findings(check, monkeypatch, data, cache, can_write_data: bool = False) -> None:
+    """Oracle: what the trainer would find if it tried."""
+    config = f"Data: {{Train: {{dataset: {{input_dir: {data}}}}}}}\nGlobal: {{device: cpu}}\n"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    found = [finding.code for finding in check_cache_here(check(config))]
+    assert found == ([] if can_write_data else ["S019"])
+    assert [finding.code for finding in check_cache_here(check(config, f"Data.cache_dir={cache}"))] == ["S019"]
+    assert [*check_cache_here(check(config, f"Data.cache_dir={data.parent / 'new'}"))] == []
 
 
 def test_every_verb_says_so_and_only_submit_refuses(gptctl, tmp_path) -> None:

@@ -11,7 +11,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from trainer.config.kinds import Section, keys_of
-from trainer.config.presets import DEFAULT_POSITIONS, DEFAULT_VOCAB, PRESETS
+from trainer.config.presets import (
+    CPM_END,
+    DEFAULT_POSITIONS,
+    DEFAULT_VOCAB,
+    GPT2_END,
+    GPT2_VOCAB,
+    PRESETS,
+)
 from trainer.config.read import join, paths_of
 from trainer.config.sections import DataPart, RunConfig
 from trainer.errors import Finding, Rule
@@ -150,8 +157,21 @@ def _fill_batch(filling: _Filling) -> None:
         filling.fill("Distributed.pp_schedule", "GPipe", "fewer micro-batches than stages")
 
 
+def _end_of_document(filling: _Filling) -> int | None:
+    """The end token of a known vocabulary; in an unknown one, no id has a meaning."""
+    name = filling.get("Model.name")
+    if filling.get("Data.Train.dataset.name") != "GPTDataset":
+        return None
+    if name.endswith("-cn") or "-cn-" in name:
+        return CPM_END if filling.get("Model.vocab_size") > CPM_END else None
+    return GPT2_END if filling.get("Model.vocab_size") in GPT2_VOCAB else None
+
+
 def _fill_data(filling: _Filling) -> None:
     """Keys that Eval and Test leave empty take the value of Train."""
+    end = _end_of_document(filling)
+    if end is not None:
+        filling.fill("Data.Train.dataset.eos_id", end, "the vocabulary")
     for path in paths_of(DataPart):
         if f"Data.Train.{path}" in filling.values:
             for part in ("Eval", "Test"):

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 DEFAULT_VOCAB = 50304  # GPT-2's 50257 tokens, padded to a multiple of 128
 DEFAULT_POSITIONS = 1024
+GPT2_VOCAB = range(50257, 51201)  # its size as published, padded to any usual multiple
+GPT2_END, CPM_END = 50256, 7  # the tokens at the end of a document
 
 
 class Preset(NamedTuple):

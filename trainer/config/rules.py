@@ -98,6 +98,7 @@ LENGTHS = Rule(
     "T012",
     "Eval and Test must have the max_seq_len of Train if pp_degree > 1 or sequence_parallel is on",
 )
+EOS = Rule("T013", "eos_id must be a token id of the vocabulary, or -1")
 SNAPSHOT = Rule(
     "T011",
     "snapshot_path must be empty if the model is split over ranks",
@@ -126,6 +127,7 @@ def _check_data(run: RunConfig) -> Iterator[Finding]:
             yield from _check_dataset(
                 dataset, f"Data.{part}.dataset", run.Model.max_position_embeddings
             )
+            yield from _check_eos(dataset, part, run.Model.vocab_size)
         seen.append(dataset)
     yield from _check_lengths(run)
     yield from _check_split(run)
@@ -187,6 +189,21 @@ def _check_dataset(dataset: Dataset, path: str, positions: int) -> Iterator[Find
         yield rule.found(
             f"{path}.path", None, "missing", "write the path of a text, or builtin (demo corpus)"
         )
+
+
+def _check_eos(dataset: Dataset, part: str, vocab_size: int | None) -> Iterator[Finding]:
+    token, path = dataset.eos_id, f"Data.{part}.dataset"
+    rule = EOS.using(f"{path}.eos_id", f"{path}.name", "Model.vocab_size", "Model.name")
+    if token is None or token < 0:
+        return
+    if dataset.name == "CharDataset":
+        if part == "Train":  # Eval and Test may only have inherited it
+            message = "the characters of a CharDataset have no end-of-document token"
+            yield rule.found(f"{path}.eos_id", token, message, "leave it empty")
+    elif vocab_size is not None and token >= vocab_size:
+        message = f"token {token} is outside the vocabulary of {vocab_size}"
+        hint = f"use the end-of-document token of your tokenizer, at most {vocab_size - 1}, or -1"
+        yield rule.found(f"{path}.eos_id", token, message, hint)
 
 
 def _check_recompute(run: RunConfig) -> Iterator[Finding]:

@@ -195,9 +195,13 @@ class Dataset:
         "./data", "GPTDataset: a folder of *_ids.npy + *_idx.npz or *_ids.npz, or one such file"
     )
     split: tuple[int, ...] = key(
-        Integers(longest=3),
-        (949, 50, 1),
-        "GPTDataset: proportions of train, valid and test documents",
+        Integers(longest=3), (949, 50, 1), "GPTDataset: shares of train, valid and test documents"
+    )
+    eos_id: int | None = integer(
+        None,
+        "GPTDataset: the token after which nothing is predicted, -1: none; "
+        "derived: 50256 or 7 if vocab_size or Model.name is that of GPT-2 or CPM",
+        low=-1,
     )
     max_seq_len: int = integer(1024, "tokens per sample (minGPT: block_size)", low=1, high=1 << 24)
     path: str | None = file_path(None, "CharDataset: a text file, or builtin (the demo corpus)")
@@ -230,6 +234,9 @@ class DataPart:
 
 @record(frozen=True)
 class Data:
+    cache_dir: str | None = file_path(
+        None, "folder for index maps; empty: next to the data, or ~/.cache/gptctl if that fails"
+    )
     Train: DataPart = section(DataPart, "training data")
     Eval: DataPart = section(DataPart, "validation data; empty keys: same as Train")
     Test: DataPart = section(DataPart, "test data; empty keys: same as Train")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from trainer.config.resolve import batch_of
 from trainer.config.sections import RunConfig
 from trainer.data.chars import Characters, CharSplit
+from trainer.data.epochs import Length, run_length, samples_to_index
 from trainer.data.gpt import check_vocabulary, documents_of, open_split
 from trainer.data.order import Numbers, permuted
 from trainer.data.tokens import open_corpus
@@ -34,6 +34,7 @@ class Split(Protocol):
     size: int  # number of different samples
     digest: int  # checksum of the data that samples are cut from
     eos: int | None  # nothing is predicted after this token
+    covers_epochs: bool  # its samples are those of all epochs of the run
 
     def read(self, epochs: Numbers, numbers: Numbers) -> npt.NDArray[np.int64]: ...
 
@@ -62,17 +63,6 @@ class LocalBatch(NamedTuple):
     def micro(self, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         for inputs, labels in zip(self.inputs.split(size), self.labels.split(size)):
             yield inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-
-
-class Length(NamedTuple):
-    """The length of a run, and of its epochs."""
-
-    max_steps: int
-    steps_per_epoch: int
-
-    def epoch_and_batch(self, step: int) -> tuple[int, int]:
-        """Epoch and batch of a step, all counted from 0."""
-        return divmod(step, self.steps_per_epoch)
 
 
 def open_data(
@@ -107,7 +97,7 @@ def _open_characters(run: RunConfig) -> tuple[RunConfig, Splits, Length]:
         raise UserError(message, "leave Model.vocab_size empty: the trainer counts the characters")
     run = replace(run, Model=replace(run.Model, vocab_size=run.Model.vocab_size or counted))
     evaluated = valid if valid.size else None  # minGPT has no test split: use valid for both
-    return run, Splits(train, evaluated, evaluated, characters), _length(run, train.size)
+    return run, Splits(train, evaluated, evaluated, characters), run_length(run, train.size)
 
 
 def _open_tokens(
@@ -120,20 +110,28 @@ def _open_tokens(
     opened = {input_dir: open_corpus(input_dir) for input_dir in folders}
     # At start, not at the first bad sample, which may come after days.
     for corpus in opened.values():
-        check_vocabulary(corpus, run.Model.vocab_size or 0, mesh)
+        check_vocabulary(corpus, run.Model.vocab_size or 0, mesh, run.Data.cache_dir)
     train = run.Data.Train.dataset
     trained = opened[train.input_dir].lengths[documents_of(opened[train.input_dir], train, "train")]
-    length = _length(run, (int(trained.sum()) - 1) // train.max_seq_len)
+    length = run_length(run, (int(trained.sum()) - 1) // train.max_seq_len)
     # As in FleetX: enough samples for every evaluation of the run.
     evaluations = length.max_steps // engine.eval_freq + 1 if engine.eval_freq > 0 else 1
     wanted = {
-        "train": (run.Data.Train, batch * length.max_steps),
+        "train": (run.Data.Train, samples_to_index(run, length)),
         "valid": (run.Data.Eval, batch * evaluations * max(1, engine.eval_iters)),
         "test": (run.Data.Test, batch * max(1, engine.test_iters)),
     }
     splits = [
         open_split(
-            opened[part.dataset.input_dir], part.dataset, name, number, seed, run.Model, mesh, warn
+            opened[part.dataset.input_dir],
+            part.dataset,
+            name,
+            number,
+            seed,
+            run.Model,
+            mesh,
+            run.Data.cache_dir,
+            warn,
         )
         for name, (part, number) in wanted.items()
     ]
@@ -141,24 +139,12 @@ def _open_tokens(
     return run, Splits(splits[0], splits[1], splits[2], None), length
 
 
-def _length(run: RunConfig, samples_per_epoch: int) -> Length:
-    """The length of the run.
+class Start(NamedTuple):
+    """The first sample of a batch, and its epoch."""
 
-    In step mode, an epoch of a CharDataset is one pass over the text. The index maps of a
-    GPTDataset cover all passes that the run needs, which count as one epoch.
-    """
-    batch, engine = run.Global.global_batch_size, run.Engine
-    whole = (
-        samples_per_epoch // batch
-        if run.Data.Train.sampler.drop_last
-        else math.ceil(samples_per_epoch / batch)
-    )
-    per_epoch = max(1, whole)
-    if engine.run_mode == "step":
-        is_mapped = run.Data.Train.dataset.name == "GPTDataset"
-        return Length(engine.max_steps, engine.max_steps if is_mapped else per_epoch)
-    steps = per_epoch * engine.num_train_epochs
-    return Length(min(steps, engine.max_steps) if engine.max_steps > 0 else steps, per_epoch)
+    number: int
+    # None: numbers run on from one epoch to the next, so a batch may have samples of two epochs.
+    epoch: int | None = None
 
 
 class Reader:
@@ -178,15 +164,32 @@ class Reader:
         device: torch.device = CPU,
     ) -> None:
         self.split, self.batch, self.data_rank, self.device = split, batch, data_rank, device
-        # Numbers per epoch; if there are more than samples, the first samples are used again.
         self.epoch_length = epoch_length
         self.shuffle_key = shuffle_key
 
-    def read(self, first: int) -> LocalBatch:
-        numbers = (
-            first + self.data_rank * self.batch.local + np.arange(self.batch.local, dtype=np.int64)
-        )
+    def read(self, first: int, epoch: int | None = None) -> LocalBatch:
+        """A batch. Within one epoch, the first samples are used again after the last one."""
+        begin = first + self.data_rank * self.batch.local
+        return self._read(begin + np.arange(self.batch.local, dtype=np.int64), epoch)
+
+    def read_once(self, first: int) -> LocalBatch:
+        """A batch that ends with the last sample: what is missing then is padding.
+
+        Nothing is predicted for the padding. Ranks share the samples that are left equally.
+        """
+        ranks = self.batch.global_size // self.batch.local
+        present = max(0, min(self.batch.global_size, self.split.size - first))
+        begin, end = (present * rank // ranks for rank in (self.data_rank, self.data_rank + 1))
+        batch = self._read(first + begin + np.arange(self.batch.local, dtype=np.int64), 0)
+        batch.labels[end - begin :] = IGNORED
+        return batch
+
+    def _read(self, numbers: Numbers, epoch: int | None) -> LocalBatch:
         epochs, numbers = np.divmod(numbers, self.epoch_length)
+        if epoch is not None:
+            epochs[:] = epoch
+        if self.split.covers_epochs:
+            numbers = numbers + epochs * self.epoch_length
         if self.shuffle_key is not None:
             numbers = permuted(numbers % self.split.size, self.split.size, self.shuffle_key)
         tokens = self.split.read(epochs, numbers)
@@ -196,20 +199,20 @@ class Reader:
             labels[inputs == self.split.eos] = IGNORED
         return LocalBatch(pinned(inputs, self.device), pinned(labels, self.device))
 
-    def batches(self, first: int, count: int, num_workers: int) -> Iterator[LocalBatch]:
-        """The next `count` batches, read on demand, or ahead by a thread (num_workers > 0)."""
+    def batches(self, starts: Iterable[Start], num_workers: int) -> Iterator[LocalBatch]:
+        """These batches, read on demand, or ahead by a thread (num_workers > 0)."""
         if num_workers:
-            yield from self._ahead(first, count)
+            yield from self._ahead(starts)
         else:
-            for number in range(count):
-                yield self.read(first + number * self.batch.global_size)
+            for start in starts:
+                yield self.read(*start)
 
-    def _ahead(self, first: int, count: int) -> Iterator[LocalBatch]:
+    def _ahead(self, starts: Iterable[Start]) -> Iterator[LocalBatch]:
         # Two batches ahead are enough to hide reading, and limit memory.
-        waiting: queue.Queue[LocalBatch | BaseException] = queue.Queue(maxsize=2)
+        waiting: queue.Queue[LocalBatch | BaseException | None] = queue.Queue(maxsize=2)
         ended = threading.Event()
 
-        def put(item: LocalBatch | BaseException) -> None:
+        def put(item: LocalBatch | BaseException | None) -> None:
             # With a timeout: the thread must not block forever if the training loop has stopped.
             while not ended.is_set():
                 with contextlib.suppress(queue.Full):
@@ -218,17 +221,17 @@ class Reader:
 
         def fill() -> None:
             try:
-                for number in range(count):
+                for start in starts:
                     if ended.is_set():
                         return
-                    put(self.read(first + number * self.batch.global_size))
+                    put(self.read(*start))
+                put(None)
             except BaseException as error:  # the training loop raises it again
                 put(error)
 
         threading.Thread(target=fill, name="reader", daemon=True).start()
         try:
-            for _ in range(count):
-                item = waiting.get()
+            while (item := waiting.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 yield item

@@ -55,6 +55,7 @@ class CharSplit:
     """The windows of one split, in a new random order in every epoch."""
 
     eos: int | None = None
+    covers_epochs = False
 
     def __init__(self, characters: Characters, name: str, seed: int) -> None:
         self.characters, self.name, self.seed = characters, name, seed

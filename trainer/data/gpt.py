@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.cache_folder import WHERE_TO_WRITE, cache_folders
 from trainer.config.sections import Dataset, Model
 from trainer.data.index import Cache, IndexMaps, build, require_tokens, split_bounds
 from trainer.data.order import Numbers
 from trainer.data.tokens import Corpus, TokenFile
+from trainer.durable import replacing
 from trainer.errors import UserError
 from trainer.mesh import Mesh
 
 SPLITS = ("train", "valid", "test")
-GPT2_END, CPM_END = 50256, 7  # the end-of-text tokens of GPT-2's and CPM's vocabularies
-
-
-def end_of_text(model: Model) -> int | None:
-    """The token after which nothing is predicted, for the vocabularies of GPT-2 and CPM."""
-    if model.name.endswith("-cn") or "-cn-" in model.name:
-        return CPM_END
-    return GPT2_END if (model.vocab_size or 0) > GPT2_END else None
 
 
 class GPTSplit:
+    covers_epochs = True
+
     def __init__(
         self, corpus: Corpus, maps: IndexMaps, seq_len: int, vocab_size: int, eos: int | None
     ) -> None:
@@ -73,6 +69,7 @@ def open_split(
     seed: int,
     model: Model,
     mesh: Mesh,
+    cache_dir: str | None,
     warn: Callable[[str], None],
 ) -> GPTSplit | None:
     """Open one split; None if it is too small for a sample and not the train split.
@@ -98,7 +95,10 @@ def open_split(
         "lengths": corpus.digest,
     }
     # Named after the first file, as in FleetX; `facts` list everything that the maps depend on.
-    cache = Cache(corpus.files[0].prefix, facts)
+    prefix = corpus.files[0].prefix
+    caches = [
+        Cache(folder / prefix.name, facts) for folder in cache_folders(prefix.parent, cache_dir)
+    ]
 
     def make() -> IndexMaps:
         try:
@@ -109,52 +109,61 @@ def open_split(
             message = f"the index of {num_samples:,} samples does not fit into memory"
             raise UserError(message, "reduce Engine.max_steps or the batch size") from None
 
-    maps = _shared_maps(cache, make, mesh, warn)
-    return GPTSplit(corpus, maps, dataset.max_seq_len, model.vocab_size or 0, end_of_text(model))
+    maps = _shared_maps(caches, make, mesh, warn)
+    eos = None if dataset.eos_id == -1 else dataset.eos_id
+    return GPTSplit(corpus, maps, dataset.max_seq_len, model.vocab_size or 0, eos)
 
 
 def _shared_maps(
-    cache: Cache, make: Callable[[], IndexMaps], mesh: Mesh, warn: Callable[[str], None]
+    caches: Sequence[Cache], make: Callable[[], IndexMaps], mesh: Mesh, warn: Callable[[str], None]
 ) -> IndexMaps:
     """Load the maps, or build missing ones while the other ranks wait.
 
     The first rank builds them; then the first rank of each node, if nodes do not share the files.
+    All ranks of a node map the same files into memory: they are never copied per rank.
     """
-    maps = None
+    # 1. The first rank makes sure that the files exist; the others wait for its result.
+    first = mesh.gather(_stored(caches, make, warn) if mesh.is_first else None)[0]
+    # 2. On a shared file system, the first ranks of other nodes find them; else they build them.
+    builds = isinstance(first, int) and mesh.local_rank == 0 and not mesh.is_first
+    stored = mesh.gather(_stored(caches, make, warn) if builds else first)
+    if failed := next((result for result in stored if isinstance(result, str)), None):
+        raise UserError(f"cannot save index maps: {failed}", WHERE_TO_WRITE)
+    # 3. Everybody maps the files of its node. They can be missing if another job, with another
+    # seed or another split, replaces them right now.
+    maps = caches[stored[mesh.rank - mesh.local_rank]].load(check=False)
+    return make() if maps is None else maps
 
-    def keep() -> bool:
-        """Make sure that the files exist; False if they cannot be written."""
-        nonlocal maps
+
+def _stored(
+    caches: Sequence[Cache], make: Callable[[], IndexMaps], warn: Callable[[str], None]
+) -> int | str:
+    """The number of the first cache that has the maps, if necessary built now; or what failed."""
+    for number, cache in enumerate(caches):
         if cache.load(check=True) is not None:
-            return True
-        maps = make()
+            return number
+    maps, failures = make(), []
+    for number, cache in enumerate(caches):
         try:
             cache.store(maps)
         except OSError as error:
-            if cache.facts["split"] == "train":  # warn only once
-                warn(
-                    f"cannot save index maps next to the data ({error.strerror}): "
-                    "every rank builds its own, at every start"
-                )
-            return False
-        return True
-
-    # 1. The first rank makes sure that the files exist; the others wait for its result.
-    kept_by_first = mesh.gather(keep() if mesh.is_first else True)[0]
-    # 2. On a shared file system, the first ranks of other nodes find them; else they build them.
-    builds = kept_by_first and mesh.local_rank == 0 and not mesh.is_first
-    are_whole = all(mesh.gather(keep() if builds else kept_by_first))
-    # 3. Everybody maps the same files into memory, or builds the maps in its own memory.
-    return (cache.load(check=False) if are_whole else None) or maps or make()
+            failures.append(f"{cache.folder} ({error.strerror})")
+            continue
+        if failures and cache.facts["split"] == "train":  # say it only once
+            warn(f"cannot write to {failures[0]}: index maps are saved in {cache.folder}")
+        return number
+    return ", ".join(failures)
 
 
-def check_vocabulary(corpus: Corpus, vocab_size: int, mesh: Mesh) -> None:
+def check_vocabulary(
+    corpus: Corpus, vocab_size: int, mesh: Mesh, cache_dir: str | None = None
+) -> None:
     """Check that every token id is in the vocabulary.
 
     Ranks share the reading, and the result is stored, because reading a large corpus takes minutes.
     """
     mine = [file for number, file in enumerate(corpus.files) if number % mesh.world == mesh.rank]
-    largest = [(file.prefix, _largest_id(file, vocab_size)) for file in mine]
+    largest = [(file.prefix, _largest_id(file, vocab_size, cache_dir)) for file in mine]
     for prefix, token in [pair for pairs in mesh.gather(largest) for pair in pairs]:
         if not 0 <= token < vocab_size:  # negative ids would index from the end of the embedding
             hint = (
@@ -166,18 +175,22 @@ def check_vocabulary(corpus: Corpus, vocab_size: int, mesh: Mesh) -> None:
             )
 
 
-def _largest_id(file: TokenFile, vocab_size: int) -> int:
+def _largest_id(file: TokenFile, vocab_size: int, cache_dir: str | None) -> int:
     if file.ids.dtype.kind == "u" and np.iinfo(file.ids.dtype).max < vocab_size:
         return 0  # this dtype cannot hold an id that is too large
-    memory = file.prefix.with_name(f"{file.prefix.name}_gpt_largest_id.json")
+    folders = cache_folders(file.prefix.parent, cache_dir)
+    known = [folder / f"{file.prefix.name}_gpt_largest_id.json" for folder in folders]
     facts = [len(file.ids), file.changed]  # if one of them differs, the stored result is outdated
-    try:
-        known = json.loads(memory.read_text(encoding="utf-8"))
-        if known["facts"] == facts:
-            return int(known["largest_id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    for memory in known:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            stored = json.loads(memory.read_bytes())
+            if stored["facts"] == facts:
+                return int(stored["largest_id"])
     largest = file.largest_id()
-    with contextlib.suppress(OSError):  # in a read-only folder, every start reads the data again
-        memory.write_text(json.dumps({"facts": facts, "largest_id": largest}), encoding="utf-8")
+    for memory in known:
+        with contextlib.suppress(OSError):  # if no folder works, every start reads the data again
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(memory) as stream:
+                stream.write(json.dumps({"facts": facts, "largest_id": largest}).encode())
+            break
     return largest

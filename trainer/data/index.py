@@ -5,11 +5,12 @@ samples    row i: (position in documents, offset in that document) where sample 
            token of a sample is the first token of the next one
 shuffle    the order in which samples are read
 
-They are built once, stored in files next to the data, and verified.
+They are built once, stored in files (see `cache_folder.py`), and verified.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from pathlib import Path
@@ -92,12 +93,12 @@ def _shuffled_samples(first: int, total: int, random: np.random.RandomState) -> 
 
 
 class Cache:
-    """The maps as files next to the data. Incomplete, damaged or outdated files are built again."""
+    """The maps as files in one folder. Incomplete, damaged or outdated files are built again."""
 
     def __init__(self, prefix: Path, facts: dict[str, Any]) -> None:
         sizes = f"{facts['num_samples']}ns_{facts['seq_len']}sl"
         self.stem = prefix.with_name(f"{prefix.name}_gpt_{facts['split']}_indexmap_{sizes}")
-        self.facts = facts
+        self.folder, self.facts = prefix.parent, facts
 
     def file(self, array: str) -> Path:
         return self.stem.with_name(f"{self.stem.name}_{array}.npy")
@@ -105,6 +106,12 @@ class Cache:
     @property
     def key_file(self) -> Path:
         return self.stem.with_name(f"{self.stem.name}_key.json")
+
+    def is_current(self) -> bool:
+        """Whether another process has stored these maps, perhaps at this moment."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return bool(json.loads(self.key_file.read_bytes())["facts"] == self.facts)
+        return False
 
     def load(self, check: bool) -> IndexMaps | None:
         """Load the maps; None if they are missing or outdated. `check` also verifies checksums."""
@@ -124,7 +131,9 @@ class Cache:
 
     def store(self, maps: IndexMaps) -> None:
         """Write each file atomically. The key file comes last: it means that all are complete."""
-        self.key_file.unlink(missing_ok=True)  # first: it must not describe half-replaced files
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.is_current():  # a key must not describe half-replaced files of other maps
+            self.key_file.unlink(missing_ok=True)
         checksums = {}
         for array, values in zip(_ARRAYS, maps):
             with replacing(self.file(array)) as stream:
