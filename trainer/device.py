@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +33,24 @@ def choose_device(run: RunConfig, local_rank: int) -> torch.device:
     torch.set_float32_matmul_precision("high" if run.Engine.tf32 else "highest")
     torch.cuda.set_device(local_rank)  # otherwise libraries would also use memory of the first GPU
     return torch.device("cuda", local_rank)
+
+
+_behaviour: dict[str, str] = {}  # other than its own, by type of device
+
+
+def behaviour(device: torch.device) -> str:
+    """The type of device whose limits and algorithms to use."""
+    return _behaviour.get(device.type, device.type)
+
+
+@contextmanager
+def behaves_as(kind: str) -> Iterator[None]:
+    """Treat the CPU as another type of device: for rehearsals, which have no GPU."""
+    _behaviour["cpu"] = kind
+    try:
+        yield
+    finally:
+        del _behaviour["cpu"]
 
 
 def group_options(backend: str, device: torch.device) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.device import behaviour
 from trainer.estimate import CHUNK_LOGITS, LARGE_VOCAB
 
 IGNORED = -100  # label of tokens that are not predicted; torch's own default
@@ -156,7 +157,7 @@ class _ChunkedLoss(torch.autograd.Function):
         loss = torch.zeros((), device=x.device)
         dx = torch.empty_like(x) if wants_x else None
         ctx.sums, (ctx.own, dw) = sums, sums.begin(weight) if wants_weight else (None, None)
-        tokens, length = x.flatten(0, 1), chunk_length(device, len(weight))
+        tokens, length = x.flatten(0, 1), chunk_length(behaviour(x.device), len(weight))
         # Casts are explicit below: the weight is converted once for all chunks.
         with torch.autocast(device, enabled=False):
             rows = weight.to(half)

@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 
 from trainer.config.sections import LearningRate
 from trainer.config.sections import Optimizer as OptimizerConfig
+from trainer.device import behaviour
 from trainer.slices import Holders, Piece, Slice
 
 MAX_SUMMED = 1 << 16  # elements per partial sum of squares, see `_summable`
@@ -205,7 +206,9 @@ def _summable(gradient: Tensor) -> Sequence[Tensor]:
 
     A sum of 40 million of them would be correct to three digits only.
     """
-    return gradient.flatten().split(MAX_SUMMED) if gradient.device.type == "cpu" else [gradient]
+    if behaviour(gradient.device) != "cpu":
+        return [gradient]
+    return gradient.flatten().split(MAX_SUMMED)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -85,21 +85,34 @@ class Parallel:
 
 def parallelize(run: RunConfig, mesh: Mesh, precision: Precision) -> Parallel:
     """Apply the layout: pipeline split, tensor parallel, sharding or replication, schedule."""
-    layout, dropout = mesh.layout, Dropout(run, mesh)
-    chunks = own_chunks(layout, run.Model.num_layers, run.Model.virtual_pp_degree, mesh.rank)
+    return with_memory(run, mesh, precision, without_memory(run, mesh, precision))
+
+
+def without_memory(run: RunConfig, mesh: Mesh, precision: Precision) -> list[GPT]:
+    """This rank's parts of the model, on the meta device.
+
+    A model that is split further may be too large for one rank. A rehearsal never allocates it.
+    """
+    layout = mesh.layout
     interval = run.Distributed.pp_recompute_interval if layout.pp > 1 else 1
     components = _components(run, mesh)
-    # Without memory at first: a model that is split further may be too large for one rank.
     with torch.device("meta"):
-        parts = [GPT(run.Model, layers, interval, components) for _, layers in chunks]
+        parts = [GPT(run.Model, layers, interval, components) for _, layers in _chunks(run, mesh)]
     for part in parts:
         precision.convert(part)
-        dropout.attach(part)
         if layout.sharding > 1:
             # Imported here, like the pipeline below: torch's part takes a second to import.
             from trainer.parallel.sharding import shard
 
             shard(part, run.Distributed.sharding, mesh, precision)
+    return parts
+
+
+def with_memory(run: RunConfig, mesh: Mesh, precision: Precision, parts: list[GPT]) -> Parallel:
+    """Allocate the parts and everything that trains them."""
+    layout, dropout = mesh.layout, Dropout(run, mesh)
+    for part in parts:
+        dropout.attach(part)
         materialize(part, parameter_device(run.Distributed.sharding, mesh))
     weights = [weight for part in parts for weight in _initial_weights(part, run, mesh, precision)]
     modules = [precision.runnable(part) for part in parts]
@@ -108,11 +121,15 @@ def parallelize(run: RunConfig, mesh: Mesh, precision: Precision) -> Parallel:
     else:
         from trainer.parallel.pipeline import Pipeline
 
-        stages = [(number, module) for (number, _), module in zip(chunks, modules)]
+        stages = [(number, module) for (number, _), module in zip(_chunks(run, mesh), modules)]
         runner = Pipeline(run, mesh, precision, stages)
     buckets = _buckets(run, mesh, precision, weights)
     sequence_parallel = run.Model.sequence_parallel
     return Parallel(mesh, parts, runner, weights, dropout, precision, buckets, sequence_parallel)
+
+
+def _chunks(run: RunConfig, mesh: Mesh) -> list[tuple[int, range]]:
+    return own_chunks(mesh.layout, run.Model.num_layers, run.Model.virtual_pp_degree, mesh.rank)
 
 
 def _buckets(
