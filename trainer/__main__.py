@@ -60,12 +60,14 @@ def _run(arguments: Sequence[str], stop: StopRequest) -> int:
         _report(error)
         return OUT_OF_REACH if error.exit_code == OUT_OF_REACH else UNRECOVERABLE
     except RuntimeError as error:
-        if not re.search(r"Connection (closed|reset) by peer", str(error)):
-            raise
         # Before the watchdog runs, a lost connection is all that this rank knows.
-        _report(
-            UserError("another rank exited unexpectedly", "see the log of that rank", OUT_OF_REACH)
-        )
+        from trainer.watchdog.network_errors import nccl_error
+
+        is_lost = re.search(r"Connection (closed|reset) by peer", str(error))
+        problem = "another rank exited unexpectedly" if is_lost else nccl_error(error)
+        if not problem:
+            raise
+        _report(UserError(problem, "see the logs of the other ranks", OUT_OF_REACH))
         return OUT_OF_REACH
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -80,13 +82,18 @@ def _run(arguments: Sequence[str], stop: StopRequest) -> int:
 def _train(arguments: Sequence[str], stop: StopRequest) -> None:
     from trainer.mesh import join, machines
     from trainer.metrics import Log
+    from trainer.out_of_memory import explained
     from trainer.train import train
     from trainer.watchdog import watched
 
     path, overrides = parse_arguments(arguments)
     resolved = load(path, overrides, machines())
     # Findings are logged only now, because the log needs the rank and its style.
-    with join(resolved.run, resolved.layout) as mesh, watched(resolved.run, mesh, _report):
+    with (
+        join(resolved.run, resolved.layout) as mesh,
+        watched(resolved.run, mesh, _report),
+        explained(resolved.run, mesh),
+    ):
         log = Log(resolved.run.Engine.log_style, mesh.rank)
         for finding in resolved.findings:
             if mesh.is_first:

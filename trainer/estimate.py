@@ -8,11 +8,10 @@ Sizes: s tokens, b samples per micro-batch, h hidden, a heads, f feed-forward, V
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from trainer.config.sections import Model, RunConfig
-from trainer.layout import Layout, divisors, padded_vocab, segments
+from trainer.layout import Layout, padded_vocab, segments
 
 GIB = 1 << 30
 GPU_CONTEXT = 1.5 * GIB  # CUDA context and communication buffers
@@ -273,23 +272,3 @@ def _logits(run: RunConfig, layout: Layout, stage: int) -> float:
     if (rows >= LARGE_VOCAB or layout.mp > 1) and logits > chunk:
         return chunk * per_logit + rows * run.Model.hidden_size * 4
     return logits * per_logit
-
-
-def savings(run: RunConfig, layout: Layout, limit: float) -> list[str]:
-    """Single, valid config changes that bring the estimate below a limit."""
-    model, batch, sharding = run.Model, run.Global, run.Distributed.sharding
-    changes: list[tuple[str, RunConfig]] = []
-    if not model.use_recompute:
-        changes.append(
-            ("Model.use_recompute: True", replace(run, Model=replace(model, use_recompute=True)))
-        )
-    # The next smaller divisor: it keeps local_batch_size a multiple of micro_batch_size.
-    smaller = [size for size in divisors(batch.local_batch_size) if size < batch.micro_batch_size]
-    if smaller:
-        engine = replace(run.Engine, accumulate_steps=batch.local_batch_size // smaller[-1])
-        changed = replace(run, Global=replace(batch, micro_batch_size=smaller[-1]), Engine=engine)
-        changes.append((f"Global.micro_batch_size: {smaller[-1]}", changed))
-    if layout.sharding > 1 and sharding.sharding_stage < 3:
-        stage3 = replace(run.Distributed, sharding=replace(sharding, sharding_stage=3))
-        changes.append(("Distributed.sharding.sharding_stage: 3", replace(run, Distributed=stage3)))
-    return [text for text, changed in changes if estimate(changed, layout).memory.total <= limit]

@@ -40,6 +40,7 @@ _MEMORY = re.compile(
     r"|Cannot allocate memory",
     re.IGNORECASE,
 )
+KILLED_FOR_MEMORY = "killed by the out-of-memory killer"
 _HANG = re.compile(r"error: (.* does not respond.*)")
 
 
@@ -85,6 +86,11 @@ def is_about_memory(text: str) -> bool:
     return bool(_MEMORY.search(text))
 
 
+def is_killed_for_memory(text: str) -> bool:
+    """Whether the kernel surely killed a process for lack of memory in its own control group."""
+    return text.endswith(KILLED_FOR_MEMORY)
+
+
 def about_itself(text: str, rank: int) -> str:
     """Remove the rank's own name from the start of what it says: the reader knows it."""
     return re.sub(rf"rank {rank} (?:\((?:[^()]|\([^()]*\))*\) )?", "", text, count=1) or text
@@ -104,7 +110,7 @@ def _of_signal(killer: int, lines: Sequence[str], oom: str | None) -> str:
         if hang := next((found[1] for line in lines[-5:] if (found := _HANG.match(line))), ""):
             return hang
         if oom == "cgroup":
-            return "killed by the out-of-memory killer"
+            return KILLED_FOR_MEMORY
         if oom == "machine":
             return "killed by signal 9 (SIGKILL), probably by the out-of-memory killer"
         return f"{how}; possibly out of memory"

@@ -26,6 +26,7 @@ from gptctl.engine.attempt_outcome import (
 )
 from gptctl.engine.chain import chain_result
 from gptctl.engine.contract import READY_VARIABLE
+from gptctl.engine.error_text import is_killed_for_memory
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
 from gptctl.engine.log import os_error_text, say
 from gptctl.engine.machine_queue import MachinePlace
@@ -236,6 +237,9 @@ class Supervisor:
     def _last_failure(self, result: Result) -> Result | None:
         """Count the failure; return the result if the job may not be started again."""
         self.folder.record_failure(self.number)
+        # A rank that needed too much memory before it saved anything will need it again.
+        if is_killed_for_memory(result.reason) and self._stalled():
+            self.folder.mark_unrecoverable(self.number)
         if self.folder.is_unrecoverable(self.number):
             return result._replace(reason=f"{result.reason}; a restart would fail in the same way")
         return result if self.folder.num_failures() >= self.plan.attempts else None

@@ -17,6 +17,8 @@ def hint_of(cause: Cause, is_trainer: bool) -> str:
     """Return a hint for a failure; empty if there is no usual fix."""
     text = cause.text
     if is_about_memory(text):
+        if is_trainer and "the estimate was" in text:
+            return "its log names changes that would fit: gptctl logs --failed"
         if is_trainer:
             return (
                 "lower Global.micro_batch_size, set Model.use_recompute, or raise sharding_degree "

@@ -23,8 +23,9 @@ from trainer.config import Override, Resolved, load_tree, read_run, resolve
 from trainer.config.read import Reading, build, paths_of
 from trainer.config.tree import Map
 from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, errors_in, in_order
-from trainer.estimate import GIB, Estimate, estimate, savings
+from trainer.estimate import GIB, Estimate, estimate
 from trainer.layout import DEGREE_KEYS, Machines
+from trainer.savings import advice
 
 CLUSTER = Rule("A001", "Launch.cluster must name a valid cluster profile")
 MEMORY = Rule("M001", "the estimated memory of a rank should not exceed gpu_memory_gb", "warning")
@@ -222,12 +223,7 @@ def _check_memory(resolved: Resolved, estimated: Estimate, cluster: Cluster) -> 
         f"needs about {need:.1f} GiB per GPU, but GPUs of {cluster.name} have "
         f"{cluster.gpu_memory_gb:g} GiB"
     )
-    helpful = savings(resolved.run, resolved.layout, cluster.gpu_memory_gb * GIB)
-    hint = (
-        f"any one of these changes is enough: {'; '.join(helpful)}"
-        if helpful
-        else "raise sharding_degree, mp_degree or pp_degree"
-    )
+    hint = advice(resolved.run, resolved.layout, cluster.gpu_memory_gb * GIB)
     yield MEMORY.found("Distributed", round(need, 1), message, hint)
 
 

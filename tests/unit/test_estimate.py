@@ -6,8 +6,9 @@ import pytest
 
 from trainer import estimate as estimate_module
 from trainer.config import Override, load
-from trainer.estimate import GIB, count_parameters, estimate, flops_per_token, savings, stage_memory
+from trainer.estimate import GIB, count_parameters, estimate, flops_per_token, stage_memory
 from trainer.layout import Machines, segments
+from trainer.savings import advice, changes, savings
 
 MILLIONS = {
     "gpt2-small-en": 102.9,
@@ -126,7 +127,7 @@ def test_what_would_help_is_found_by_trying_it() -> None:
     known = resolved(Machines(1, 8), "Model.name=1.3B", "Global.micro_batch_size=8", *HALF)
     total = estimate(known.run, known.layout).memory.total
     assert "Model.use_recompute: True" in savings(known.run, known.layout, 40 * GIB)
-    assert savings(known.run, known.layout, 1 * GIB) == []
+    assert savings(known.run, known.layout, 0.5 * GIB) == []
     assert total > 40 * GIB
 
 
@@ -215,3 +216,33 @@ def test_layers_recomputed_together_keep_one_input() -> None:
     sizes = estimate_module._layer_activations(one.run, one.layout)
     stage = [estimate_module._activation_bytes(each.run, each.layout, 0, range(12)) for each in (one, two)]
     assert stage[0] - stage[1] == pytest.approx(12 * sizes.layer_input - sizes.total)
+
+
+def test_three_changes_that_fit_are_valid_configs_with_less_memory() -> None:
+    """Oracle: the config checker, given the same keys, and its own estimate."""
+    known = resolved(
+        Machines(1, 8), "Model.name=1.3B", "Global.micro_batch_size=8", "Global.global_batch_size=64", *HALF
+    )
+    total = estimate(known.run, known.layout).memory.total
+    found = savings(known.run, known.layout, 0.9 * total)
+    assert len(found) == 3
+    for change in changes(known.run, known.layout):
+        keys = [
+            f"{key.strip()}={value.strip()}"
+            for key, value in (word.split(":") for word in change.text.split(" on ")[0].split(", "))
+        ]
+        keys = [key if key.startswith(("Distributed", "Model", "Global")) else f"Distributed.{key}" for key in keys]
+        machines = Machines(1, change.layout.world)
+        again = resolved(
+            machines, "Model.name=1.3B", "Global.micro_batch_size=8", "Global.global_batch_size=64", *HALF, *keys
+        )
+        assert not [finding for finding in again.findings if finding.level == "error"], change.text
+        assert (again.run, again.layout) == (change.run, change.layout), change.text
+
+
+def test_if_no_change_is_enough_several_are_named_together() -> None:
+    known = resolved(
+        Machines(1, 8), "Model.name=6.7B", "Global.micro_batch_size=8", "Global.global_batch_size=64", *HALF
+    )
+    assert advice(known.run, known.layout, 30 * GIB).startswith("these changes together are enough: ")
+    assert advice(known.run, known.layout, 1 * GIB) == "raise sharding_degree, mp_degree or pp_degree"

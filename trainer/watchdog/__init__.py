@@ -30,11 +30,10 @@ from trainer.rank_log import UNRECOVERABLE
 from trainer.resume import output_dir
 from trainer.status import report_failure
 from trainer.watchdog.channel import Channel, address, is_in_first_rank, with_timeout
+from trainer.watchdog.network_errors import LOST, TIMED_OUT, nccl_error, network_error
 from trainer.watchdog.peer import Peer
 
 # Errors of gloo and the store: the connection to another rank is lost, or another rank is late.
-LOST = re.compile(r"(closed|reset) by peer|Broken pipe|pair closure")
-TIMED_OUT = re.compile(r"Timed out waiting")
 # Seconds by which other ranks outlive the one that failed. torchrun finds the first failure by time
 # stamps in whole seconds, so it must be clearly the first to exit.
 EXIT_DELAY = 1.1
@@ -142,10 +141,11 @@ class Watchdog:
         """
         if not self.exiting.acquire(blocking=False):  # another thread is exiting this process
             time.sleep(EXIT_GRACE)
-        text = _network_error(error)
-        if text:
+        text, nccl = network_error(error), nccl_error(error)
+        if text or nccl:
             self.trace = traceback.format_exc()
-            verdict = self._verdict_on_loss() if LOST.search(text) else self._verdict_on_timeout()
+            is_late = TIMED_OUT.search(text) and not LOST.search(text)
+            verdict = self._verdict_on_timeout() if is_late else self._verdict_on_loss(nccl)
             self._conclude(verdict)
             self._delay_exit(verdict)
             return verdict.error
@@ -164,17 +164,21 @@ class Watchdog:
             print(reason, file=sys.stderr)
         return error
 
-    def _verdict_on_loss(self) -> Verdict:
+    def _verdict_on_loss(self, nccl: str) -> Verdict:
         """The connection to a rank is lost.
 
         Wait first: that rank may have reported its failure, or the other thread may know more.
-        Otherwise, look for ranks whose process has exited.
+        Otherwise, look for ranks whose process has exited. NCCL also fails if all are running.
         """
         self.is_decided.wait(EXIT_DELAY)
         if self.is_checking:
             self.is_decided.wait(2 * self.window)
         exited = [rank for rank, peer in enumerate(self.peers) if peer.has_exited]
         names = f": {self._names(exited)}" if exited else ""
+        if nccl and not exited and not self.verdict:
+            reason = f"rank {self.mesh.rank} failed {self.mesh.heartbeat.where}: {nccl}"
+            hint = "check the GPUs and the network of its node; NCCL_DEBUG=INFO logs more"
+            return self._publish(Verdict(reason, hint, [self.mesh.rank]))
         return self.verdict or self._publish(
             Verdict(f"another rank exited unexpectedly{names}", "see the log of that rank", exited)
         )
@@ -375,17 +379,6 @@ def exit_now(code: int) -> NoReturn:
         with suppress(Exception):
             stream.flush()
     os._exit(code)
-
-
-def _network_error(error: BaseException | None) -> str:
-    """The text of a network error, also if another exception wraps it, as the pipeline does."""
-    while error is not None:
-        if isinstance(error, RuntimeError) and (
-            LOST.search(str(error)) or TIMED_OUT.search(str(error))
-        ):
-            return str(error)
-        error = error.__cause__
-    return ""
 
 
 def _code(error: BaseException) -> int:

@@ -207,6 +207,41 @@ def test_what_cannot_be_helped_is_not_tried_again(jobs) -> None:
     assert jobs.status(job)["attempts"] == 1
 
 
+FULL = """
+import os, sys, time
+import torch
+import trainer.train
+from torch.distributed import DistBackendError
+from trainer.__main__ import main
+
+def full(*arguments):
+    if os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 79.15 GiB")
+    while "out of memory" not in open(os.environ["GPTCTL_LOG_DIR"] + "/workerlog.1").read():
+        time.sleep(0.01)
+    raise DistBackendError("NCCL error in: x.cpp:94, remote process exited or there was a network error")
+
+trainer.train.update_weights = full
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_full_gpu_is_named_and_not_tried_again(jobs) -> None:
+    """The rank that was full, though NCCL fails on the other one, too; its log says which changes would fit."""
+    (jobs.folder / "x.py").write_text(FULL)
+    sizes = "Model.num_layers=1 Model.hidden_size=8 Model.num_attention_heads=1 Data.Train.dataset.max_seq_len=8"
+    data = "Global.device=cpu Data.Train.dataset.name=CharDataset Data.Train.dataset.path=builtin"
+    keys = ["Model.name=GPT", *sizes.split(), *data.split()]
+    job = jobs.submit("--gpus-per-node", "2", "--max-restarts", "5", "--", "x.py", *keys)
+    assert jobs.wait(job) == "FAILED"
+    status = jobs.status(job)
+    assert status["attempts"] == 1
+    assert status["failure"]["rank"] == 1
+    assert status["reason"].startswith("rank 1 (node 0): out of memory at global step 1: ")
+    assert status["reason"].endswith("; a restart would fail in the same way")
+    assert "hint: any one of these changes is enough: " in jobs.log(job, 1)
+
+
 def test_torchrun_restarts_a_c10d_job_by_itself(jobs) -> None:
     """Two agents, one rank killed: torchrun starts all ranks again, and they go on from the last checkpoint."""
     jobs.gptctl("init")
