@@ -13,6 +13,9 @@ from torch import Tensor
 from trainer.config.sections import RunConfig
 from trainer.errors import UserError
 
+# Steps that may be under way on a device while the host reads the numbers of an earlier one.
+READ_LAG = {"cpu": 0, "cuda": 1}
+
 
 def choose_device(run: RunConfig, local_rank: int) -> torch.device:
     if run.Global.device == "cpu":
@@ -82,6 +85,21 @@ def wait_for_copies(device: torch.device) -> None:
     """Wait until copies to the host that were started without waiting are complete."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+class HostCopy:
+    """A copy of a tensor to the host that the host does not wait for until it needs the values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.values, self._copied = host_copy(tensor), None
+        self.values.copy_(tensor, non_blocking=True)
+        if tensor.is_cuda:
+            self._copied = torch.cuda.Event(blocking=True)  # others can use the core meanwhile
+            self._copied.record()
+
+    def wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:

@@ -22,6 +22,24 @@ from trainer.estimate import CHUNK_LOGITS, LARGE_VOCAB
 IGNORED = -100  # label of tokens that are not predicted; torch's own default
 
 
+class OnDevice:
+    """A factor that only the device knows, because it contains the loss scale of float16.
+
+    Not just a tensor: among the arguments of a module, FSDP casts tensors to half precision, and
+    torch's pipeline schedules split them into micro-batches.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+Factor = float | OnDevice
+
+
+def multiplier(factor: Factor) -> float | Tensor:
+    return factor.value if isinstance(factor, OnDevice) else factor
+
+
 class EmbeddingGradient:
     """The embedding's fp32 gradient, between the forward and backward passes of micro-batches.
 
@@ -64,7 +82,7 @@ def next_token_loss(
     weight: Tensor,
     labels: Tensor,
     vocab_size: int,
-    factor: float,
+    factor: Factor,
     sums: EmbeddingGradient | None = None,
 ) -> Tensor:
     """factor · sum of cross entropies, without the padding rows of the vocabulary."""
@@ -72,7 +90,8 @@ def next_token_loss(
     if weight.shape[0] >= LARGE_VOCAB:
         return chunked_loss(x, weight, labels, vocab_size, factor, sums)
     logits = F.linear(x, weight)[..., :vocab_size].flatten(0, 1).float()
-    return F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED) * factor
+    total = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    return total * multiplier(factor)
 
 
 class Exchange:
@@ -120,7 +139,7 @@ def chunked_loss(
     weight: Tensor,
     labels: Tensor,
     vocab_size: int,
-    factor: float,
+    factor: Factor,
     sums: EmbeddingGradient | None = None,
     mp: VocabGroup | None = None,
 ) -> Tensor:
@@ -147,7 +166,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         vocab_size: int,
-        factor: float,
+        factor: Factor,
         sums: EmbeddingGradient,
         mp: VocabGroup,
     ) -> Tensor:
@@ -169,7 +188,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 entropy, gradient = _entropy(logits, labels[chunk], first_row, mp.group)
                 loss += entropy
                 if wants_x or wants_weight:
-                    gradient = gradient.mul_(factor).to(half)
+                    gradient = gradient.mul_(multiplier(factor)).to(half)
                 if dx is not None:
                     dx.flatten(0, 1)[chunk] = gradient @ rows
                     if chunk.stop >= len(tokens):  # summed during the last product below
@@ -179,7 +198,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 elif dw is not None:
                     dw += gradient.T @ part  # sum in fp32: half precision loses small parts
         ctx.weight_dtype, ctx.dx = weight.dtype, None if dx is None else sum_of_dx.result()
-        return loss * factor
+        return loss * multiplier(factor)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config.sections import RunConfig
-from trainer.device import choose_device, group_options
+from trainer.device import HostCopy, choose_device, group_options
 from trainer.errors import OUT_OF_REACH, UserError
 from trainer.layout import Coordinates, Layout, Machines
 
@@ -120,6 +120,11 @@ class Mesh:
         A function of its own, because the watchdog recognises a waiting rank by this file.
         """
         return values.tolist()
+
+    def read_copy(self, copy: HostCopy) -> list[float]:
+        """Like `read`, for a copy that was started earlier."""
+        copy.wait()
+        return copy.values.tolist()
 
     def summed(self, values: Tensor, axis: str | None = None) -> Tensor:
         """Sum in place over all ranks, or over the ranks along one axis."""

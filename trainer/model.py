@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.config.sections import Model
 from trainer.errors import UserError
 from trainer.layout import padded_vocab
-from trainer.loss import EmbeddingGradient, next_token_loss
+from trainer.loss import EmbeddingGradient, Factor, next_token_loss
 from trainer.slices import Slice
 
 # Elements per random stream: a rank can then create the rows it holds without drawing all others.
@@ -52,7 +52,7 @@ class Head(nn.Module):
         self.vocab_size = vocab_size  # without padding
         self.sums = EmbeddingGradient()
 
-    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: float) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: Factor) -> Tensor:
         if labels is None:
             return F.linear(x, weight)
         return next_token_loss(x, weight, labels, self.vocab_size, factor, self.sums)
@@ -198,7 +198,7 @@ class GPT(nn.Module):
             self.head = components.head(model.vocab_size)
         self.dropout = model.hidden_dropout_prob
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, factor: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, factor: Factor = 1.0) -> Tensor:
         """Input: tokens (B, T) for the first layer, else the output (B, T, C) of the previous one.
 
         Output of the last layer: logits (B, T, V), or with labels (B, T) the loss, which is

@@ -1,4 +1,9 @@
-"""AdamW, learning rate and gradient norm."""
+"""AdamW, learning rate and gradient norm.
+
+Every number that decides about an update is on the device: the host starts an update without
+knowing its norm or its learning rate, or whether it is skipped. None of them is made with
+torch.tensor, because copying a number to a GPU makes the host wait.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +23,15 @@ from trainer.slices import Holders, Piece, Slice
 MAX_SUMMED = 1 << 16  # elements per partial sum of squares, see `_summable`
 
 
-def learning_rate(lr: LearningRate, update: int) -> float:
+def learning_rate(lr: LearningRate, update: Tensor) -> Tensor:
     """The rate of an update, counted from 1: linear warm-up from 0, then a cosine to min_lr."""
     if lr.name == "none":
-        return lr.max_lr
+        return torch.full_like(update, lr.max_lr)
     warmup = lr.warmup_rate * lr.decay_steps
-    if update <= warmup:
-        return lr.max_lr * update / warmup
-    if update >= lr.decay_steps:
-        return lr.min_lr
-    share = (update - warmup) / (lr.decay_steps - warmup)
-    return lr.min_lr + (lr.max_lr - lr.min_lr) * 0.5 * (1.0 + math.cos(math.pi * share))
+    share = ((update - warmup) / (lr.decay_steps - warmup)).clamp(max=1.0)
+    decayed = lr.min_lr + (lr.max_lr - lr.min_lr) * 0.5 * (1.0 + (math.pi * share).cos())
+    # Divisions by zero are in the branch that is not taken.
+    return torch.where(update <= warmup, lr.max_lr * update / warmup, decayed)
 
 
 @dataclass
@@ -91,8 +94,13 @@ class Optimizer:
     start-up is a second faster, because torch's compiler is not imported.
     """
 
-    def __init__(self, weights: list[Weight], config: OptimizerConfig) -> None:
+    def __init__(
+        self, weights: list[Weight], config: OptimizerConfig, device: torch.device
+    ) -> None:
         self.weights, self.config = weights, config
+        # Updates that changed the weights: the position in the learning-rate schedule.
+        self.updates = torch.zeros((), dtype=torch.float64, device=device)
+        self.next_lr = learning_rate(config.lr, self.updates + 1)
         # Biases and norms have no decay. If a parameter has few rows, a rank may hold none of them.
         decayed = [weight for weight in weights if len(weight.at.whole) >= 2 and weight.at.numel]
         others = [weight for weight in weights if len(weight.at.whole) < 2 and weight.at.numel]
@@ -112,22 +120,31 @@ class Optimizer:
             for part in _summable(weight.gradient)
         ]
         if not parts:
-            return torch.zeros((), dtype=torch.float64)
+            return torch.zeros_like(self.updates)
         norms = torch._foreach_norm([part for part, _ in parts], 2)
         squares = torch.stack(norms).double().square()
         if self._shares is None:  # only once: copying to a GPU makes the host wait
             self._shares = squares.new_tensor([1 / holders for _, holders in parts])
         return squares @ self._shares
 
-    def step(self, lr: float, norm: float, scale: float) -> None:
-        """One update with clipped gradients, which still contain the loss scale `scale`."""
-        clip_norm = self.config.grad_clip.clip_norm
-        # One division removes the loss scale and clips.
-        divisor = scale * (norm / clip_norm if 0 < clip_norm < norm else 1.0)
+    @torch.no_grad()
+    def step(self, norm: Tensor, scale: Tensor) -> None:
+        """One update with clipped gradients, which still contain the factor `scale`.
+
+        If their norm is not finite, nothing changes: not the weights, nor the learning rate.
+        """
+        clip_norm, is_finite = self.config.grad_clip.clip_norm, norm.isfinite().double()
+        # One division removes the factor and clips.
+        divisor = scale * (norm / clip_norm).clamp(min=1.0) if clip_norm > 0 else scale
+        numbers = torch.stack([self.next_lr, divisor, 1.0 - is_finite]).float()
+        # Offloaded weights are on the host, which has to wait for these numbers then.
+        numbers = numbers.to(self.weights[0].exp_avg.device)
         for weights, weight_decay in self.groups:
             if weights:
-                self._update(weights, lr, weight_decay, divisor)
+                self._update(weights, weight_decay, *numbers.unbind())
         self._round()
+        self.updates += is_finite
+        self.next_lr = learning_rate(self.config.lr, self.updates + 1)
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -136,11 +153,14 @@ class Optimizer:
             if weight.master is not None:
                 weight.local.copy_(weight.master)
 
-    @torch.no_grad()
     def _update(
-        self, weights: list[Weight], lr: float, weight_decay: float, divisor: float
+        self,
+        weights: list[Weight],
+        weight_decay: float,
+        lr: Tensor,
+        grad_scale: Tensor,
+        found_inf: Tensor,
     ) -> None:
-        device = weights[0].exp_avg.device
         adamw(
             [weight.fp32 for weight in weights],
             [weight.gradient for weight in weights],
@@ -149,7 +169,8 @@ class Optimizer:
             [],
             [weight.step for weight in weights],
             fused=True,
-            grad_scale=torch.tensor(divisor, device=device) if divisor != 1.0 else None,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
             amsgrad=False,
             beta1=self.config.beta1,
             beta2=self.config.beta2,
@@ -182,6 +203,8 @@ class Optimizer:
         """Call this after loading into `tensors`, with the number of updates made so far."""
         for weight in self.weights:
             weight.step.fill_(updates)  # for Adam's bias correction
+        self.updates.fill_(updates)
+        self.next_lr = learning_rate(self.config.lr, self.updates + 1)
         self._round()
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.sections import MixPrecision
+from trainer.loss import Factor, OnDevice
 from trainer.model import GPT
 
 GROWTH_INTERVAL = 1000  # updates without overflow before the loss scale doubles, as in Paddle
@@ -26,7 +27,11 @@ HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Precision:
-    """The dtypes of a run, and the loss scale of float16."""
+    """The dtypes of a run, and the loss scale of float16.
+
+    The scale and its counter are on the device: the host must not have to wait for an update before
+    it starts the next one.
+    """
 
     def __init__(self, config: MixPrecision, device: str, is_sharded: bool = False) -> None:
         self.half = HALVES[config.dtype] if config.enable else None
@@ -35,8 +40,9 @@ class Precision:
         self.has_masters = config.enable and config.level == "O2" and not is_sharded
         self.uses_autocast = config.enable and config.level == "O1" and not is_sharded
         self.is_dynamic = self.half is torch.float16
-        self.scale = config.scale_loss if self.is_dynamic else 1.0
-        self.good_updates = 0
+        scale = config.scale_loss if self.is_dynamic else 1.0
+        self.scale = torch.full((), scale, dtype=torch.float64, device=device)
+        self.good_updates = torch.zeros((), dtype=torch.float64, device=device)
 
     @property
     def message_dtype(self) -> torch.dtype:
@@ -64,22 +70,27 @@ class Precision:
         """
         return torch.autocast(self.device, enabled=False) if self.uses_autocast else nullcontext()
 
-    def update_scale(self, finite: bool) -> None:
+    def scaled(self, factor: float) -> Factor:
+        """A factor of the loss, times the loss scale."""
+        return OnDevice((self.scale * factor).float()) if self.is_dynamic else factor
+
+    def update_scale(self, is_finite: Tensor) -> None:
         """Halve the scale after an overflow, double it after many updates without one."""
         if not self.is_dynamic:
             return
-        self.good_updates = self.good_updates + 1 if finite else 0
-        if not finite:  # an overflow: gradients times the scale exceeded float16
-            self.scale /= 2
-        elif self.good_updates == GROWTH_INTERVAL:
-            self.scale, self.good_updates = self.scale * 2, 0
+        finite = is_finite.double()  # 0: gradients times the scale exceeded float16
+        self.good_updates.add_(1).mul_(finite)
+        grows = (self.good_updates == GROWTH_INTERVAL).double()
+        self.scale.mul_(0.5 + 0.5 * finite + grows)  # 0.5, 1 or 2
+        self.good_updates.mul_(1 - grows)
 
     def state(self) -> dict[str, float]:
-        return {"scale": self.scale, "good_updates": self.good_updates}
+        return {"scale": float(self.scale), "good_updates": int(self.good_updates)}
 
     def restore(self, state: dict[str, float]) -> None:
         if self.is_dynamic:  # a run may resume in another precision
-            self.scale, self.good_updates = state["scale"], int(state["good_updates"])
+            self.scale.fill_(state["scale"])
+            self.good_updates.fill_(state["good_updates"])
 
 
 class Autocast(nn.Module):
@@ -89,7 +100,7 @@ class Autocast(nn.Module):
         super().__init__()
         self.part, self.device, self.dtype = part, device, half
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, factor: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, factor: Factor = 1.0) -> Tensor:
         if not self.part.is_first:
             x = x.float()  # the residual stream is fp32 inside a stage
         with torch.autocast(self.device, self.dtype):

@@ -115,7 +115,7 @@ def rehearsed_config(run: RunConfig, layout: Layout) -> RunConfig:
 
 def _one_update(run: RunConfig, mesh: Mesh, parallel: Parallel, counted: Allocations) -> None:
     """As in `train.py`, without what it reads from the device."""
-    optimizer = Optimizer(parallel.weights, run.Optimizer)
+    optimizer = Optimizer(parallel.weights, run.Optimizer, mesh.device)
     counted.mark(PARAMETERS, (weight.local for weight in optimizer.weights))
     for weight in optimizer.weights:
         counted.mark(OPTIMIZER, (weight.exp_avg, weight.exp_avg_sq, weight.master, weight.step))
@@ -124,8 +124,10 @@ def _one_update(run: RunConfig, mesh: Mesh, parallel: Parallel, counted: Allocat
         loss = parallel.gradients(_batch(run), 1.0, 0)
     counted.mark(GRADIENTS, (weight.gradient for weight in optimizer.weights))
     counted.phase = UPDATE
-    mesh.summed(torch.stack([loss.double(), optimizer.squared_norm()]))
-    optimizer.step(1e-3, 1.0, 2.0)  # a loss scale, so that gradients have to be divided
+    loss, square = loss.double(), optimizer.squared_norm()
+    told = torch.ones_like(loss)  # predicted tokens, stop requests
+    summary = mesh.summed(torch.stack([loss, square, told, told]))
+    optimizer.step(summary[1].sqrt(), told)
     optimizer.zero_grad()
 
 

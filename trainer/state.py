@@ -9,6 +9,7 @@ from trainer.data import Length, Splits
 from trainer.mesh import Mesh
 from trainer.metrics import Log, Metrics
 from trainer.optim import Optimizer
+from trainer.outcomes import Outcomes
 from trainer.parallel import Parallel
 from trainer.precision import Precision
 from trainer.stop import StopRequest
@@ -17,7 +18,7 @@ from trainer.stop import StopRequest
 @dataclass
 class Progress:
     step: int = 0  # updates so far, including skipped ones
-    updates: int = 0  # updates that changed the weights: the position in the learning-rate schedule
+    updates: int = 0  # updates that changed the weights, as far as the host has read outcomes
     samples: int = 0  # samples consumed so far: the position in the data
     skipped: int = 0  # updates skipped in a row until now
 
@@ -36,4 +37,5 @@ class Training:
     precision: Precision
     optimizer: Optimizer
     metrics: Metrics
+    outcomes: Outcomes
     progress: Progress

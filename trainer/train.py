@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from trainer.banner import announce
 from trainer.checkpoint import Checkpoints
@@ -23,9 +24,11 @@ from trainer.data import LocalBatch, Reader, Start, open_data
 from trainer.errors import UserError
 from trainer.generate import generate
 from trainer.logline import COMPLETE, epoch_line, evaluation_line, sample_title
+from trainer.loss import multiplier
 from trainer.mesh import Mesh
 from trainer.metrics import Log, Metrics
-from trainer.optim import Optimizer, learning_rate
+from trainer.optim import Optimizer
+from trainer.outcomes import Outcome, Outcomes
 from trainer.parallel import parallelize
 from trainer.precision import Precision
 from trainer.resume import (
@@ -78,39 +81,56 @@ def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training
     is_sharded = mesh.layout.sharding > 1
     precision = Precision(run.Engine.mix_precision, mesh.device.type, is_sharded)
     parallel = parallelize(run, mesh, precision)
-    optimizer = Optimizer(parallel.weights, run.Optimizer)
+    optimizer = Optimizer(parallel.weights, run.Optimizer, mesh.device)
     metrics = Metrics(run, mesh, log, output_dir(run), length.max_steps)
     announce(run, mesh, log, splits, length, parallel.weights)
+    outcomes, progress = Outcomes(mesh), Progress()
     return Training(
-        run, mesh, log, stop, splits, length, parallel, precision, optimizer, metrics, Progress()
+        run,
+        mesh,
+        log,
+        stop,
+        splits,
+        length,
+        parallel,
+        precision,
+        optimizer,
+        metrics,
+        outcomes,
+        progress,
     )
 
 
 def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
-    """Train up to the last step. Returns False if a stop was requested before."""
+    """Train up to the last step. Returns False if a stop was requested before.
+
+    The host only starts the computations of a step. It reads their numbers later (`Outcomes`),
+    unless something needs the exact state now.
+    """
     clock, num_workers = t.metrics.clock, t.run.Data.Train.loader.num_workers
     batches = reader(t, "train").batches(batch_starts(t), num_workers)
+    t.mesh.heartbeat.tick("before the first step")
+    if t.progress.step < t.length.max_steps and stop_is_requested(t):
+        return False
     t.parallel.train()
     begin_step(t)
     for batch in batches:
         clock.data_is_here()  # the time until here counts as avg_reader_cost
         t.mesh.heartbeat.tick(f"at global step {t.progress.step + 1}")
-        # One small all-reduce per step: the number of tokens to average over, and whether any rank
-        # received a stop signal. All ranks must decide alike, or some would wait for the others.
-        num_predicted, stops = t.mesh.total(
-            batch.num_predicted / t.mesh.layout.readers, bool(t.stop.signal)
-        )
-        if stops:
-            return False
-        loss, norm = compute_gradients(t, batch, num_predicted)
-        update_weights(t, norm)
+        summary, own_loss = compute_gradients(t, batch)
+        update_weights(t, summary, own_loss)
+        outcomes = t.outcomes.read(everything=exact_state_is_needed(t))
         clock.end()
-        log_step(t, loss, norm)
+        for outcome in outcomes:
+            take_note(t, outcome)
         if save_is_due(t):
             t.mesh.heartbeat.tick(f"saving at global step {t.progress.step}")
             save(t, checkpoints, is_regular=True)
-        if evaluation_is_due(t):
-            evaluate_and_log(t)
+        is_last = t.progress.step == t.length.max_steps
+        if any(outcome.stops for outcome in outcomes) and not is_last:
+            return False
+        if evaluation_is_due(t) and not evaluate_and_log(t) and not is_last:
+            return False
         begin_step(t)
     return True
 
@@ -129,77 +149,117 @@ def batch_starts(t: Training) -> Iterator[Start]:
             yield Start(samples + (step - first) * size)
 
 
+def stop_is_requested(t: Training) -> bool:
+    """Whether any rank has received a stop signal. All must decide alike, so all of them wait."""
+    return t.mesh.total(bool(t.stop.signal))[0] > 0
+
+
 def begin_step(t: Training) -> None:
     t.metrics.clock.begin()
     t.mesh.heartbeat.tick(f"reading data for global step {t.progress.step + 1}")
 
 
-def compute_gradients(t: Training, batch: LocalBatch, num_predicted: float) -> tuple[float, float]:
-    """Forward and backward pass of one update. Returns the loss and the norm of its gradient.
+def exact_state_is_needed(t: Training) -> bool:
+    """Whether the host has to know everything about the step that was just started."""
+    is_logged = t.progress.step % t.run.Engine.logging_freq == 0
+    is_last = t.progress.step == t.length.max_steps
+    return is_logged or is_last or save_is_due(t) or evaluation_is_due(t)
 
-    In every layout, loss = sum of cross entropies of all predicted tokens of the global batch /
-    num_predicted. Ranks with different data average their gradients, hence the factor data_ranks.
-    Gradients contain the float16 loss scale until the update. The sum over all ranks is the only
-    point of a step where the host waits for its device.
+
+def compute_gradients(t: Training, batch: LocalBatch) -> tuple[Tensor, Tensor]:
+    """Forward and backward pass of one update. Returns the summary of the step and the own loss.
+
+    The summary is summed over all ranks, all of them in one message: the loss, the square of the
+    gradient's norm, the number of predicted tokens, and the number of ranks asked to stop.
+    Ranks with different data average their gradients, hence the factor data_ranks. Losses and
+    gradients are divided by the number of tokens of a batch and contain the float16 loss scale,
+    until `update_weights` puts both right.
     """
-    layout, scale = t.mesh.layout, t.precision.scale
-    factor = layout.data_ranks / max(1.0, num_predicted) * scale  # a batch may predict nothing
-    own = t.parallel.gradients(batch, factor, t.progress.step)
-    log_own_loss(t, own, factor, batch)
-    own_square = t.optimizer.squared_norm().to(own.device)  # offloaded gradients are on the host
-    loss, square = t.mesh.read(t.mesh.summed(torch.stack([own.double(), own_square])))
-    # All ranks of an mp group have the same loss, and only the last stage of a pipeline has one.
-    return loss / scale / layout.data_ranks / layout.mp, math.sqrt(square) / scale
+    layout = t.mesh.layout
+    factor = t.precision.scaled(layout.data_ranks / t.metrics.tokens_per_step)
+    own = t.parallel.gradients(batch, factor, t.progress.step).double()
+    square = t.optimizer.squared_norm().to(own.device)  # offloaded gradients are on the host
+    num_predicted = batch.num_predicted
+    own_loss = own / multiplier(factor) / max(1, num_predicted)
+    if own_loss_is_due(t, t.progress.step):
+        t.mesh.summed(own_loss, "pp")  # only the last stage has one
+    told = [num_predicted / layout.readers, float(bool(t.stop.signal))]
+    summary = torch.stack([own, square, *(torch.full_like(own, number) for number in told)])
+    return t.mesh.summed(summary), own_loss
 
 
-def log_own_loss(t: Training, own: torch.Tensor, factor: float, batch: LocalBatch) -> None:
-    """In minGPT's style, every rank logs the mean loss of its own samples."""
-    epoch, number = t.length.epoch_and_batch(t.progress.step)
-    if t.log.style == "mingpt" and number % MINGPT_FREQ == 0:
-        (total,) = t.mesh.read(t.mesh.summed(own.reshape(1) / factor, "pp"))
-        mean = total / max(1, batch.num_predicted)
-        t.log.plain(epoch_line(t.mesh.rank, epoch + 1, number, "Train", mean))
+def update_weights(t: Training, summary: Tensor, own_loss: Tensor) -> None:
+    """One optimizer step, unless the gradient is not finite. The device decides.
 
-
-def update_weights(t: Training, norm: float) -> None:
-    """One optimizer step, unless the gradient is not finite.
-
-    The norm is the same on all ranks, so either all of them skip the update or none. A skipped
+    The summary is the same on all ranks, so either all of them skip the update or none. A skipped
     update counts as a step and consumes its samples, but does not advance the learning rate.
     """
-    progress, is_finite = t.progress, math.isfinite(norm)
-    progress.step += 1
-    progress.samples += t.run.Global.global_batch_size
-    if is_finite:
-        t.optimizer.step(
-            learning_rate(t.run.Optimizer.lr, progress.updates + 1), norm, t.precision.scale
-        )
-        progress.updates, progress.skipped = progress.updates + 1, 0
-    else:
-        progress.skipped += 1
-    t.precision.update_scale(is_finite)  # after the step, which needs the scale of its gradients
+    loss, square, num_predicted, stops = summary.unbind()
+    # The loss should be a mean over predicted tokens; a batch may predict nothing.
+    predicted = num_predicted.clamp(min=1.0) / t.metrics.tokens_per_step
+    scale = t.precision.scale * predicted
+    norm = square.sqrt() / scale
+    t.optimizer.step(norm, scale)
+    t.precision.update_scale(norm.isfinite())  # after the step: its gradients have the old scale
     t.optimizer.zero_grad()
-    if not is_finite:
-        warn_of_skip(t, norm)
+    t.progress.step += 1
+    t.progress.samples += t.run.Global.global_batch_size
+    # All ranks of an mp group have the same loss, and only the last stage of a pipeline has one.
+    loss = loss / scale / t.mesh.layout.data_ranks / t.mesh.layout.mp
+    updates, next_lr = t.optimizer.updates, t.optimizer.next_lr
+    numbers = [loss, norm, stops, updates, next_lr, t.precision.scale, own_loss]
+    t.outcomes.add(t.progress.step, numbers)
 
 
-def warn_of_skip(t: Training, norm: float) -> None:
-    scale = f", loss scale is now {t.precision.scale:g}" if t.precision.is_dynamic else ""
+def take_note(t: Training, outcome: Outcome) -> None:
+    """Log a step, and count updates and skipped updates."""
+    t.progress.updates = int(outcome.updates)
+    log_own_loss(t, outcome)
+    if math.isfinite(outcome.norm):
+        t.progress.skipped = 0
+    else:
+        t.progress.skipped += 1
+        warn_of_skip(t, outcome)
+    log_step(t, outcome)
+
+
+def own_loss_is_due(t: Training, step: int) -> bool:
+    """In minGPT's style, every rank logs the mean loss of its own samples. Steps count from 0."""
+    _, number = t.length.epoch_and_batch(step)
+    return t.log.style == "mingpt" and number % MINGPT_FREQ == 0
+
+
+def log_own_loss(t: Training, outcome: Outcome) -> None:
+    if own_loss_is_due(t, outcome.step - 1):
+        epoch, number = t.length.epoch_and_batch(outcome.step - 1)
+        t.log.plain(epoch_line(t.mesh.rank, epoch + 1, number, "Train", outcome.own_loss))
+
+
+def warn_of_skip(t: Training, outcome: Outcome) -> None:
+    scale = f", loss scale is now {outcome.scale:g}" if t.precision.is_dynamic else ""
     if t.mesh.is_first:
         t.log.warn(
-            f"global step {t.progress.step}: the gradient norm is {norm}, update skipped{scale}"
+            f"global step {outcome.step}: the gradient norm is {outcome.norm}, "
+            f"update skipped{scale}"
         )
     if t.progress.skipped == MAX_SKIPPED:
         hint = "lower Optimizer.lr.max_lr, use bfloat16, or check the data of these steps"
         raise UserError(f"no progress: {MAX_SKIPPED} updates in a row had no finite gradient", hint)
 
 
-def log_step(t: Training, loss: float, norm: float) -> None:
-    step, (epoch, batch) = t.progress.step, t.length.epoch_and_batch(t.progress.step - 1)
-    if step % t.run.Engine.logging_freq == 0:
+def log_step(t: Training, outcome: Outcome) -> None:
+    if outcome.step % t.run.Engine.logging_freq == 0:
+        epoch, batch = t.length.epoch_and_batch(outcome.step - 1)
         # FleetX logs the rate after the scheduler has advanced, so this is that of the next update.
-        next_lr = learning_rate(t.run.Optimizer.lr, t.progress.updates + 1)
-        t.metrics.logged(step, epoch, batch, loss, next_lr, norm, t.precision.scale)
+        t.metrics.logged(
+            outcome.step,
+            epoch,
+            batch,
+            outcome.loss,
+            outcome.next_lr,
+            outcome.norm,
+            outcome.scale,
+        )
 
 
 def is_due(t: Training, steps: int, epochs: int) -> bool:
@@ -220,37 +280,39 @@ def evaluation_is_due(t: Training) -> bool:
     return wanted and not t.run.Engine.check_accuracy and is_due(t, t.run.Engine.eval_freq, 1)
 
 
-def evaluate_and_log(t: Training) -> None:
+def evaluate_and_log(t: Training) -> bool:
+    """Evaluate on the valid split. Returns False if a stop was requested meanwhile."""
     engine = t.run.Engine
     if t.log.style == "mingpt":  # minGPT evaluates the whole split every time
         everything = (
             math.ceil(t.splits.valid.size / t.run.Global.global_batch_size) if t.splits.valid else 0
         )
-        evaluate(t, "valid", 0, everything, is_whole=True)
-    else:  # each evaluation uses the batches after those of the previous one
-        by_epoch = engine.run_mode == "epoch"
-        finished, _ = t.length.epoch_and_batch(t.progress.step)
-        evaluations = (finished if by_epoch else t.progress.step // engine.eval_freq) - 1
-        evaluate(t, "valid", evaluations * engine.eval_iters, engine.eval_iters)
+        return evaluate(t, "valid", 0, everything, is_whole=True)
+    # Each evaluation uses the batches after those of the previous one.
+    finished, _ = t.length.epoch_and_batch(t.progress.step)
+    by_epoch = engine.run_mode == "epoch"
+    evaluations = (finished if by_epoch else t.progress.step // engine.eval_freq) - 1
+    return evaluate(t, "valid", evaluations * engine.eval_iters, engine.eval_iters)
 
 
 @torch.no_grad()
-def evaluate(t: Training, name: str, first: int, iterations: int, is_whole: bool = False) -> None:
+def evaluate(t: Training, name: str, first: int, iterations: int, is_whole: bool = False) -> bool:
     """Log the mean loss of some batches of a split, starting with batch number `first`.
 
     `is_whole`: every sample counts once. Otherwise samples are used again after the last one.
+    Returns False if a stop was requested meanwhile.
     """
     if getattr(t.splits, name) is None or iterations == 0:
-        return
+        return True
     began, batches = time.perf_counter(), reader(t, name)
     total, count = torch.zeros((), dtype=torch.float64, device=t.mesh.device), 0
     epoch, _ = t.length.epoch_and_batch(t.progress.step - 1)
     t.parallel.train(False)  # no dropout
     for number in range(iterations):
         t.mesh.heartbeat.tick(f"evaluating at global step {t.progress.step}, batch {number + 1}")
-        if t.mesh.total(bool(t.stop.signal))[0]:  # a stop request does not wait for an evaluation
+        if stop_is_requested(t):  # which does not wait for the end of the evaluation
             t.parallel.train()
-            return
+            return False
         start = (first + number) * t.run.Global.global_batch_size
         batch = batches.read_once(start) if is_whole else batches.read(start)
         loss = t.parallel.runner.loss(batch).double()
@@ -266,6 +328,7 @@ def evaluate(t: Training, name: str, first: int, iterations: int, is_whole: bool
     mean, speed = loss_sum / max(1.0, num_predicted), iterations / (time.perf_counter() - began)
     t.log.info(evaluation_line(name, t.progress.step, epoch, iterations - 1, mean, speed))
     t.metrics.record({"step": t.progress.step, f"{name}_loss": mean})
+    return True
 
 
 def finish(t: Training, checkpoints: Checkpoints) -> None:

@@ -75,7 +75,7 @@ def measuring_main(arguments: Sequence[str]) -> int:
     compute_gradients, noted = loop.compute_gradients, {"collectives": {}}
     counting: list[Collectives] = []
 
-    def watched(t: Training, batch: LocalBatch, num_predicted: float) -> Any:
+    def watched(t: Training, batch: LocalBatch) -> Any:
         if t.progress.step == 2:
             counting.append(Collectives(t.mesh).__enter__())
         if t.progress.step == 3:
@@ -87,19 +87,19 @@ def measuring_main(arguments: Sequence[str]) -> int:
             Path(f"sent.{t.mesh.rank}").write_text(json.dumps([[*x.items()] for x in (counting[0].calls, computed)]))
         if t.progress.step == 1:
             with _Bytes(t) as held:
-                result = compute_gradients(t, batch, num_predicted)
+                result = compute_gradients(t, batch)
             estimated = stage_memory(t.run, t.mesh.layout, t.mesh.at.pp)
             noted.update(parameters=held.parameters, gradients=held.gradients)
             noted["optimizer"] = sum(weight.optimizer_bytes for weight in t.optimizer.weights)
             noted["estimated"] = [estimated.parameters, estimated.gradients, estimated.optimizer]
             return result
         if t.progress.step != 2:
-            return compute_gradients(t, batch, num_predicted)
+            return compute_gradients(t, batch)
         if t.mesh.world > 2 and t.mesh.layout not in PROFILED:
             Path(f"noted.{t.mesh.rank}").write_text(json.dumps(noted))
-            return compute_gradients(t, batch, num_predicted)
+            return compute_gradients(t, batch)
         with profile() as profiled:
-            result = compute_gradients(t, batch, num_predicted)
+            result = compute_gradients(t, batch)
         names = [event.name for event in profiled.events() if event.name.startswith("gloo:")]
         noted["collectives"] = Counter(name.removeprefix("gloo:") for name in names)
         Path(f"noted.{t.mesh.rank}").write_text(json.dumps(noted))

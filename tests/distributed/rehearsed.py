@@ -34,17 +34,12 @@ def resolved(case: Case, accumulate: int = 1, **keys: object) -> Resolved:
     return load(None, [Override.parse(text) for text in arguments], Machines(1, case.world))
 
 
-def without_summary(calls: Counter[Call]) -> Counter[Call]:
-    """A rehearsal does not know what the training loop itself sums over all ranks."""
-    return Counter({call: count for call, count in calls.items() if call.axis != "world"})
-
-
 def computed(rehearsal: Rehearsal, known: Resolved, rank: int) -> Counter[Call]:
-    """The table of collectives, as far as a rehearsal sees them."""
+    """The table of collectives."""
     calls = Counter[Call]()
     for row in collectives(rehearsal.run, known.layout, rank):
         calls[Call(row.operation, row.axis, row.dtype, row.nbytes)] += row.calls
-    return without_summary(calls)
+    return calls
 
 
 class Phases:

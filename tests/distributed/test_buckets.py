@@ -25,11 +25,11 @@ def counting_main(arguments: Sequence[str]) -> int:
     """The trainer, with the all-reduces of the gradients of the last step counted."""
     compute_gradients = train.compute_gradients
 
-    def counted(t: Training, batch: LocalBatch, num_predicted: float) -> object:
+    def counted(t: Training, batch: LocalBatch) -> object:
         if t.progress.step < 3:
-            return compute_gradients(t, batch, num_predicted)
+            return compute_gradients(t, batch)
         with profile() as profiled:
-            loss = compute_gradients(t, batch, num_predicted)
+            loss = compute_gradients(t, batch)
         Path("count").write_text(str(sum(event.name == "gloo:all_reduce" for event in profiled.events())))
         return loss
 
@@ -48,7 +48,7 @@ def test_gradients_travel_in_buckets_of_the_size_asked_for(tmp_path: Path) -> No
     """0.8 million parameters are 3.3 MB: one bucket of 25 MB, many of 0.2 MB."""
     large = all_reduces(tmp_path / "large")
     small = all_reduces(tmp_path / "small", **{"Distributed.bucket_cap_mb": 0.2})
-    norm = 1  # one more sum per update
+    norm = 1  # one more sum per update: the summary of the step
     assert large == 1 + norm
     assert 8 <= small - norm <= 17
 

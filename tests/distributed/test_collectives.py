@@ -5,7 +5,6 @@ Runs in fp32 are in `test_layouts.py`, which trains every layout anyway.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,31 +15,19 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from tests.distributed.layouts import FEW, LARGEST, LAYOUTS, MORE_FEW, Case, cases
 from tests.distributed.measured import Trained, train
 from trainer.config.sections import RunConfig
-from trainer.counting import Call
 from trainer.layout import Layout
 from trainer.sender import FORWARD, Sender, passes
 
 SEVERAL = [case for case in [*LAYOUTS, *FEW] if case.world > 1]
 HALF = [Case(dp=2), Case(sharding=2), Case(mp=2, sequence=True), Case(pp=2)]
 SHORT = {"max_steps": 4, "eval_freq": 0, "test_iters": 0}
-SUMMARY = "world"
-
-
-def of_axes(calls: Counter[Call]) -> Counter[Call]:
-    return Counter({call: count for call, count in calls.items() if call.axis != SUMMARY})
 
 
 def assert_exact(trained: Trained) -> None:
     """Operation, group, dtype, bytes and number of calls, on every rank."""
     assert len(trained.sent) == trained.case.world
     for rank, sent in enumerate(trained.sent):
-        assert of_axes(sent.counted) == of_axes(sent.computed), f"rank {rank}"
-
-
-def assert_one_summary(trained: Trained) -> None:
-    for sent in trained.sent:
-        counted, computed = (calls - of_axes(calls) for calls in sent)
-        assert counted == computed
+        assert sent.counted == sent.computed, f"rank {rank}"
 
 
 def in_half(folder: Path, case: Case, level: str, accumulate: int = 1) -> Trained:

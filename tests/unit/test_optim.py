@@ -12,16 +12,25 @@ from torch import Tensor, nn
 
 from trainer.config import load
 from trainer.config.sections import LearningRate, MixPrecision
-from trainer.optim import Optimizer, Weight, learning_rate, new_weight
+from trainer.optim import Optimizer, Weight, new_weight
+from trainer.optim import learning_rate as rate_of
 from trainer.parallel.data import Buckets
 from trainer.precision import GROWTH_INTERVAL, Precision
 from trainer.slices import Slice
 
-RUN = load(None).run
+RUN, CPU = load(None).run, torch.device("cpu")
+
+
+def number(value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float64)
+
+
+def learning_rate(lr: LearningRate, update: int) -> float:
+    return float(rate_of(lr, number(update)))
 
 
 def schedule(**keys: Any) -> LearningRate:
-    return replace(RUN.Optimizer.lr, max_lr=1e-5, min_lr=5e-5, **keys)
+    return replace(RUN.Optimizer.lr, **{"max_lr": 1e-5, "min_lr": 5e-5, **keys})
 
 
 @pytest.mark.parametrize(
@@ -67,13 +76,17 @@ def weights_of(model: nn.Module, values: list[Tensor] | None = None) -> list[Wei
     ]
 
 
-def norm_of(optimizer: Optimizer, scale: float) -> float:
-    return math.sqrt(optimizer.squared_norm()) / scale
+def with_rate(lr: float, **keys: Any) -> Any:
+    return replace(RUN.Optimizer, lr=schedule(name="none", max_lr=lr), **keys)
+
+
+def norm_of(optimizer: Optimizer, scale: float) -> Tensor:
+    return optimizer.squared_norm().sqrt() / scale
 
 
 def test_biases_and_norms_do_not_decay() -> None:
     model = module()
-    optimizer = Optimizer(weights_of(model), replace(RUN.Optimizer, weight_decay=0.5))
+    optimizer = Optimizer(weights_of(model), replace(RUN.Optimizer, weight_decay=0.5), CPU)
     (decayed, rate), (others, none) = optimizer.groups
     assert (rate, none) == (0.5, 0.0)
     assert [weight.name for weight in decayed] == ["0.weight", "2.weight"]
@@ -84,8 +97,8 @@ def test_biases_and_norms_do_not_decay() -> None:
 def test_an_update_is_that_of_torch(clip_norm: float) -> None:
     """Oracle: clip_grad_norm_ and AdamW, on a gradient that carries a loss scale here."""
     ours, theirs, scale = module(), module(), 1024.0
-    config = replace(RUN.Optimizer, grad_clip=replace(RUN.Optimizer.grad_clip, clip_norm=clip_norm))
-    optimizer = Optimizer(weights_of(ours), config)
+    config = with_rate(1e-2, grad_clip=replace(RUN.Optimizer.grad_clip, clip_norm=clip_norm))
+    optimizer = Optimizer(weights_of(ours), config, CPU)
     oracle = torch.optim.AdamW(
         [
             {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": config.weight_decay},
@@ -99,13 +112,33 @@ def test_an_update_is_that_of_torch(clip_norm: float) -> None:
         theirs(inputs).square().mean().backward()
         norm = norm_of(optimizer, scale)
         limit = clip_norm if clip_norm else math.inf
-        assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(theirs.parameters(), limit)), rel=1e-6)
-        optimizer.step(1e-2, norm, scale)
+        assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(theirs.parameters(), limit)), rel=1e-6)
+        optimizer.step(norm, number(scale))
         oracle.step()
         optimizer.zero_grad()
         oracle.zero_grad()
     for mine, right in zip(ours.parameters(), theirs.parameters()):
         assert torch.allclose(mine, right, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_a_skipped_update_leaves_no_trace(norm: float) -> None:
+    """Oracle: an optimizer that never saw it. Weights, moments, Adam's own count and the rate are the same afterwards."""
+    config, states = replace(RUN.Optimizer, lr=schedule(decay_steps=10, warmup_rate=0.5)), []
+    for is_skipping in (True, False):
+        model = module()
+        optimizer = Optimizer(weights_of(model), config, CPU)
+        for update in range(3):
+            model(torch.ones(1, 4)).sum().backward()
+            if is_skipping and update == 1:
+                for _ in range(2):
+                    optimizer.step(number(norm), number(1.0))
+            optimizer.step(norm_of(optimizer, 1.0), number(1.0))
+            optimizer.zero_grad()
+        assert (float(optimizer.updates), {float(weight.step) for weight in optimizer.weights}) == (3, {3})
+        assert optimizer.next_lr == learning_rate(config.lr, 4)
+        states.append([piece.tensor for piece in optimizer.tensors().values()])
+    assert all(torch.equal(mine, right) for mine, right in zip(*states))
 
 
 def test_the_norm_of_many_elements_is_exact() -> None:
@@ -114,20 +147,21 @@ def test_the_norm_of_many_elements_is_exact() -> None:
     parameter.grad = torch.randn(50304, 128, generator=torch.Generator().manual_seed(0)) * 1e-4
     weight = new_weight("w", parameter, Slice.of(parameter.shape), torch.zeros(50304, 128), has_master=False)
     right = float(parameter.grad.double().norm())
-    assert norm_of(Optimizer([weight], RUN.Optimizer), 1.0) == pytest.approx(right, rel=1e-6)
+    norm = norm_of(Optimizer([weight], RUN.Optimizer, CPU), 1.0)
+    assert float(norm) == pytest.approx(right, rel=1e-6)
 
 
 def test_a_rank_may_have_nothing_to_count() -> None:
     parameter = nn.Parameter(torch.zeros(4, 2))
     weight = new_weight("w", parameter, Slice.of((4, 2)), torch.zeros(4, 2), has_master=False)
     weight.is_copy = True
-    assert norm_of(Optimizer([weight], RUN.Optimizer), 1.0) == 0.0
+    assert norm_of(Optimizer([weight], RUN.Optimizer, CPU), 1.0) == 0.0
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_one_bad_element_makes_the_norm_bad(value: float) -> None:
     model = module()
-    optimizer = Optimizer(weights_of(model), RUN.Optimizer)
+    optimizer = Optimizer(weights_of(model), RUN.Optimizer, CPU)
     model(torch.ones(1, 4)).sum().backward()
     next(model.parameters()).grad[0, 0] = value  # type: ignore[index]
     assert not math.isfinite(norm_of(optimizer, 1.0))
@@ -135,20 +169,21 @@ def test_one_bad_element_makes_the_norm_bad(value: float) -> None:
 
 def test_the_loss_scale_halves_and_doubles() -> None:
     precision = Precision(MixPrecision(enable=True, dtype="float16", level="O1", scale_loss=1024.0), "cpu")
-    precision.update_scale(False)
+    overflow, finite = torch.tensor(False), torch.tensor(True)
+    precision.update_scale(overflow)
     assert precision.scale == 512.0
     for _ in range(GROWTH_INTERVAL - 1):
-        precision.update_scale(True)
+        precision.update_scale(finite)
     assert precision.scale == 512.0
     again = Precision(MixPrecision(enable=True, dtype="float16", level="O1", scale_loss=1.0), "cpu")
     again.restore(precision.state())
-    again.update_scale(True)
-    assert again.scale == 1024.0
+    again.update_scale(finite)
+    assert again.state() == {"scale": 1024.0, "good_updates": 0}
 
 
 def test_bfloat16_has_no_loss_scale() -> None:
     precision = Precision(MixPrecision(enable=True, dtype="bfloat16", level="O1", scale_loss=1024.0), "cpu")
-    precision.update_scale(False)
+    precision.update_scale(torch.tensor(False))
     assert precision.scale == 1.0
 
 
@@ -158,7 +193,7 @@ def test_pure_half_parameters_have_fp32_masters() -> None:
     model = module()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     precision.convert(model)
-    optimizer = Optimizer(weights_of(model, before), replace(RUN.Optimizer, weight_decay=0.0))
+    optimizer = Optimizer(weights_of(model, before), with_rate(1e-6, weight_decay=0.0), CPU)
     assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     assert all(torch.equal(weight.master, right) for weight, right in zip(optimizer.weights, before))
     buckets = Buckets(optimizer.weights, 25, 1, None)
@@ -166,7 +201,7 @@ def test_pure_half_parameters_have_fp32_masters() -> None:
         buckets.begin()
         model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         buckets.finish()
-        optimizer.step(1e-6, 1.0, 1.0)
+        optimizer.step(number(1.0), number(1.0))
         optimizer.zero_grad()
     bias = optimizer.weights[-1]
     assert torch.allclose(bias.master, before[-1] - 1e-4, atol=1e-6)

@@ -58,7 +58,7 @@ class LocalBatch(NamedTuple):
     @property
     def num_predicted(self) -> int:
         # On the CPU, where the batch still is: counting does not wait for a GPU.
-        return int((self.labels != IGNORED).sum())
+        return int(np.count_nonzero(self.labels.numpy() != IGNORED))
 
     def micro(self, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         for inputs, labels in zip(self.inputs.split(size), self.labels.split(size)):

@@ -16,6 +16,7 @@ from trainer.config.sections import RunConfig, Sharding
 from trainer.data import LocalBatch
 from trainer.dropout import Dropout
 from trainer.layout import own_chunks
+from trainer.loss import Factor
 from trainer.mesh import Mesh
 from trainer.model import GPT, Components, initial_value, materialize
 from trainer.optim import Weight, new_weight
@@ -28,7 +29,7 @@ from trainer.slices import Holders, Slice
 class Runner(Protocol):
     """Runs batches through the model."""
 
-    def gradients(self, batch: LocalBatch, factor: float) -> Tensor:
+    def gradients(self, batch: LocalBatch, factor: Factor) -> Tensor:
         """Forward and backward pass of one update.
 
         Returns factor · the summed loss, or 0 on ranks that do not compute it.
@@ -55,7 +56,7 @@ class Parallel:
         for part in self.parts:  # autocast and pipeline stages wrap these modules
             part.train(mode)
 
-    def gradients(self, batch: LocalBatch, factor: float, step: int) -> Tensor:
+    def gradients(self, batch: LocalBatch, factor: Factor, step: int) -> Tensor:
         """Run a batch, then sum the gradients that buckets and FSDP do not reduce."""
         self.dropout.begin(step)
         if self.buckets:
@@ -191,7 +192,7 @@ class OneStage:
         self.is_sharded = mesh.layout.sharding > 1
         self.stage = run.Distributed.sharding.sharding_stage
 
-    def gradients(self, batch: LocalBatch, factor: float) -> Tensor:
+    def gradients(self, batch: LocalBatch, factor: Factor) -> Tensor:
         total = torch.zeros((), device=self.device)
         for number, (inputs, labels) in enumerate(
             batch.micro(self.micro_batch_size, self.device), 1

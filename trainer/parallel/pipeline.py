@@ -25,6 +25,7 @@ from torch.distributed.pipelining import (
 
 from trainer.config.sections import RunConfig
 from trainer.data import LocalBatch
+from trainer.loss import Factor
 from trainer.mesh import Mesh
 from trainer.precision import Precision
 
@@ -175,14 +176,14 @@ class Pipeline:
             group=mesh.groups["pp"],
         )
 
-    def gradients(self, batch: LocalBatch, factor: float) -> Tensor:
+    def gradients(self, batch: LocalBatch, factor: Factor) -> Tensor:
         """Forward and backward pass of one update; the loss on the last stage, 0 on the others."""
         return self._run(self.schedule.step, batch, factor)
 
     def loss(self, batch: LocalBatch) -> Tensor:
         return self._run(self.schedule.eval, batch, 1.0)
 
-    def _run(self, act: Callable[..., object], batch: LocalBatch, factor: float) -> Tensor:
+    def _run(self, act: Callable[..., object], batch: LocalBatch, factor: Factor) -> Tensor:
         settings: dict[str, object] = {"return_outputs": False}
         inputs = [batch.inputs.to(self.device, non_blocking=True)] if self.is_first else []
         losses: list[Tensor] = []

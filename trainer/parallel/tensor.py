@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.dropout import own_stream
-from trainer.loss import Exchange, chunked_loss
+from trainer.loss import Exchange, Factor, chunked_loss
 from trainer.mesh import Mesh
 from trainer.model import Compiler, Components, Embedding, Head, Linear
 
@@ -227,7 +227,7 @@ class VocabHead(Head):
         super().__init__(vocab_size)
         self.mp = mp
 
-    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: float) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: Factor) -> Tensor:
         assert labels is not None, "with tensor parallelism, no rank has all logits"
         x, labels = _autocast(x), self.mp.by_parts(labels)
         return chunked_loss(x, weight, labels, self.vocab_size, factor, self.sums, self.mp)

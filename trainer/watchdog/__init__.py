@@ -38,9 +38,11 @@ from trainer.watchdog.peer import Peer
 # stamps in whole seconds, so it must be clearly the first to exit.
 EXIT_DELAY = 1.1
 EXIT_GRACE = 5.0  # seconds that a thread leaves to another one that is already exiting
-# Files in which a thread waits for other ranks: FSDP exchanges gradients during `backward`.
+# Files in which a thread waits for other ranks: FSDP exchanges gradients during `backward`, and a
+# GPU does what other ranks have a part in until an event of a stream.
 WAITING = re.compile(
-    rf"/torch/distributed/|/torch/autograd/graph\.py$|^{re.escape(trainer.mesh.__file__)}$"
+    r"/torch/distributed/|/torch/autograd/graph\.py$|/torch/cuda/streams\.py$"
+    rf"|^{re.escape(trainer.mesh.__file__)}$"
 )
 NO_RESPONSE, NO_PROGRESS = "not respond", "not make progress"
 
