@@ -1,14 +1,14 @@
 # Two commands are enough, on any machine with Python >= 3.10:
 #   make demo    runs the main job            make test    runs what CI runs: lint, types, tests
 # While you work: make quick (unit tests, at most 60 s), make lab (a Slurm cluster to try things on).
-# Slow tests: make test-long. Timings: make bench, make bench-peers.
+# Slow tests: make test-long. Tests on GPUs, with a table of MFU: make gpu. Timings: make bench, make bench-peers.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-test
 
-.PHONY: help demo test quick test-long bench bench-peers lint types format clean
+.PHONY: help demo test quick test-long gpu bench bench-peers lint types format clean
 
 help:
 	@sed -n '1,4s/^# *//p' Makefile
@@ -99,6 +99,10 @@ quick: $(READY) lint types
 test-long: $(READY)
 	@echo "== slow tests"
 	@$(BIN)/python -m pytest -m long -s
+
+gpu: $(READY)
+	@echo "== tests on GPUs"
+	@$(BIN)/python -m pytest -m 'gpu or not long' -s tests/gpu
 
 bench: $(READY)
 	@$(BIN)/python tests/bench/startup.py

@@ -26,6 +26,8 @@ class Nodes(Ranks):
         self.pids, self.codes = [], {}
         for rank in range(world):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank % PER_NODE), "GROUP_RANK": str(rank // PER_NODE)}
+            first = rank // PER_NODE * PER_NODE
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + PER_NODE)))  # for tests/gpu
             folder = folders[rank // PER_NODE]
             folder.mkdir(parents=True, exist_ok=True)
             self.pids.append(fork(partial(main, list(arguments)), folder, {**common, **own}, *self.logs[rank]))

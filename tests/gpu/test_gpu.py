@@ -1,4 +1,6 @@
-"""What needs GPUs: `pytest -m gpu` on a machine that has some. Layouts larger than the number of GPUs are skipped.
+"""What needs GPUs: `make gpu` on a machine that has some. Layouts larger than the number of GPUs are skipped.
+
+Not yet run on a GPU.
 
 Oracles: one GPU for every layout, fp32 for half precision, the vendor's peak for the speed.
 """
@@ -10,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed.layouts import ALONE, LARGEST, LAYOUTS, Case, cases
+from tests.gpu.devices import need
 from tests.ranks import Ended, run, tiny
 
 pytestmark = pytest.mark.gpu
 
-GPUS = torch.cuda.device_count()  # asks the driver, and does not start CUDA: ranks are forked from here
 LOSS, NORM = 5e-5, 1e-4  # sums on a GPU have no fixed order
 EVALUATION = {"eval_freq": 5, "eval_iters": 2, "test_iters": 1}
 MFU_FLOOR = 0.25  # of the dense half-precision peak; what a medium model reaches on one GPU without tuning
 
 
 def train(folder: Path, case: Case, accumulate: int = 1, recompute: bool = False, **more: Any) -> Ended:
-    if case.world > GPUS:
-        pytest.skip(f"{case.world} GPUs are needed, torch sees {GPUS}")
+    need("gpu", case.world)
     keys = {**case.keys(accumulate, recompute), **EVALUATION, "device": "gpu", **more}
     ended = run(folder, *tiny(**keys), world=case.world, seconds=300)
     assert ended.ok, ended.text
@@ -87,5 +87,5 @@ def test_a_medium_model_reaches_the_floor(tmp_path: Path) -> None:
     ended = train(tmp_path, ALONE, max_steps=20, **sizes, **amp)
     reached = [mfu for mfu in ended.metrics("mfu")[10:] if mfu is not None]
     if not reached:
-        pytest.skip(f"the peak of {torch.cuda.get_device_name()} is not known")
+        pytest.skip("the peak of this GPU is not known")
     assert sorted(reached)[len(reached) // 2] >= MFU_FLOOR
