@@ -82,8 +82,9 @@ def set_sync_mode(mode: str) -> None:
 
 
 def forbid_waiting(first: int, log: Path) -> None:
-    """In this process: after `first` steps, the host may wait for its GPU in `Mesh.read` only. Each read is noted."""
-    begin_step, read, total = trainer.train.begin_step, Mesh.read, Mesh.total
+    """In this process: after `first` steps, the host may wait for its GPU only where it reads numbers. Each read is noted."""
+    begin_step, finish = trainer.train.begin_step, trainer.train.finish
+    originals = {name: getattr(Mesh, name) for name in ("read", "read_copy", "total")}
 
     def beginning(t: Any) -> None:
         begin_step(t)
@@ -91,34 +92,37 @@ def forbid_waiting(first: int, log: Path) -> None:
             note(log, f"step {t.progress.step + 1}")
             set_sync_mode("error")
 
-    def reading(mesh: Mesh, values: torch.Tensor) -> list[float]:
-        note(log, "read")
-        set_sync_mode("default")
-        try:
-            return read(mesh, values)
-        finally:
-            set_sync_mode("error")
+    def allowed(name: str, is_counted: bool) -> Callable[..., Any]:
+        def reading(*arguments: Any) -> Any:
+            if is_counted:
+                note(log, "read")
+            set_sync_mode("default")
+            try:
+                return originals[name](*arguments)
+            finally:
+                set_sync_mode("error")
 
-    def adding(mesh: Mesh, *numbers: float) -> list[float]:
+        return reading
+
+    def adding(*arguments: Any) -> Any:
         """Numbers of the host, over gloo: this waits for other ranks, but for no GPU."""
-        Mesh.read = read  # type: ignore[method-assign]
+        Mesh.read = originals["read"]  # type: ignore[method-assign]
         try:
-            return total(mesh, *numbers)
+            return allowed("total", is_counted=False)(*arguments)
         finally:
-            Mesh.read = reading  # type: ignore[method-assign]
-
-    trainer.train.begin_step = beginning
-    Mesh.read, Mesh.total = reading, adding  # type: ignore[method-assign]
-    # What happens after the last step may wait: saving, for example.
-    finish = trainer.train.finish
+            Mesh.read = allowed("read", is_counted=True)  # type: ignore[method-assign]
 
     def finishing(*arguments: Any) -> None:
+        """What happens after the last step may wait: saving, for example."""
         note(log, "end")
+        for name, original in originals.items():
+            setattr(Mesh, name, original)
         set_sync_mode("default")
-        Mesh.read, Mesh.total = read, total  # type: ignore[method-assign]
         finish(*arguments)
 
-    trainer.train.finish = finishing
+    trainer.train.begin_step, trainer.train.finish, Mesh.total = beginning, finishing, adding  # type: ignore[method-assign]
+    for name in ("read", "read_copy"):
+        setattr(Mesh, name, allowed(name, is_counted=True))
 
 
 def note(log: Path, text: str) -> None:
