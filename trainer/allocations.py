@@ -156,7 +156,8 @@ def _adds_in_place(first: Any, second: Any) -> bool:
         return False
     uses = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
     # Of these uses, all but one of each are by torch's way to this function.
-    return first.is_contiguous() and first._use_count() == 4 and uses == 2
+    is_alike = first.dtype == second.dtype and first.is_contiguous()
+    return is_alike and first._use_count() == 4 and uses == 2
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:

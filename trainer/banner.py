@@ -108,9 +108,7 @@ def _held(run: RunConfig, mesh: Mesh, weights: list[Weight]) -> str:
 def _estimated(run: RunConfig, mesh: Mesh) -> str:
     """What a rank of this pipeline stage needs during a step."""
     estimated = stage_memory(run, mesh.layout, mesh.at.pp)
-    parts = ", ".join(
-        f"{name} {memory(size)}" for name, size in estimated._asdict().items() if size
-    )
+    parts = ", ".join(f"{name} {memory(size)}" for name, size in estimated.parts.items() if size)
     return f"estimated peak memory: {memory(estimated.total)} ({parts})"
 
 

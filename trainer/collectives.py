@@ -15,8 +15,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from trainer.config.sections import RunConfig
-from trainer.estimate import CHUNK_LOGITS
 from trainer.layout import Layout
+from trainer.memory import CHUNK_LOGITS
 from trainer.sender import (
     BACKWARD,
     FORWARD,

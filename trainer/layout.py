@@ -150,6 +150,9 @@ def own_chunks(
     return chunks[layout.coordinates(rank).pp :: layout.pp]
 
 
+UNKNOWN_VOCAB = 256  # for character vocabularies, which are counted later; a generous guess
+
+
 def padded_vocab(vocab: int, unit: int) -> int:
     """Round up, independently of mp, so that weights and checkpoints fit every layout."""
     return -(-vocab // unit) * unit

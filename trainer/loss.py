@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.device import behaviour
-from trainer.estimate import CHUNK_LOGITS, LARGE_VOCAB
+from trainer.memory import CHUNK_LOGITS, LARGE_VOCAB
 
 IGNORED = -100  # label of tokens that are not predicted; torch's own default
 

@@ -38,14 +38,12 @@ from trainer.config.sections import RunConfig
 from trainer.counting import Call, Collectives
 from trainer.data import LocalBatch
 from trainer.device import behaves_as
-from trainer.estimate import UNKNOWN_VOCAB
-from trainer.layout import Layout
+from trainer.layout import UNKNOWN_VOCAB, Layout
+from trainer.memory import few_micro_batches
 from trainer.mesh import Mesh
 from trainer.optim import Optimizer
 from trainer.parallel import Parallel, with_memory, without_memory
 from trainer.precision import Precision
-
-ENOUGH = 3  # micro-batches without a pipeline: the first, one in between, the last
 
 
 @dataclass(frozen=True)
@@ -91,14 +89,7 @@ def rehearse(run: RunConfig, layout: Layout, rank: int) -> Rehearsal:
 
 def rehearsed_config(run: RunConfig, layout: Layout) -> RunConfig:
     """The same run with as few micro-batches as have the same peak."""
-    count, pp, virtual = run.Engine.accumulate_steps, layout.pp, run.Model.virtual_pp_degree
-    if pp == 1:
-        count = min(count, ENOUGH)
-    elif virtual > 1:
-        # Two rounds through all chunks. Rounds that are not of pp micro-batches stay as they are.
-        count = min(count, 2 * pp) if count % pp == 0 else count
-    elif run.Distributed.pp_schedule != "GPipe":  # which keeps all of them
-        count = min(count, pp + 2)
+    count = few_micro_batches(run, layout)
     local = count * run.Global.micro_batch_size
     sizes = replace(run.Global, local_batch_size=local, global_batch_size=local * layout.data_ranks)
     model = replace(run.Model, vocab_size=run.Model.vocab_size or UNKNOWN_VOCAB)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from trainer.config.sections import Model, RunConfig
-from trainer.estimate import UNKNOWN_VOCAB
-from trainer.layout import Layout, own_chunks, padded_vocab
+from trainer.layout import UNKNOWN_VOCAB, Layout, own_chunks, padded_vocab
 
 SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"

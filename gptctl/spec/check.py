@@ -23,7 +23,7 @@ from trainer.config import Override, Resolved, load_tree, read_run, resolve
 from trainer.config.read import Reading, build, paths_of
 from trainer.config.tree import Map
 from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, errors_in, in_order
-from trainer.estimate import GIB, Estimate, estimate
+from trainer.estimate import GB, Estimate, estimate
 from trainer.layout import DEGREE_KEYS, Machines
 from trainer.savings import advice
 
@@ -216,14 +216,14 @@ def _ranks_asked(reading: Reading) -> int:
 
 
 def _check_memory(resolved: Resolved, estimated: Estimate, cluster: Cluster) -> Iterator[Finding]:
-    if not cluster.gpu_memory_gb or estimated.memory.total <= cluster.gpu_memory_gb * GIB:
+    if not cluster.gpu_memory_gb or estimated.memory.total <= cluster.gpu_memory_gb * GB:
         return
-    need = estimated.memory.total / GIB
+    need = estimated.memory.total / GB
     message = (
-        f"needs about {need:.1f} GiB per GPU, but GPUs of {cluster.name} have "
-        f"{cluster.gpu_memory_gb:g} GiB"
+        f"needs about {need:.1f} GB per GPU, but GPUs of {cluster.name} have "
+        f"{cluster.gpu_memory_gb:g} GB"
     )
-    hint = advice(resolved.run, resolved.layout, cluster.gpu_memory_gb * GIB)
+    hint = advice(resolved.run, resolved.layout, cluster.gpu_memory_gb * GB)
     yield MEMORY.found("Distributed", round(need, 1), message, hint)
 
 

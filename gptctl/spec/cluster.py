@@ -146,7 +146,9 @@ class Cluster:
         high=MAX_PER_NODE,
     )
     gpu_memory_gb: float | None = number(
-        None, "memory of one GPU in GiB; gptctl validate compares its estimate with it", above=0
+        None,
+        "memory of one GPU in GB (10^9 bytes); gptctl validate compares its estimate with it",
+        above=0,
     )
     # Slurm clusters.
     partition: str | None = text(None, "slurm: default partition", SLURM_WORD, "a partition name")

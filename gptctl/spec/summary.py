@@ -17,8 +17,8 @@ from gptctl.text import count
 from trainer.config.kinds import Section, keys_of
 from trainer.config.resolve import Resolved, sections
 from trainer.config.sections import RunConfig
-from trainer.estimate import GIB, UNKNOWN_VOCAB, Estimate, assumptions
-from trainer.layout import AXES, Layout, Machines, padded_vocab
+from trainer.estimate import GB, GIB, Estimate, assumptions
+from trainer.layout import AXES, UNKNOWN_VOCAB, Layout, Machines, padded_vocab
 
 # Keys whose derived values depend on the number of ranks.
 BY_WORLD = (
@@ -118,13 +118,14 @@ def _rounded(parameters: int) -> str:
 
 
 def _memory(estimated: Estimate, checked: Checked) -> str:
-    limit = f" of {checked.cluster.gpu_memory_gb:g} GiB" if checked.cluster.gpu_memory_gb else ""
+    limit, total = checked.cluster.gpu_memory_gb, estimated.memory.total
+    compared = f" ({total / GB:.1f} of {limit:g} GB)" if limit else ""
     # Small models need some MiB: in GiB every part would be 0.00.
     size, unit = (GIB, "GiB") if estimated.memory.total >= GIB else (GIB >> 10, "MiB")
     parts = ", ".join(
-        f"{part} {value / size:.2f}" for part, value in estimated.memory._asdict().items() if value
+        f"{part} {value / size:.2f}" for part, value in estimated.memory.parts.items() if value
     )
-    return f"about {estimated.memory.total / size:.2f} {unit}{limit}: {parts}"
+    return f"about {estimated.memory.total / size:.2f} {unit}{compared}: {parts}"
 
 
 def estimate_note(resolved: Resolved) -> str:
@@ -160,9 +161,7 @@ def as_json(checked: Checked, with_config: bool) -> dict[str, Any]:
         },
         "parameters": estimated.parameters,
         "flops_per_token": estimated.flops_per_token,
-        "bytes_per_rank": {
-            part: round(getattr(estimated.memory, part)) for part in estimated.memory._fields
-        }
+        "bytes_per_rank": {part: round(value) for part, value in estimated.memory.parts.items()}
         | {"total": round(estimated.memory.total)},
         "assumptions": assumptions(resolved.run, resolved.layout),
     }

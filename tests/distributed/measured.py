@@ -20,7 +20,7 @@ from trainer.__main__ import main
 from trainer.collectives import collectives
 from trainer.counting import Call, Collectives
 from trainer.data import LocalBatch
-from trainer.estimate import stage_memory
+from trainer.estimate import state_bytes
 from trainer.layout import Layout
 from trainer.state import Training
 
@@ -88,7 +88,7 @@ def measuring_main(arguments: Sequence[str]) -> int:
         if t.progress.step == 1:
             with _Bytes(t) as held:
                 result = compute_gradients(t, batch)
-            estimated = stage_memory(t.run, t.mesh.layout, t.mesh.at.pp)
+            estimated = state_bytes(t.run, t.mesh.layout, t.mesh.at.pp)
             noted.update(parameters=held.parameters, gradients=held.gradients)
             noted["optimizer"] = sum(weight.optimizer_bytes for weight in t.optimizer.weights)
             noted["estimated"] = [estimated.parameters, estimated.gradients, estimated.optimizer]

@@ -14,6 +14,7 @@ from trainer.allocations import BACKWARD, FORWARD, UPDATE
 from trainer.config import Override, load
 from trainer.estimate import flops_per_token
 from trainer.layout import Machines
+from trainer.memory import peak_memory
 from trainer.rehearse import rehearse
 
 SIZES = {"hidden": 128, "heads": 8, "seq_len": 32}
@@ -94,8 +95,12 @@ def test_many_micro_batches_are_rehearsed_with_few(monkeypatch: pytest.MonkeyPat
 
 HALF = ["Engine.mix_precision.enable=True", "Engine.mix_precision.level=O2", "Model.use_recompute=True"]
 LARGE = {
-    "6.7B": (Machines(2, 8), ["micro_batch_size=8", "sharding_degree=16", "sharding_stage=3"]),
-    "175B": (Machines(128, 8), ["local_batch_size=1536", "micro_batch_size=1", "mp_degree=8", "pp_degree=16"]),
+    "6.7B": (Machines(2, 8), (0, 5, 15), ["micro_batch_size=8", "sharding_degree=16", "sharding_stage=3"]),
+    "175B": (
+        Machines(128, 8),
+        (0, 77, 1023),
+        ["local_batch_size=1536", "micro_batch_size=1", "mp_degree=8", "pp_degree=16"],
+    ),
 }
 
 
@@ -103,13 +108,15 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_ranks_of_large_jobs(name: str) -> None:
     """The first, one in the middle and the last of 16 and of 1,024 ranks; the table of docs/parallelism.md."""
-    machines, keys = LARGE[name]
+    machines, ranks, keys = LARGE[name]
     texts = [f"Model.name={name}", *HALF, *keys]
     known = load(None, [Override.parse(text) for text in texts], machines)
     print(f"\n{name} {known.layout}")
-    for rank in (0, machines.world // 2 + 5, machines.world - 1):
+    for rank in ranks:
         rehearsal = rehearse(known.run, known.layout, rank)
         assert rehearsal.calls == computed(rehearsal, known, rank)
+        estimated = peak_memory(known.run, known.layout, rank)
+        assert estimated.total == pytest.approx(rehearsal.peak.total, rel=0.02)
         gib = {kind: f"{size / 2**30:.2f}" for kind, size in rehearsal.peak.kinds.items()}
         print(f"rank {rank}, {rehearsal.micro_batches} micro-batches, {rehearsal.seconds:.0f} s:", end=" ")
         print(f"{rehearsal.peak.total / 2**30:.2f} GiB in the {rehearsal.peak.phase} pass {gib}", end=", ")

@@ -13,7 +13,7 @@ from gptctl.spec.cluster_kinds import KINDS
 from gptctl.spec.resources import named_files
 from gptctl.spec.visible_gpus import count_visible_gpus
 from trainer.errors import UserError
-from trainer.estimate import GIB
+from trainer.estimate import GB
 
 
 @pytest.mark.parametrize("name", named_files("clusters"))
@@ -137,7 +137,7 @@ def test_memory_is_compared_with_the_profile(check, tmp_path) -> None:
         return [finding.code for finding in check(f"Model: {{name: 345M}}\nLaunch: {{cluster: {profile}}}\n").findings]
 
     profile.write_text("gpus_per_node: 1\n")
-    need = check(f"Model: {{name: 345M}}\nLaunch: {{cluster: {profile}}}\n").estimate.memory.total / GIB
+    need = check(f"Model: {{name: 345M}}\nLaunch: {{cluster: {profile}}}\n").estimate.memory.total / GB
     assert codes_with(need * 1.01) == []
     assert codes_with(need * 0.99) == ["M001"]
 

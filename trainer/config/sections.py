@@ -171,7 +171,8 @@ class Model:
     # FleetX configs contain the next three keys. Here they do not change the computation.
     fuse_attn_qkv: bool = boolean(True, "one projection for query, key and value: always on")
     use_flash_attn: bool = boolean(
-        False, "estimate memory without attention scores; torch uses flash attention if it can"
+        False,
+        "without effect: torch chooses the attention kernel, and on GPUs none stores scores",
     )
     scale_qk_by_layer_num: bool = boolean(
         False, "scale QK by the layer number and undo it in the softmax: not needed here"
