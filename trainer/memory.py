@@ -77,7 +77,7 @@ def peak_memory(run: RunConfig, layout: Layout, rank: int) -> Peak:
     )
     more = 2 * (run.Model.num_layers / chunks / MOST_LAYERS - 1)
     levels: Any = [b + more * (b - a) for a, b in zip(few[:6], many[:6])]
-    return Peak(*levels, phase=many.phase)
+    return many._replace(**dict(zip(Peak._fields, levels)))
 
 
 class _Precision(NamedTuple):
