@@ -44,6 +44,7 @@ class ResumePoint(NamedTuple):
     skipped: tuple[str, ...] = ()  # the jobs without a checkpoint, and why they have none
     snapshot: str = ""  # its file, instead of a folder
     run: tuple[str, ...] = ()  # the jobs that may have written the snapshot
+    found: Snapshot | None = None  # what the snapshot says, if this machine can see it
 
     @property
     def overrides(self) -> list[Override]:
@@ -116,7 +117,7 @@ def _snapshot_point(record: JobRecord, store: Store, file: str) -> ResumePoint:
     number = ids.index(found.job) if found and found.job in ids else 0
     skipped = tuple(f"{job} saved no snapshot" for job in ids[:number])
     step = found.step if found else 0
-    return ResumePoint(jobs[number], "", step, record, skipped, file, ids)
+    return ResumePoint(jobs[number], "", step, record, skipped, file, ids, found)
 
 
 def lineage(record: JobRecord, store: Store) -> list[JobRecord]:
@@ -139,7 +140,7 @@ class Lineage(NamedTuple):
 
 
 def whole_lineage(record: JobRecord, store: Store) -> Lineage:
-    """Follow a run in both directions: to its first job, and to its last as long as it is one."""
+    """Follow a run back to its first job, and forward while a job has exactly one successor."""
     line = [job.id for job in reversed(lineage(record, store))]
     continued = [(each.id, each.continues) for each in store.records() if each.continues]
     # A job that was continued twice has no single successor: both are branches.
@@ -190,7 +191,7 @@ def _check_snapshot(point: ResumePoint, checked: Checked, file: str) -> Iterator
         )
         yield OWN_SNAPSHOT.found(SNAPSHOT_PATH, file, f"{file}: {message}", hint)
     elif file != point.snapshot and not (found and found.job):
-        message = f"{file or 'empty'}, but the state of {job} is in {point.snapshot}"
+        message = f"the state of {job} is in {point.snapshot}"
         hint = f"use -o {SNAPSHOT_PATH}={point.snapshot}"
         yield OWN_SNAPSHOT.found(SNAPSHOT_PATH, file, message, hint)
     elif found and not found.job and (last := _last_step(point.asked)) < found.step:
@@ -207,13 +208,15 @@ def _last_step(record: JobRecord) -> int:
 
 def check_snapshot_left(checked: Checked, found: Snapshot) -> Iterator[Finding]:
     """Refuse a job that would find its snapshot complete: it would only write it again."""
-    run = checked.resolved.run if checked.resolved else None
-    if run is None or not found.is_complete(run):
+    if checked.resolved is None:
         return
-    is_by_epoch = run.Engine.run_mode == "epoch" and found.epoch >= run.Engine.num_train_epochs
-    key, value = (
-        (EPOCHS, run.Engine.num_train_epochs) if is_by_epoch else (MAX_STEPS, run.Engine.max_steps)
-    )
+    engine = checked.resolved.run.Engine
+    if engine.run_mode == "epoch" and found.epoch >= engine.num_train_epochs:
+        key, value = EPOCHS, engine.num_train_epochs
+    elif 0 < engine.max_steps <= found.step:
+        key, value = MAX_STEPS, engine.max_steps
+    else:
+        return
     message = f"{found.file} is a snapshot of {found}: nothing is left to train"
     hint = (
         f"use a larger one, such as -o {key}={2 * value}; to train from scratch, delete the file "
@@ -304,8 +307,8 @@ def frozen_value(record: JobRecord, key: str) -> Any:
 def resume_notes(point: ResumePoint, found: Sequence[Difference]) -> list[str]:
     """What the user should know before the job is submitted."""
     step = f"step {point.step:,}" if point.step else "its snapshot"
-    if point.snapshot and (snapshot := read_snapshot(point.snapshot)):
-        step = f"the snapshot of {snapshot}"
+    if point.found:
+        step = f"the snapshot of {point.found}"
     # The differences are those from the job that the user named.
     other = f" from {point.asked.id}" if point.skipped else ""
     start = f"continues {point.record.id} from {step}"

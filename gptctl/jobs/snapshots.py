@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked
-from trainer.config.sections import RunConfig
 
 SNAPSHOT_PATH = "Engine.save_load.snapshot_path"
 MAX_PICKLE = 64 << 20  # bytes; it has names and shapes, the tensors are other entries
 
 
 class Snapshot(NamedTuple):
+    """What a snapshot says about itself."""
+
     file: str
     epoch: int  # that is finished
     step: int
@@ -29,13 +30,6 @@ class Snapshot(NamedTuple):
 
     def __str__(self) -> str:
         return f"epoch {self.epoch:,} (step {self.step:,})"
-
-    def is_complete(self, run: RunConfig) -> bool:
-        """Whether a run that starts from it would train nothing."""
-        engine = run.Engine
-        if engine.run_mode == "epoch" and self.epoch >= engine.num_train_epochs:
-            return True
-        return 0 < engine.max_steps <= self.step
 
 
 def read_snapshot(file: str) -> Snapshot | None:
