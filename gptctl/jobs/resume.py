@@ -159,6 +159,10 @@ def whole_lineage(record: JobRecord, store: Store) -> Lineage:
 
 def check_resume(point: ResumePoint, checked: Checked, site: Site) -> Iterator[Finding]:
     """Report what the trainer would refuse after the job has waited in a queue."""
+    # A script after `--` would start from the beginning, whatever the checkpoint says.
+    if checked.launch.entrypoint != "trainer":
+        hint = "only the bundled trainer can resume; submit the script as a job of its own"
+        raise UserError(f"gptctl cannot resume {checked.launch.entrypoint}", hint, WRONG_USAGE)
     before, now = _resolved(point.record), checked.resolved
     model = before.get("Model")
     # Without the job's config the trainer checks it.

@@ -129,6 +129,16 @@ def test_resume_refuses_the_snapshot_of_another_run(desk: Desk) -> None:
         assert refused(error) == [("S018", SNAPSHOT)]
 
 
+def test_a_script_cannot_take_the_place_of_a_trainer_that_is_resumed(desk: Desk) -> None:
+    """It would not load the checkpoint. A rerun may use it."""
+    first = desk.add(desk.prepare(f"{SNAPSHOT}="))
+    Path(first.output_dir, "step_6").mkdir(parents=True)
+    (desk.folder / "x.py").touch()
+    with pytest.raises(UserError, match=r"^gptctl cannot resume .*x\.py$"):
+        desk.rerun(first, "Launch.entrypoint=x.py", resume=True)
+    assert desk.rerun(first, "Launch.entrypoint=x.py").continues == ""
+
+
 def test_an_older_snapshot_does_not_say_who_wrote_it(desk: Desk) -> None:
     """The job logged its last step as 6: a snapshot of step 12 may be another run's, one of step 6 is its own."""
     record = desk.add(desk.prepare())
