@@ -7,8 +7,7 @@ searched for two texts and a number.
 from __future__ import annotations
 
 import json
-import pickletools
-import zipfile
+import os
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -34,6 +33,11 @@ class Snapshot(NamedTuple):
 
 def read_snapshot(file: str) -> Snapshot | None:
     """Return what a snapshot says; None if there is none, or another program wrote it."""
+    if not os.path.isfile(file):
+        return None
+    # Imported here: few jobs have a snapshot, and every submit would pay for it.
+    import zipfile
+
     try:
         with zipfile.ZipFile(file) as archive:
             name = next(each for each in archive.namelist() if each.endswith("/data.pkl"))
@@ -48,6 +52,8 @@ def read_snapshot(file: str) -> Snapshot | None:
 
 def _values(pickled: bytes) -> dict[str, Any]:
     """Find the values that follow the keys of interest. Nothing is unpickled."""
+    import pickletools
+
     ops = [
         (op.name, value)
         for op, value, _ in pickletools.genops(pickled)
