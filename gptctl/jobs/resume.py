@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptctl.backends import Backends
 from gptctl.engine.file_reading import read_json
@@ -13,7 +13,6 @@ from gptctl.engine.run_folder import checkpoint_steps
 from gptctl.jobs.snapshots import SNAPSHOT_PATH, Snapshot, read_snapshot, snapshot_file
 from gptctl.jobs.state import is_final, state_of
 from gptctl.jobs.store import JobRecord, Store
-from gptctl.jobs.training_progress import progress_of
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked
 from gptctl.text import count
@@ -21,6 +20,9 @@ from trainer.config import Override
 from trainer.config.continuation import model_differences
 from trainer.config.sections import RunConfig
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, Finding, Rule, UserError
+
+if TYPE_CHECKING:
+    from gptctl.jobs.training_progress import TrainingProgress
 
 SAME_MODEL = Rule("S011", "a resumed run must have the model of its checkpoint")
 STEPS_LEFT = Rule("S012", "a run that continues must have steps left to train")
@@ -205,8 +207,15 @@ def _check_snapshot(point: ResumePoint, checked: Checked, file: str) -> Iterator
         yield warning.found(SNAPSHOT_PATH, file, message, hint)
 
 
+def _progress(record: JobRecord) -> TrainingProgress | None:
+    # Imported here: a submit that resumes nothing would pay for reading logs.
+    from gptctl.jobs.training_progress import progress_of
+
+    return progress_of(record, is_over=True)
+
+
 def _last_step(record: JobRecord) -> int:
-    progress = progress_of(record, is_over=True)
+    progress = _progress(record)
     return progress.step if progress else 0
 
 
@@ -252,7 +261,7 @@ def _check_epochs(point: ResumePoint, run: RunConfig) -> Iterator[Finding]:
 
 def steps_per_epoch(record: JobRecord) -> int:
     """The length of an epoch, from the job's own metrics; 0 if unknown."""
-    progress, epochs = progress_of(record, is_over=True), frozen_value(record, EPOCHS)
+    progress, epochs = _progress(record), frozen_value(record, EPOCHS)
     limit = frozen_value(record, MAX_STEPS)
     total = (progress.total if progress else None) or 0
     is_cut = isinstance(limit, int) and 0 < limit <= total
