@@ -105,9 +105,9 @@ def pack_engine(archive: Path) -> None:
 
     With compiled modules where there are any: a host with the same Python starts in half the time.
     """
-    root = Path(__file__).parents[2]
-    import zipfile  # a dry run packs nothing
+    import zipfile  # here, because a dry run packs nothing
 
+    root = Path(__file__).parents[2]
     with zipfile.ZipFile(archive, "w", strict_timestamps=False) as packed:
         packed.write(root / "gptctl/engine/__main__.py", "__main__.py")
         for name in ENGINE:
