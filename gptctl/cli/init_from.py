@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,11 +13,14 @@ from gptctl.spec.check import check_config
 from gptctl.spec.cluster import known_profiles, load_profile
 from gptctl.spec.config_text import config_text
 from gptctl.spec.foreign_commands import ForeignJob, translate_command
+from gptctl.spec.launch_search import SCRIPT_ENDS
 from gptctl.spec.shell_text import MAX_TEXT
 from trainer.errors import WRONG_USAGE, Finding, UserError
 
 # What a script may take from its surroundings and is the same for the job.
 _VARIABLES = ("HOME", "USER", "PWD")
+_OUTPUT = re.compile(r"\d*[<>|&]")  # a redirection, a pipe, or a final &
+_WHERE = "run gptctl in the folder where the command runs, or write the path of the file"
 
 
 class Translated(NamedTuple):
@@ -58,7 +62,7 @@ def _text_of(source: str) -> str:
         if os.path.exists(source):
             hint = "give the name of a file, or the command itself"
             raise UserError(f"{source} is not a regular file", hint, WRONG_USAGE)
-        if len(source.split()) == 1 and (os.sep in source or source.endswith((".sh", ".sbatch"))):
+        if len(source.split()) == 1 and (os.sep in source or source.endswith(SCRIPT_ENDS)):
             raise UserError(f"{source} does not exist", "check the path", WRONG_USAGE)
         return source
     try:
@@ -72,16 +76,14 @@ def _text_of(source: str) -> str:
 def _text_of_called(path: str) -> str:
     """The text of a script that the command starts. It is read, never run."""
     if not os.path.exists(path):
-        message = f"there is no launch command in this text, and it starts {path}: no such file"
-        raise UserError(message, "start gptctl in the folder of the script", WRONG_USAGE)
+        raise UserError(f"{path}, which the command starts, does not exist", _WHERE, WRONG_USAGE)
     return _text_of(path)
 
 
 def _require_base(base: str) -> None:
     if base and not os.path.exists(base):
         message = f"{base}, which -c in the command names, does not exist"
-        hint = "start gptctl in the folder where the command runs, or write the path of the file"
-        raise UserError(message, hint, WRONG_USAGE)
+        raise UserError(message, _WHERE, WRONG_USAGE)
 
 
 def _beside(base: str, output: str) -> str:
@@ -107,8 +109,8 @@ def _has_queue(name: str) -> bool:
 
 def _head(job: ForeignJob) -> Iterator[str]:
     yield f"From a command that launches {job.program}, by `gptctl init --from`"
-    # Only the names: a value may be long, or a secret.
-    left = [each for each in job.unmapped if not each.is_set and each.what[:1] not in "<>|&12"]
+    # Only the names: a value may be long, or a secret. What became of the output has none.
+    left = [each for each in job.unmapped if not each.is_set and not _OUTPUT.match(each.what)]
     names = dict.fromkeys(each.what.split()[0].partition("=")[0] for each in left)
     yield from _filled("not in this config:", list(names))
 

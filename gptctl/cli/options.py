@@ -214,6 +214,7 @@ class LaunchCommand(click.Command):
     """A verb that launches jobs: options in sections; a program and its arguments after `--`."""
 
     refused: tuple[str, ...] = ()  # shared options that the verb does not take: not in its help
+    program = "[-- SCRIPT ARGS]"  # in the usage line: what may follow the options
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
@@ -236,7 +237,7 @@ class LaunchCommand(click.Command):
         return rest
 
     def collect_usage_pieces(self, context: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(context), "[-- SCRIPT ARGS]"]
+        return [*super().collect_usage_pieces(context), self.program]
 
     def refuse_script(self, context: click.Context, args: list[str]) -> None:
         """Raise UserError if these arguments contain a script where the config belongs."""

@@ -47,7 +47,7 @@ def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_j
             "job": record.id,
             "run_dir": record.local_dir,
             "kept": folders_outside(record),
-            "already": removed_before(record) is not None,
+            "already_removed": removed_before(record) is not None,
         }
         try:
             answers.append({**answer, "removed": remove(record, session.backends, here_only)})
@@ -67,7 +67,7 @@ def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_j
 def described(answer: dict[str, Any]) -> str:
     from gptctl.text import clock_time
 
-    if answer["already"] and answer["removed"]:
+    if answer["already_removed"] and answer["removed"]:
         return f"{answer['job']}: already removed {clock_time(answer['removed'])}"
     kept = f"; not removed: {', '.join(answer['kept'])}" if answer["kept"] else ""
     return f"{answer['job']}: {'removed' if answer['removed'] else 'not removed'}{kept}"
@@ -81,7 +81,7 @@ def warn_of_losses(records: list[JobRecord], session: Session) -> None:
     going = {record.id for record in records}
     for record in records:
         if others := [job for job in continued_by(record, session.store) if job not in going]:
-            lost = "its steps and checkpoints are then missing there"
+            lost = "its steps and checkpoints will be missing from that run"
             ui.say(f"warning: {record.id} is continued by {', '.join(others)}: {lost}")
 
 

@@ -71,8 +71,12 @@ def rerun(session: Session, /, **arguments: Any) -> int:
     return start_again(session, **arguments)
 
 
+class ResumeCommand(LaunchCommand):
+    program = "[-- FLAGS]"  # only the bundled trainer can resume
+
+
 @click.command(
-    cls=LaunchCommand,
+    cls=ResumeCommand,
     epilog=examples(
         "gptctl resume gpt-3f9a2c --follow", "gptctl resume gpt-3f9a2c -o Engine.max_steps=2000"
     ),
@@ -83,7 +87,8 @@ def resume(session: Session, /, **arguments: Any) -> int:
     """Continue a job from its newest checkpoint, as a new job.
 
     Same as `gptctl rerun JOB --resume`: the same config, layout, environment and code, unless
-    options and overrides change them. The job must have ended.
+    options and overrides change them. The job must have ended. Words after `--` are flags of the
+    bundled trainer.
     """
     return start_again(session, resume=True, **arguments)
 

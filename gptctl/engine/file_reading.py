@@ -43,7 +43,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def parse_json(text: str) -> dict[str, Any] | None:
-    """Return a JSON object, or None if this is none."""
+    """Return a JSON object, or None if the text is anything else."""
     try:
         value = json.loads(text)
     # RecursionError: deeply nested JSON, which another host may have sent.

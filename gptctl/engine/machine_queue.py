@@ -96,7 +96,7 @@ class MachineQueue:
         """All tickets whose job waits or runs, first come first; remove those of dead jobs."""
         found = []
         for file in sorted(self.folder.glob("*.ticket")):
-            # A folder of such a name is no ticket; a file may just have been removed.
+            # A folder of such a name is not a ticket; a file may just have been removed.
             with suppress(FileNotFoundError, IsADirectoryError):
                 if ticket := _valid_ticket(_content(file)):
                     found.append(ticket)

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import subprocess
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -106,6 +105,8 @@ def pack_engine(archive: Path) -> None:
 
     With compiled modules where there are any: a host with the same Python starts in half the time.
     """
+    import zipfile  # here, because a dry run packs nothing
+
     root = Path(__file__).parents[2]
     with zipfile.ZipFile(archive, "w", strict_timestamps=False) as packed:
         packed.write(root / "gptctl/engine/__main__.py", "__main__.py")

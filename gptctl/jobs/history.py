@@ -18,7 +18,6 @@ from gptctl.engine.attempt_outcome import stopped_nodes
 from gptctl.engine.file_reading import is_time, read_json, read_text
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import ENDED, REMOVED, JobRecord
-from gptctl.jobs.training_progress import progress_facts, trainer_status
 from gptctl.spec.resources import home
 from gptctl.text import clock_time
 from trainer.errors import OUT_OF_REACH, UserError
@@ -38,6 +37,9 @@ class History:
         # A job that is not in this store has no history here.
         if not self._file(record, ".json").exists():
             return
+        # Imported here: a submit, which keeps no facts, would pay for reading logs.
+        from gptctl.jobs.training_progress import progress_facts
+
         told = facts_of(record) | progress_facts(record, str(state.get("state")), time.time())
         facts = {"token": record.token, "state": dict(state), "facts": told}
         # A home that is read-only or full must not keep gptctl from showing the state.
@@ -92,6 +94,8 @@ def missing_folder(record: JobRecord, hint: str = "") -> UserError:
 
 def facts_of(record: JobRecord) -> dict[str, Any]:
     """Read from the run folder what `gptctl status` shows besides the state."""
+    from gptctl.jobs.training_progress import trainer_status
+
     folder = RunFolder(record.local_dir)
     attempt = folder.attempts() - 1  # the latest; -1 before the first has started
     result = folder.result()

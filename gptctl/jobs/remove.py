@@ -64,13 +64,14 @@ def _uses(other: JobRecord, record: JobRecord) -> bool:
 
 def continued_by(record: JobRecord, store: Store) -> list[str]:
     """The jobs that lose a part of their run with this folder: those that continue it directly."""
-    found = [
+    if not record.run_folder.is_dir():
+        return []
+    return [
         other.id
         for other in store.records(last=NEWEST)
         if other.id != record.id
         and (other.continues == record.id or _trains_in(other, record.run_folder))
     ]
-    return found if record.run_folder.is_dir() else []
 
 
 def _trains_in(other: JobRecord, folder: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptctl.backends import Backends
 from gptctl.engine.file_reading import read_json
@@ -13,7 +13,6 @@ from gptctl.engine.run_folder import checkpoint_steps
 from gptctl.jobs.snapshots import SNAPSHOT_PATH, Snapshot, read_snapshot, snapshot_file
 from gptctl.jobs.state import is_final, state_of
 from gptctl.jobs.store import JobRecord, Store
-from gptctl.jobs.training_progress import progress_of
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked
 from gptctl.text import count
@@ -21,6 +20,9 @@ from trainer.config import Override
 from trainer.config.continuation import model_differences
 from trainer.config.sections import RunConfig
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, Finding, Rule, UserError
+
+if TYPE_CHECKING:
+    from gptctl.jobs.training_progress import TrainingProgress
 
 SAME_MODEL = Rule("S011", "a resumed run must have the model of its checkpoint")
 STEPS_LEFT = Rule("S012", "a run that continues must have steps left to train")
@@ -44,6 +46,7 @@ class ResumePoint(NamedTuple):
     skipped: tuple[str, ...] = ()  # the jobs without a checkpoint, and why they have none
     snapshot: str = ""  # its file, instead of a folder
     run: tuple[str, ...] = ()  # the jobs that may have written the snapshot
+    found: Snapshot | None = None  # what the snapshot says, if this machine can see it
 
     @property
     def overrides(self) -> list[Override]:
@@ -116,7 +119,7 @@ def _snapshot_point(record: JobRecord, store: Store, file: str) -> ResumePoint:
     number = ids.index(found.job) if found and found.job in ids else 0
     skipped = tuple(f"{job} saved no snapshot" for job in ids[:number])
     step = found.step if found else 0
-    return ResumePoint(jobs[number], "", step, record, skipped, file, ids)
+    return ResumePoint(jobs[number], "", step, record, skipped, file, ids, found)
 
 
 def lineage(record: JobRecord, store: Store) -> list[JobRecord]:
@@ -139,7 +142,7 @@ class Lineage(NamedTuple):
 
 
 def whole_lineage(record: JobRecord, store: Store) -> Lineage:
-    """Follow a run in both directions: to its first job, and to its last as long as it is one."""
+    """Follow a run back to its first job, and forward while a job has exactly one successor."""
     line = [job.id for job in reversed(lineage(record, store))]
     continued = [(each.id, each.continues) for each in store.records() if each.continues]
     # A job that was continued twice has no single successor: both are branches.
@@ -158,6 +161,10 @@ def whole_lineage(record: JobRecord, store: Store) -> Lineage:
 
 def check_resume(point: ResumePoint, checked: Checked, site: Site) -> Iterator[Finding]:
     """Report what the trainer would refuse after the job has waited in a queue."""
+    # A script after `--` would start from the beginning, whatever the checkpoint says.
+    if checked.launch.entrypoint != "trainer":
+        hint = "only the bundled trainer can resume; submit the script as a job of its own"
+        raise UserError(f"gptctl cannot resume {checked.launch.entrypoint}", hint, WRONG_USAGE)
     before, now = _resolved(point.record), checked.resolved
     model = before.get("Model")
     # Without the job's config the trainer checks it.
@@ -190,7 +197,7 @@ def _check_snapshot(point: ResumePoint, checked: Checked, file: str) -> Iterator
         )
         yield OWN_SNAPSHOT.found(SNAPSHOT_PATH, file, f"{file}: {message}", hint)
     elif file != point.snapshot and not (found and found.job):
-        message = f"{file or 'empty'}, but the state of {job} is in {point.snapshot}"
+        message = f"the state of {job} is in {point.snapshot}"
         hint = f"use -o {SNAPSHOT_PATH}={point.snapshot}"
         yield OWN_SNAPSHOT.found(SNAPSHOT_PATH, file, message, hint)
     elif found and not found.job and (last := _last_step(point.asked)) < found.step:
@@ -200,20 +207,29 @@ def _check_snapshot(point: ResumePoint, checked: Checked, file: str) -> Iterator
         yield warning.found(SNAPSHOT_PATH, file, message, hint)
 
 
+def _progress(record: JobRecord) -> TrainingProgress | None:
+    # Imported here: a submit that resumes nothing would pay for reading logs.
+    from gptctl.jobs.training_progress import progress_of
+
+    return progress_of(record, is_over=True)
+
+
 def _last_step(record: JobRecord) -> int:
-    progress = progress_of(record, is_over=True)
+    progress = _progress(record)
     return progress.step if progress else 0
 
 
 def check_snapshot_left(checked: Checked, found: Snapshot) -> Iterator[Finding]:
     """Refuse a job that would find its snapshot complete: it would only write it again."""
-    run = checked.resolved.run if checked.resolved else None
-    if run is None or not found.is_complete(run):
+    if checked.resolved is None:
         return
-    is_by_epoch = run.Engine.run_mode == "epoch" and found.epoch >= run.Engine.num_train_epochs
-    key, value = (
-        (EPOCHS, run.Engine.num_train_epochs) if is_by_epoch else (MAX_STEPS, run.Engine.max_steps)
-    )
+    engine = checked.resolved.run.Engine
+    if engine.run_mode == "epoch" and found.epoch >= engine.num_train_epochs:
+        key, value = EPOCHS, engine.num_train_epochs
+    elif 0 < engine.max_steps <= found.step:
+        key, value = MAX_STEPS, engine.max_steps
+    else:
+        return
     message = f"{found.file} is a snapshot of {found}: nothing is left to train"
     hint = (
         f"use a larger one, such as -o {key}={2 * value}; to train from scratch, delete the file "
@@ -245,7 +261,7 @@ def _check_epochs(point: ResumePoint, run: RunConfig) -> Iterator[Finding]:
 
 def steps_per_epoch(record: JobRecord) -> int:
     """The length of an epoch, from the job's own metrics; 0 if unknown."""
-    progress, epochs = progress_of(record, is_over=True), frozen_value(record, EPOCHS)
+    progress, epochs = _progress(record), frozen_value(record, EPOCHS)
     limit = frozen_value(record, MAX_STEPS)
     total = (progress.total if progress else None) or 0
     is_cut = isinstance(limit, int) and 0 < limit <= total
@@ -304,8 +320,8 @@ def frozen_value(record: JobRecord, key: str) -> Any:
 def resume_notes(point: ResumePoint, found: Sequence[Difference]) -> list[str]:
     """What the user should know before the job is submitted."""
     step = f"step {point.step:,}" if point.step else "its snapshot"
-    if point.snapshot and (snapshot := read_snapshot(point.snapshot)):
-        step = f"the snapshot of {snapshot}"
+    if point.found:
+        step = f"the snapshot of {point.found}"
     # The differences are those from the job that the user named.
     other = f" from {point.asked.id}" if point.skipped else ""
     start = f"continues {point.record.id} from {step}"

@@ -51,7 +51,8 @@ def removed_steps(jobs: Sequence[JobRecord], rows: Sequence[Row]) -> list[str]:
 def _hole(jobs: Sequence[JobRecord], first: int, last: int | None) -> list[str]:
     # The next job may have logged its first step much later than these their last one.
     reached = max(map(_kept_step, jobs))
-    last = min(last or reached, reached or last or 0)
+    ends = [step for step in (last, reached or None) if step is not None]
+    last = min(ends, default=0)
     what = "folder of {} was" if len(jobs) == 1 else "folders of {} were"
     names = ", ".join(job.id for job in jobs)
     return [f"steps {first:,}-{last:,}: the {what.format(names)} removed"] if last >= first else []

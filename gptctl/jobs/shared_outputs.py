@@ -14,7 +14,7 @@ from gptctl.jobs.state import is_final, state_of
 from gptctl.jobs.store import NEWEST, JobRecord, Store
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked
-from gptctl.spec.sweep_checks import OUTPUTS, output_of, shared_output
+from gptctl.spec.outputs import OUTPUTS, output_of, shared_output
 from trainer.errors import Finding, UserError
 
 

@@ -7,21 +7,21 @@ searched for two texts and a number.
 from __future__ import annotations
 
 import json
-import pickletools
-import zipfile
+import os
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked
-from trainer.config.sections import RunConfig
 
 SNAPSHOT_PATH = "Engine.save_load.snapshot_path"
 MAX_PICKLE = 64 << 20  # bytes; it has names and shapes, the tensors are other entries
 
 
 class Snapshot(NamedTuple):
+    """What a snapshot says about itself."""
+
     file: str
     epoch: int  # that is finished
     step: int
@@ -30,16 +30,14 @@ class Snapshot(NamedTuple):
     def __str__(self) -> str:
         return f"epoch {self.epoch:,} (step {self.step:,})"
 
-    def is_complete(self, run: RunConfig) -> bool:
-        """Whether a run that starts from it would train nothing."""
-        engine = run.Engine
-        if engine.run_mode == "epoch" and self.epoch >= engine.num_train_epochs:
-            return True
-        return 0 < engine.max_steps <= self.step
-
 
 def read_snapshot(file: str) -> Snapshot | None:
     """Return what a snapshot says; None if there is none, or another program wrote it."""
+    if not os.path.isfile(file):
+        return None
+    # Imported here: few jobs have a snapshot, and every submit would pay for it.
+    import zipfile
+
     try:
         with zipfile.ZipFile(file) as archive:
             name = next(each for each in archive.namelist() if each.endswith("/data.pkl"))
@@ -54,6 +52,8 @@ def read_snapshot(file: str) -> Snapshot | None:
 
 def _values(pickled: bytes) -> dict[str, Any]:
     """Find the values that follow the keys of interest. Nothing is unpickled."""
+    import pickletools
+
     ops = [
         (op.name, value)
         for op, value, _ in pickletools.genops(pickled)

@@ -35,7 +35,7 @@ from gptctl.jobs.resume import (
     resume_notes,
 )
 from gptctl.jobs.shared_outputs import check_shared_outputs
-from gptctl.jobs.snapshots import Snapshot, read_snapshot, snapshot_file
+from gptctl.jobs.snapshots import SNAPSHOT_PATH, Snapshot, read_snapshot, snapshot_file
 from gptctl.jobs.store import JobRecord, Store, new_record
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import check_syntax, render
@@ -124,7 +124,7 @@ def _with_snapshot(prepared: Prepared, snapshot: Snapshot, store: Store) -> Prep
     # It is then one run with the job that wrote the snapshot.
     writer = snapshot.job if snapshot.job and store.holds(snapshot.job) else ""
     note = f"continues {writer or 'an earlier run'} from the snapshot of {snapshot} in"
-    another = "to start from step 0, delete it or set another Engine.save_load.snapshot_path"
+    another = f"to start from step 0, delete it or set another {SNAPSHOT_PATH}"
     return prepared._replace(continues=writer, notes=(f"{note} {snapshot.file}; {another}",))
 
 

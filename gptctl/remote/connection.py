@@ -323,12 +323,12 @@ def _connect_error(hop: Route, error: Exception) -> HostError:
     if isinstance(error, socket.gaierror):
         message = f"cannot resolve host name {hop.host}"
         return HostError(hop.name, message, "check host in the profile")
-    # "No existing session": the host sent nothing, and paramiko tried to authenticate nevertheless.
-    silences = ("timeout", "No existing session")
     # Silence, or the greeting of another program.
     if "banner" in str(error):
         problem = f"{place} does not answer as an ssh server"
         return HostError(hop.name, problem, _SSHD_HINT, is_lost=True)
+    # "No existing session": the host sent nothing, and paramiko tried to authenticate nevertheless.
+    silences = ("timeout", "No existing session")
     if isinstance(error, TimeoutError) or any(words in str(error) for words in silences):
         return HostError(hop.name, f"{place} does not answer", _REACHABLE_HINT, is_lost=True)
     hint = _SSHD_HINT if isinstance(error, OSError) else "try it with ssh -v"

@@ -85,7 +85,7 @@ def _with_inner(
     """The command; for `bash -c TEXT` and `sbatch --wrap TEXT` the commands of the text."""
     words = command.words
     for at, word in enumerate(words):
-        is_shell = at > 0 and os.path.basename(words[at - 1]) in ("bash", "sh")
+        is_shell = at > 0 and os.path.basename(words[at - 1]) in _SHELLS
         if word.startswith("--wrap="):
             return _inside(command, words[:at], word.partition("=")[2], script)
         if word == "--wrap" and at + 1 < len(words):

@@ -33,6 +33,7 @@ MODULES = (
     "gptctl.backends.local",
     "gptctl.backends.slurm.backend",
     "gptctl.spec.sweep",
+    "gptctl.spec.outputs",
     "gptctl.spec.env_lint",
     "gptctl.remote.host_error",
 )

@@ -42,7 +42,6 @@ METHODS = ("grid", "list", "random")
 DISTRIBUTIONS = ("uniform", "log_uniform")
 RUNS = Rule("W001", f"a sweep must consist of 1 to {MAX_RUNS} different runs")
 METHOD = Rule("W002", "a sweep must have the keys of its method, and no others")
-OWN_OUTPUT = Rule("W003", "runs must not write into the same folder or snapshot")
 
 
 class Values(NamedTuple):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from gptctl.spec.check import Checked
-from gptctl.spec.sweep import OWN_OUTPUT, RUNS
+from gptctl.spec.outputs import OUTPUTS, output_of, shared_output
+from gptctl.spec.sweep import RUNS
 from trainer.errors import Finding
-
-OUTPUTS = ("output_dir", "snapshot_path")
 
 
 def check_runs(checks: Sequence[Checked]) -> Iterator[Finding]:
@@ -29,13 +28,6 @@ def check_runs(checks: Sequence[Checked]) -> Iterator[Finding]:
             break
 
 
-def shared_output(name: str, value: str, who: str, fix: str) -> Finding:
-    """The finding for two runs that write to one place, also of jobs outside of a sweep."""
-    what = "write the same snapshot" if name == "snapshot_path" else "write into the same folder"
-    hint = f"leave it empty: every job then has its own; or {fix}"
-    return OWN_OUTPUT.found(f"Engine.save_load.{name}", value, f"{who} {what}", hint)
-
-
 def _repeated(values: Iterable[tuple[int, str]]) -> Iterator[tuple[int, int]]:
     seen: dict[str, int] = {}
     for number, value in values:
@@ -48,11 +40,3 @@ def _meaning(checked: Checked) -> str:
     """What defines the run, as text: configs contain mappings, which have no hash."""
     run = checked.resolved.run if checked.resolved else None
     return repr((run, checked.launch, checked.cluster))
-
-
-def output_of(name: str, checked: Checked) -> str:
-    """The folder or snapshot that a run writes to, as written; empty: its own."""
-    # A script of the user's own does not use these keys.
-    if checked.launch.entrypoint != "trainer" or checked.resolved is None:
-        return ""
-    return getattr(checked.resolved.run.Engine.save_load, name) or ""

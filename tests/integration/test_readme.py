@@ -71,7 +71,7 @@ class Reader:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = {**os.environ, "HOME": str(self.folder / "home"), "PATH": path}
         command = ["bash", "-c", line]
-        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=600)
 
     def latest_job(self) -> str:
         """Of the name that the pages show."""

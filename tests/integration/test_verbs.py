@@ -263,6 +263,7 @@ def test_other_names_of_options(gptctl, tmp_path) -> None:
     assert "[CONFIG] [-- SCRIPT ARGS]" in " ".join(words)
     again = " ".join(gptctl("rerun", "--help").stdout.split())
     assert "JOB [-- SCRIPT ARGS]" in again
+    assert "JOB [-- FLAGS]" in gptctl("resume", "--help").stdout
     assert all(text in again for text in ("--code now -- train.py", "-o Engine.max_steps=2000 --dry-run"))
 
 

@@ -365,7 +365,7 @@ def test_a_config_that_the_command_names_becomes_the_base(tmp_path: Path, monkey
         ("python -c 'x'; python -m pip install y", "there is no launch command in this text"),
         ("torchrun --nproc_per_node 8", "line 1: the launcher has no script"),
         ("srun hostname", "there is no launch command in this text"),
-        ("sbatch -N 2 m.sh", "there is no launch command in this text, and it starts m.sh: no such file"),
+        ("sbatch -N 2 m.sh", "m.sh, which the command starts, does not exist"),
         ("bash a.sh; sbatch b.sh", "several scripts: a.sh, b.sh"),
         ("deepspeed --num_gpus 8 t.py", "line 1: deepspeed is not a launcher that gptctl can translate"),
         ("nohup accelerate launch t.py &", "line 1: accelerate is not a launcher that gptctl can translate"),
@@ -422,6 +422,7 @@ torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 train.py --size ${1:-small} "
         ("srun --nodes=2 ./m.sh", "2", ("--size", "small")),
         ("bash m.sh big", "4", ("--size", "big", "big")),
         ("bash -c 'sbatch m.sh'", "4", ("--size", "small")),
+        ("zsh -c 'sbatch m.sh'", "4", ("--size", "small")),
         ("outer.sh", "3", ("--size", "x", "x")),
     ],
 )
@@ -443,11 +444,11 @@ def test_a_script_that_starts_itself_is_read_a_few_times(tmp_path: Path, monkeyp
 
 
 def test_what_happens_to_the_output_is_named(tmp_path: Path) -> None:
-    line = "nohup torchrun --nnodes 2 --rdzv_endpoint $H:29400 t.py --x 1 > log.txt 2>&1 &"
+    line = "nohup torchrun --nnodes 2 --rdzv_endpoint $H:29400 t.py --x 1 3> err.txt > log.txt 2>&1 &"
     translated = translate(line, str(tmp_path / "c.yaml"))
     assert [f"{each.what}: {each.reason}" for each in translated.job.unmapped] == [
         "--rdzv_endpoint $H:29400: set as port 29400; the host is not needed: gptctl uses the first host of the job",
-        "> log.txt 2>&1: not needed: gptctl logs shows the output",
+        "3> err.txt > log.txt 2>&1: not needed: gptctl logs shows the output",
         "&: not needed: the job runs in the background",
     ]
     assert "not in this config" not in translated.text

@@ -34,7 +34,6 @@ from gptctl.jobs import report
 from gptctl.jobs.freeze import frozen_config, git_state, imported_beside
 from gptctl.jobs.history import History
 from gptctl.jobs.remove import remove_tree
-from gptctl.jobs.resume import lineage
 from gptctl.jobs.store import JobRecord, Store, matching_ids, new_record
 from gptctl.jobs.submit import Submitted, finish_interrupted_submits, prepare
 from gptctl.planning.build import Site
@@ -401,16 +400,6 @@ def test_a_record_that_leads_elsewhere_is_damaged(tmp_path, facts: dict[str, obj
     file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
     assert store.records() == []
     assert "is invalid" in store.damaged[0]
-
-
-def test_a_lineage_ends_at_a_damaged_record(tmp_path) -> None:
-    store = Store(tmp_path)
-    first, second = record("gpt-1"), record("gpt-2", continues="gpt-1")
-    assert store.add(first)
-    assert store.add(second)
-    (tmp_path / "jobs" / "gpt-1.json").write_text("{")
-    assert lineage(second, store) == [second]
-    assert "gpt-1.json is damaged" in store.damaged[0]
 
 
 def test_after_names_its_place(tmp_path) -> None:

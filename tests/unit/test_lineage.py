@@ -91,6 +91,7 @@ def test_a_damaged_record_ends_a_lineage(store: Store) -> None:
     second = add(store, "a-000002", first.id)
     (store.folder / f"{first.id}.json").write_text("{")
     assert [record.id for record in lineage(second, store)] == [second.id]
+    assert f"{first.id}.json is damaged" in store.damaged[0]
     assert whole_lineage(second, store) == ([second.id], [])
 
 
@@ -160,6 +161,15 @@ def test_the_steps_of_a_removed_job_are_named(store: Store) -> None:
     assert removed_steps(jobs, whole_run(jobs)) == [f"steps 4-7: {both}"]
     remove_folder(first)
     assert removed_steps(jobs, whole_run(jobs))[0].startswith("steps 1-7: the folders of a-000001, ")
+
+
+def test_a_removed_job_that_was_trained_again_left_no_hole(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next job has all steps from 1 on, whatever the history of the removed one says."""
+    monkeypatch.setattr("gptctl.jobs.run_metrics._kept_step", lambda record: 3)
+    first = add(store, "a-000001", "")
+    jobs = lineage(add(store, "a-000002", first.id, steps=(1, 2)), store)
+    remove_folder(first)
+    assert removed_steps(jobs, whole_run(jobs)) == []
 
 
 def test_who_continues_a_job_that_is_removed(store: Store) -> None:

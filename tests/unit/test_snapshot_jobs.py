@@ -19,7 +19,7 @@ from gptctl.engine.launch_plan import StartConditions
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.remove import remove, removed_before
 from gptctl.jobs.rerun import Changes, prepare_rerun
-from gptctl.jobs.resume import CKPT_DIR, NoCheckpoint
+from gptctl.jobs.resume import CKPT_DIR, NoCheckpoint, find_resume_point, resume_notes
 from gptctl.jobs.snapshots import Snapshot, read_snapshot
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.submit import START_AT_ONCE, Prepared, freeze_job, prepare, this_site
@@ -129,6 +129,16 @@ def test_resume_refuses_the_snapshot_of_another_run(desk: Desk) -> None:
         assert refused(error) == [("S018", SNAPSHOT)]
 
 
+def test_a_script_cannot_take_the_place_of_a_trainer_that_is_resumed(desk: Desk) -> None:
+    """It would not load the checkpoint. A rerun may use it."""
+    first = desk.add(desk.prepare(f"{SNAPSHOT}="))
+    Path(first.output_dir, "step_6").mkdir(parents=True)
+    (desk.folder / "x.py").touch()
+    with pytest.raises(UserError, match=r"^gptctl cannot resume .*x\.py$"):
+        desk.rerun(first, "Launch.entrypoint=x.py", resume=True)
+    assert desk.rerun(first, "Launch.entrypoint=x.py").continues == ""
+
+
 def test_an_older_snapshot_does_not_say_who_wrote_it(desk: Desk) -> None:
     """The job logged its last step as 6: a snapshot of step 12 may be another run's, one of step 6 is its own."""
     record = desk.add(desk.prepare())
@@ -140,6 +150,14 @@ def test_an_older_snapshot_does_not_say_who_wrote_it(desk: Desk) -> None:
         assert [(each.code, each.level) for each in found if each.code == "S018"] == [
             (code, "warning") for code in expected
         ]
+
+
+def test_the_snapshot_of_another_machine_is_not_looked_for_here(desk: Desk) -> None:
+    """A file here has the same path, and belongs to another job: nothing is said about its epoch."""
+    record = desk.add(desk.prepare())._replace(remote_dir="/elsewhere")
+    desk.save(4, "other-1")
+    point = find_resume_point(record, desk.store, desk.backends)
+    assert resume_notes(point, []) == [f"continues {record.id} from its snapshot, with the same config"]
 
 
 def test_nothing_left_to_train(desk: Desk) -> None:
@@ -242,6 +260,6 @@ def test_a_removed_job_says_when_it_was_removed(desk: Desk) -> None:
             desk.rerun(record, resume=resume)
         assert error.value.message == f"the folder of {record.id} was removed {clock_time(moment)}"
         assert error.value.hint == f"submit its config again: {desk.folder}/run.yaml"
-    answer = {"job": record.id, "removed": moment, "already": True, "kept": []}
+    answer = {"job": record.id, "removed": moment, "already_removed": True, "kept": []}
     assert described(answer) == f"{record.id}: already removed {clock_time(moment)}"
-    assert described({**answer, "already": False}) == f"{record.id}: removed"
+    assert described({**answer, "already_removed": False}) == f"{record.id}: removed"

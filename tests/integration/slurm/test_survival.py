@@ -216,9 +216,10 @@ def test_the_answer_to_a_requeue_is_lost() -> None:
 @pytest.mark.long
 def test_the_time_limit(login: Login) -> None:
     """Some seconds before it the job saves and goes on in another allocation. Slurm looks about every 30 s."""
-    keys = [*KEYS, "Engine.max_steps=100000", "Engine.save_load.save_steps=0", "Launch.slurm.save_before=45"]
-    job = login.train("--nodes", "1", "--gpus-per-node", "2", "--time", "1", keys=keys)
-    await_true(lambda: (Path(job["run_dir"]) / "attempt-1").exists(), 150, lambda: login.batch_log(job))
+    keys = [*KEYS, "Engine.max_steps=100000", "Engine.save_load.save_steps=0", "Launch.slurm.save_before=60"]
+    # A minute to begin with the training, which a busy machine needs.
+    job = login.train("--nodes", "1", "--gpus-per-node", "2", "--time", "2", keys=keys)
+    await_true(lambda: (Path(job["run_dir"]) / "attempt-1").exists(), 240, lambda: login.batch_log(job))
     assert "the scheduler asked the job to stop" in login.batch_log(job)
     assert any((Path(job["run_dir"]) / "output").glob("step_*"))
     login.run("cancel", job["job"], "--now")
