@@ -94,10 +94,14 @@ def next_token_loss(
     return total * multiplier(factor)
 
 
+class Work(Protocol):
+    def wait(self) -> object: ...
+
+
 class Exchange:
     """A collective that is under way: other work can be done until `result`."""
 
-    def __init__(self, tensor: Tensor, work: dist.Work | None = None) -> None:
+    def __init__(self, tensor: Tensor, work: Work | None = None) -> None:
         self.tensor, self.work = tensor, work
 
     def result(self) -> Tensor:

@@ -32,6 +32,7 @@ from trainer.config.sections import Sharding
 from trainer.device import can_pin
 from trainer.mesh import Mesh
 from trainer.model import GPT
+from trainer.parallel.reduce_scatter import ShardReduction
 from trainer.precision import Precision
 
 
@@ -48,6 +49,8 @@ def shard(part: GPT, config: Sharding, mesh: Mesh, precision: Precision) -> None
             mp_policy=policy,
             offload_policy=offload,
         )
+        if mesh.device.type == "cpu":
+            module.set_custom_reduce_scatter(ShardReduction())  # type: ignore[operator]
     if config.broadcast_overlap:
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]

@@ -21,10 +21,10 @@ from trainer.dropout import own_stream
 from trainer.loss import Exchange, Factor, chunked_loss
 from trainer.mesh import Mesh
 from trainer.model import Compiler, Components, Embedding, Head, Linear
+from trainer.parallel.reduce_scatter import reduce_scatter
 
-# torch 2.13 renames these functions, and warns about the old names.
+# torch 2.13 renames this function, and warns about the old name.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # The dimension along which a parameter is split. All other parameters are replicated in the group.
 SPLIT = {
@@ -74,7 +74,7 @@ class Group:
         if not self.sequence_parallel:
             return Exchange(x, dist.all_reduce(x, group=self.group, async_op=True))
         own = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        return Exchange(own, _REDUCE_SCATTER(own, x, group=self.group, async_op=True))
+        return Exchange(own, reduce_scatter(own, x, self.group))
 
     def by_parts(self, x: Tensor) -> Tensor:
         """(B, T, …) -> (mp · B, T / mp, …), with sequence parallelism."""
