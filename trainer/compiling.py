@@ -18,8 +18,8 @@ from trainer.config.sections import RunConfig
 from trainer.errors import UserError
 from trainer.model import Compiler
 
-# Devices on which `auto` compiles. Not the CPU: measured there, compiled layers took 1.03 of the time
-# of a small model and 0.98 of a larger one (`tests/bench/compiling.py`), after seconds of compiling.
+# Devices on which `auto` compiles. Not the CPU: there, compiled layers took 1.03 of the time of a
+# small model and 0.98 of a larger one (`tests/bench/compiling.py`), after seconds of compiling.
 AUTO = ("cuda",)
 BACKEND = "inductor"
 

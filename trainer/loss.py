@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.device import behaviour
 from trainer.memory import CHUNK_LOGITS, LARGE_VOCAB
+from trainer.mesh import Work, wait_for
 
 IGNORED = -100  # label of tokens that are not predicted; torch's own default
 
@@ -94,10 +95,6 @@ def next_token_loss(
     return total * multiplier(factor)
 
 
-class Work(Protocol):
-    def wait(self) -> object: ...
-
-
 class Exchange:
     """A collective that is under way: other work can be done until `result`."""
 
@@ -106,7 +103,7 @@ class Exchange:
 
     def result(self) -> Tensor:
         if self.work is not None:
-            self.work.wait()
+            wait_for(self.work)
         return self.tensor
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -160,8 +160,14 @@ class Mesh:
             dist.barrier(group=self.cpu_group)
 
 
-def wait_for(work: dist.Work) -> None:
-    """Wait for a collective that runs in the background. Here for the same reason as `read`."""
+class Work(Protocol):
+    """A message that is under way."""
+
+    def wait(self) -> object: ...
+
+
+def wait_for(work: Work) -> None:
+    """Wait for a message that is under way. Here for the same reason as `read`."""
     work.wait()
 
 

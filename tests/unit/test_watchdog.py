@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from trainer.watchdog import Answer, find_stuck_ranks
+import re
+
+from tests.conftest import ROOT
+from trainer.mesh import wait_for
+from trainer.watchdog import WAITING, Answer, find_stuck_ranks
 from trainer.watchdog.peer import Peer
 
 
@@ -34,3 +38,11 @@ def test_a_later_process_with_the_same_number_is_another() -> None:
     assert later.has_exited
     assert not later.state
     assert not own._replace(host="elsewhere").has_exited  # nobody can tell
+
+
+def test_ranks_wait_for_messages_in_one_file() -> None:
+    """The watchdog knows a waiting rank by the file it is in; elsewhere, it would look busy and get the blame."""
+    sources = [ROOT / "trainer/loss.py", *(ROOT / "trainer/parallel").glob("*.py")]
+    waits = {source.name: re.findall(r"[\w.()]+\.wait\(\)", source.read_text()) for source in sources}
+    assert {name: found for name, found in waits.items() if found} == {"data.py": ["bucket.wait()"]}
+    assert WAITING.search(wait_for.__code__.co_filename)

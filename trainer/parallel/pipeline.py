@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 from trainer.config.sections import RunConfig
 from trainer.data import LocalBatch
 from trainer.loss import Factor
-from trainer.mesh import Mesh
+from trainer.mesh import Mesh, wait_for
 from trainer.precision import Precision
 
 SENDS_IN_FLIGHT = 4  # per chunk, before the oldest one is waited for
@@ -108,7 +108,7 @@ class LeanChunk(LeanStage):
 
     def _wait(self, remaining: int) -> None:
         while len(self.sending) > remaining:
-            self.sending.popleft().wait()
+            wait_for(self.sending.popleft())
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """The last action of a chunk in an update, which leaves no message under way."""

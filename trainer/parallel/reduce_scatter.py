@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.loss import Work
+from trainer.mesh import Work, wait_for
 
 # torch 2.13 renames this function, and warns about the old name.
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -31,7 +31,7 @@ class _SumOfParts:
         )
 
     def wait(self) -> None:
-        self.work.wait()
+        wait_for(self.work)
         combine = torch.mean if self.is_mean else torch.sum
         combine(self.parts, 0, out=self.output)
 
@@ -63,5 +63,5 @@ class ShardReduction:
         work = reduce_scatter(output_tensor, input_tensor, group, op)
         if async_op:
             return work
-        work.wait()
+        wait_for(work)
         return None
