@@ -34,7 +34,7 @@ _OPERATIONS = {
 
 class Call(NamedTuple):
     operation: str
-    axis: str  # or `tied`, `world`, `cpu`, `disk`
+    axis: str  # or `tied`, `world`, `cpu`
     dtype: str
     nbytes: int
 
@@ -45,8 +45,7 @@ class Collectives(TorchDispatchMode):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.calls: Counter[Call] = Counter()
-        groups = {"world": dist.group.WORLD, "cpu": mesh.cpu_group, "disk": mesh.disk_group}
-        groups |= mesh.groups
+        groups = {"world": dist.group.WORLD, "cpu": mesh.cpu_group, **mesh.groups}
         self.names = {group.group_name: name for name, group in groups.items() if group is not None}
 
     def __torch_dispatch__(

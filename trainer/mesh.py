@@ -66,7 +66,6 @@ class Mesh:
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     disks: int = 1  # > 1: every node has its own disk, with a full copy of everything saved
-    disk_group: dist.ProcessGroup | None = None  # the ranks that write to the same disk
 
     @property
     def per_disk(self) -> int:
@@ -230,21 +229,14 @@ def connect(
     communicator of all ranks for it, and would wait for a rank that does not take part.
     Not init_device_mesh, because its timeout is always 30 minutes.
     """
-    # Ranks wait in these two while another one prepares data or writes its part of a checkpoint,
+    # Ranks wait in this one while another one prepares data or writes its part of a checkpoint,
     # which can take longer than any training step.
-    slow = max(timeout, PREPARATION)
-    cpu_group = disk_group = _new_group("cpu", range(layout.world), slow, cpu_backend)
+    cpu_group = _new_group("cpu", range(layout.world), max(timeout, PREPARATION), cpu_backend)
     _check_same(layout, cpu_group)
-    if disks > 1:
-        per_disk = layout.world // disks
-        first = rank - rank % per_disk
-        disk_group = _new_group("disk", range(first, first + per_disk), slow, cpu_backend)
     members = layout.groups(rank)
     groups = {name: _new_group(name, ranks, timeout) for name, ranks in members.items()}
     shared = {name: group for name, group in groups.items() if len(members[name]) > 1}
-    return Mesh(
-        layout, rank, local_rank, device, cpu_group, shared, disks=disks, disk_group=disk_group
-    )
+    return Mesh(layout, rank, local_rank, device, cpu_group, shared, disks=disks)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ SEVERAL = [case for case in [*LAYOUTS, *FEW, *MORE_FEW, LARGEST] if case.world >
 # Nodes with a disk each; every one holds whole replicas, or the trainer refuses to start.
 PRIVATE = [(Case(dp=4), 1), (Case(dp=4), 2), (Case(dp=2, mp=2), 2), (Case(dp=2, pp=2), 2), (LARGEST, 8)]
 LARGE = Layout(dp=8, pp=16, mp=8)  # 1,024 ranks
-HANDFUL = 7  # the groups of all CPUs, of a disk, of four axes, and of the tied stages
+HANDFUL = 6  # the groups of all CPUs, of four axes, and of the tied stages
 
 
 class Event(NamedTuple):
@@ -196,7 +196,7 @@ def test_so_they_do_with_private_disks(case: Case, per_node: int) -> None:
 def test_a_rank_creates_a_handful_of_groups() -> None:
     """Of 1,024 ranks with private disks, as of 16."""
     for rank in (0, 77, 1023):
-        assert recorded(LARGE, rank, 128).creations == 6
+        assert recorded(LARGE, rank, 128).creations == 5
         assert recorded(LARGE._replace(dp=4, sharding=2), rank, 256).creations == HANDFUL
 
 
