@@ -1,8 +1,8 @@
 """Counts what torch allocates: bytes by kind and phase, and floating-point operations.
 
-    with Allocations(weights, parts) as counted:
+    with Allocations() as counted:
         ...
-    counted.peak()
+    counted.peaks()[BACKWARD].total
 
 Notes every storage that an operation returns, until the storage is freed. So it sees what torch's
 own allocators see, but also works with fake tensors, which have sizes and no memory.

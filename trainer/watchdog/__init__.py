@@ -33,7 +33,6 @@ from trainer.watchdog.channel import Channel, address, is_in_first_rank, with_ti
 from trainer.watchdog.network_errors import LOST, TIMED_OUT, nccl_error, network_error
 from trainer.watchdog.peer import Peer
 
-# Errors of gloo and the store: the connection to another rank is lost, or another rank is late.
 # Seconds by which other ranks outlive the one that failed. torchrun finds the first failure by time
 # stamps in whole seconds, so it must be clearly the first to exit.
 EXIT_DELAY = 1.1

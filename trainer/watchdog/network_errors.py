@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch.distributed import DistBackendError
 
+# Errors of gloo and the store: the connection to another rank is lost, or another rank is late.
 LOST = re.compile(r"(closed|reset) by peer|Broken pipe|pair closure")
 TIMED_OUT = re.compile(r"Timed out waiting|collective operation timeout")
 _PLACE = re.compile(r"^NCCL error in: \S+, ")  # a line of torch's source code, of no use to users
