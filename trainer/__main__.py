@@ -13,7 +13,6 @@ usage: python -m trainer -c run.yaml [-o KEY=VALUE]... [KEY=VALUE]...
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -61,9 +60,9 @@ def _run(arguments: Sequence[str], stop: StopRequest) -> int:
         return OUT_OF_REACH if error.exit_code == OUT_OF_REACH else UNRECOVERABLE
     except RuntimeError as error:
         # Before the watchdog runs, a lost connection is all that this rank knows.
-        from trainer.watchdog.network_errors import nccl_error
+        from trainer.watchdog.network_errors import LOST, nccl_error
 
-        is_lost = re.search(r"Connection (closed|reset) by peer", str(error))
+        is_lost = LOST.search(str(error))
         problem = "another rank exited unexpectedly" if is_lost else nccl_error(error)
         if not problem:
             raise

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config.sections import Model
-from trainer.errors import UserError
 from trainer.layout import padded_vocab
 from trainer.loss import EmbeddingGradient, Factor, next_token_loss
 from trainer.slices import Slice
@@ -249,25 +248,13 @@ class _RecomputeGroup:
 
 def build_model(model: Model, seed: int, device: torch.device, layers: range | None = None) -> GPT:
     """A model with its initial weights on one device."""
-    with torch.device("meta"):  # without memory: `materialize` reports if there is not enough
+    with torch.device("meta"):  # without memory, and without torch's initial values
         gpt = GPT(model, layers)
-    materialize(gpt, device)
+    gpt.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
             parameter.copy_(initial_value(name, Slice.of(parameter.shape), model, seed))
     return gpt
-
-
-def materialize(gpt: GPT, device: torch.device) -> None:
-    """Allocate memory for a model that was created on the meta device."""
-    try:
-        gpt.to_empty(device=device)
-    except (RuntimeError, MemoryError) as error:
-        # torch's out-of-memory errors have different types on CPU and GPU, but say "memory".
-        if "memory" not in str(error).lower():
-            raise
-        hint = "use a smaller model or split it; `gptctl validate` estimates the memory per rank"
-        raise UserError(f"the model does not fit into the memory of {device}", hint) from None
 
 
 def initial_value(name: str, piece: Slice, model: Model, seed: int) -> Tensor:

@@ -18,7 +18,7 @@ from trainer.dropout import Dropout
 from trainer.layout import own_chunks
 from trainer.loss import Factor
 from trainer.mesh import Mesh
-from trainer.model import GPT, Components, initial_value, materialize
+from trainer.model import GPT, Components, initial_value
 from trainer.optim import Weight, new_weight
 from trainer.parallel.data import Buckets
 from trainer.parallel.tensor import Group, TensorComponents, split_dim
@@ -114,7 +114,7 @@ def with_memory(run: RunConfig, mesh: Mesh, precision: Precision, parts: list[GP
     layout, dropout = mesh.layout, Dropout(run, mesh)
     for part in parts:
         dropout.attach(part)
-        materialize(part, parameter_device(run.Distributed.sharding, mesh))
+        part.to_empty(device=parameter_device(run.Distributed.sharding, mesh))
     weights = [weight for part in parts for weight in _initial_weights(part, run, mesh, precision)]
     modules = [precision.runnable(part) for part in parts]
     if layout.pp == 1:
