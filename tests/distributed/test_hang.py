@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,11 +13,11 @@ from typing import Any
 
 import pytest
 
+import trainer.checkpoint
 import trainer.train
 import trainer.watchdog
 from tests.ranks import Ended, Ranks, tiny
 from trainer.__main__ import main
-from trainer.checkpoint import Checkpoints
 from trainer.data import Reader
 from trainer.errors import UserError
 from trainer.watchdog import Answer, find_stuck_ranks
@@ -175,12 +176,19 @@ def test_the_first_failure_is_named_everywhere(tmp_path: Path, failing: int) -> 
 
 
 def test_a_failure_does_not_wait_for_a_checkpoint(tmp_path: Path) -> None:
-    """One that is being written for ever, on all ranks."""
+    """One that all ranks are writing for ever: rank 1 fails once it has begun with its file."""
+    begun = threading.Event()  # every rank has a copy of its own
 
-    def patch() -> None:
-        Checkpoints._write_shards = lambda *arguments: time.sleep(FOREVER)  # type: ignore[assignment, method-assign]
+    def write_forever(*arguments: Any) -> None:
+        begun.set()
+        time.sleep(FOREVER)
 
-    patches = {-1: patch, 1: partial(at_step, partial(fail, ValueError("boom")))}
+    def fail_meanwhile() -> None:
+        raise ValueError("boom" if begun.wait(30) else "nothing is written")
+
+    assert hasattr(trainer.checkpoint, "write_pieces")
+    writing = partial(setattr, trainer.checkpoint, "write_pieces", write_forever)
+    patches = {-1: writing, 1: partial(at_step, fail_meanwhile)}
     ended, seconds = end(begin(tmp_path, patches=patches, save_steps=STEP - 1))
     assert ended.codes == [3, 1], ended.text
     assert seconds < 3
