@@ -177,18 +177,27 @@ def test_without_flock_a_file_locks_the_folder(tmp_path: Path) -> None:
     assert names(tmp_path, ".owner*") == []
 
 
-def foreign_owner(folder: Path) -> Path:
-    """The file of a run on another host."""
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "another host": {"host": "far-away", "processes": ["its own boot", "pid:[1]"]},
+    # Its process ids mean nothing here: this one is that of no process, though it is running.
+    "another container": {"processes": [identity()["processes"][0], "pid:[1]"], "pid": 2**22 + 1},
+}
+
+
+def foreign_owner(folder: Path, where: str = "another host") -> Path:
+    """The file of a run that cannot be seen from here."""
     file = folder / OWNER
-    file.write_text(json.dumps({**identity(), "host": "far-away", "token": "1"}))
+    file.write_text(json.dumps({**identity(), **ELSEWHERE[where], "token": "1"}))
     return file
 
 
-def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_an_owner_out_of_sight_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """While it touches its file it lives, whatever its clock says; without a change for a while it is dead."""
     monkeypatch.setattr("trainer.checkpoint.folder_lock.POLL", 0.01)
     monkeypatch.setattr("trainer.checkpoint.folder_lock.STALE", 30.0)
-    file, is_over = foreign_owner(tmp_path), threading.Event()
+    file, is_over = foreign_owner(tmp_path, where), threading.Event()
+    named = json.loads(file.read_text())
 
     def touch() -> None:
         for second in range(10_000):
@@ -198,7 +207,7 @@ def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch: pytest
 
     toucher = threading.Thread(target=touch)
     toucher.start()
-    with pytest.raises(UserError, match=r"process \d+ on far-away"):
+    with pytest.raises(UserError, match=f"process {named['pid']} on {named['host']}"):
         OwnerFile(tmp_path).take()
     is_over.set()
     toucher.join()

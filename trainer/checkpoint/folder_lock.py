@@ -22,7 +22,7 @@ from trainer.errors import UserError
 
 LOCK, OWNER = ".lock", ".owner"
 HEARTBEAT = 5.0  # seconds
-STALE = 30.0  # seconds without a heartbeat after which an owner on another host counts as dead
+STALE = 30.0  # seconds without a heartbeat after which an owner that is out of sight counts as dead
 POLL = 0.5
 
 
@@ -139,10 +139,10 @@ class OwnerFile:
 
 
 def identity() -> dict[str, Any]:
-    """This process, so that others on the same host can see whether it is still alive."""
+    """This process, so that others that see the same processes know whether it is still alive."""
     return {
         "host": socket.gethostname(),
-        "boot": _boot_id(),
+        "processes": _process_table(),
         "pid": os.getpid(),
         "started": _start_time(os.getpid()),
         "job": os.environ.get("GPTCTL_JOB", ""),
@@ -151,9 +151,10 @@ def identity() -> dict[str, Any]:
 
 def _is_dead(file: Path, owner: dict[str, Any]) -> bool:
     """Whether the owner has exited, or has not touched its file for a while."""
-    if owner and owner.get("host") == socket.gethostname():
-        return owner.get("boot") != _boot_id() or _start_time(owner.get("pid")) != owner["started"]
-    # On another host: watch the file instead of comparing the clocks of two hosts.
+    if owner.get("processes") == _process_table():
+        return _start_time(owner.get("pid")) != owner.get("started")
+    # On another host, or before this one was started again: watch the file instead of comparing
+    # the clocks of two hosts.
     seen, deadline = _modified(file), time.monotonic() + STALE
     while time.monotonic() < deadline:
         time.sleep(POLL)
@@ -177,11 +178,16 @@ def _read(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _boot_id() -> str:
+def _process_table() -> list[str]:
+    """Which kernel and which of its process tables this process is in.
+
+    Not the host name: containers of one host often have the same, and process ids of their own.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return [boot, os.readlink("/proc/self/ns/pid")]
     except OSError:
-        return ""
+        return [secrets.token_hex(8)]  # not known, so equal to no other
 
 
 def _start_time(pid: object) -> str | None:
