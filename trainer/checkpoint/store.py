@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +31,6 @@ KEPT_AT_LEAST = 2  # even if the user wants fewer: one may turn out to be damage
 class Store:
     def __init__(self, folder: Path) -> None:
         self.folder, self.lock = folder, FolderLock(folder)
-        self._pruning = threading.Lock()  # two threads delete old checkpoints
 
     def open_for_writing(self, warn: Callable[[str], None]) -> None:
         """Create and lock the folder, and clean up after a run that was killed while saving."""
@@ -119,16 +117,15 @@ class Store:
         A checkpoint is deleted only after at least two newer ones were verified. Reads no file:
         every rank verified what it wrote, and the result is beside it.
         """
-        with self._pruning:
-            self.lock.require()
-            keep, good = max(keep, KEPT_AT_LEAST), 0
-            for folder in self.checkpoints():
-                if good >= keep:
-                    self._delete(folder)
-                else:  # an unverified checkpoint must not replace a good one
-                    good += is_verified(folder)
-            for _, folder in self._aside()[keep:]:
+        self.lock.require()
+        keep, good = max(keep, KEPT_AT_LEAST), 0
+        for folder in self.checkpoints():
+            if good >= keep:
                 self._delete(folder)
+            else:  # an unverified checkpoint must not replace a good one
+                good += is_verified(folder)
+        for _, folder in self._aside()[keep:]:
+            self._delete(folder)
 
     def _aside(self) -> list[tuple[tuple[int, int], Path]]:
         """The checkpoints that were set aside: step, number and folder, the newest first."""

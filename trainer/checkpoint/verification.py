@@ -81,8 +81,9 @@ class Verifier:
                     return
         except Damaged as damage:
             if job.file.exists():
-                record(job.file, is_good=False)
+                # First: the disk may not take the record.
                 self.warn(f"{job.file.parent} is unusable: {damage} (read back after writing)")
+                record(job.file, is_good=False)
             return
         record(job.file, is_good=True)
 
