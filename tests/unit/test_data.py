@@ -216,6 +216,25 @@ def test_the_cache_is_read_back_and_has_fleetx_names(tmp_path: Path) -> None:
     assert Cache(tmp_path / "x", {**FACTS, "seed": 4}).load(check=True) is None
 
 
+def test_maps_that_another_job_replaces_meanwhile_are_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The maps of another seed have the same names; here they are stored after the first file was opened."""
+    cache, other = Cache(tmp_path / "x", FACTS), Cache(tmp_path / "x", {**FACTS, "seed": 4})
+    lengths, load = np.full(100, 11, dtype=np.int64), np.load
+    cache.store(build(range(100), lengths, 10, 5, 3))
+
+    def replaced(*given: Any, **more: Any) -> Any:
+        maps = load(*given, **more)
+        other.store(build(range(100), lengths, 10, 5, 4))
+        return maps
+
+    monkeypatch.setattr(np, "load", replaced)
+    assert cache.load(check=False) is None
+    monkeypatch.undo()
+    assert other.load(check=True) is not None
+
+
 @pytest.mark.parametrize("name", ["doc_idx.npy", "sample_idx.npy", "shuffle_idx.npy", "key.json"])
 @pytest.mark.parametrize("damage", ["deleted", "cut", "flipped", "emptied"])
 def test_a_damaged_cache_is_not_used(tmp_path: Path, name: str, damage: str) -> None:

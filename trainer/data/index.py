@@ -123,9 +123,11 @@ class Cache:
                 _checksum(self.file(array)) != key["checksums"][array] for array in _ARRAYS
             ):
                 return None
-            return IndexMaps(
+            maps = IndexMaps(
                 *(np.load(self.file(array), mmap_mode="r", allow_pickle=False) for array in _ARRAYS)
             )
+            # Again: another job, with another seed, may have replaced some of them meanwhile.
+            return maps if self.is_current() else None
         except (OSError, ValueError, KeyError, TypeError, EOFError):
             return None
 
