@@ -65,12 +65,13 @@ def check_cache_here(checked: Checked, folder: str = ".") -> Iterator[Finding]:
     if not is_trainer or not checked.cluster.traits.is_one_machine or checked.resolved is None:
         return
     data, seen = checked.resolved.run.Data, set()
+    cache_dir = str(Path(folder, data.cache_dir)) if data.cache_dir else None
     for part in (data.Train, data.Eval, data.Test):
         path = Path(folder, part.dataset.input_dir)
         if part.dataset.name != "GPTDataset" or path in seen or not path.exists():
             continue
         seen.add(path)
-        folders = cache_folders(path if path.is_dir() else path.parent, data.cache_dir)
+        folders = cache_folders(path if path.is_dir() else path.parent, cache_dir)
         if not any(map(can_write, folders)):
             message = f"cannot write index maps to {' or '.join(map(str, folders))}"
             yield CACHE.found("Data.cache_dir", data.cache_dir, message, WHERE_TO_WRITE)
