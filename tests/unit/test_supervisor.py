@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from gptctl.engine.cause import Cause
+from gptctl.engine.error_text import KILLED_FOR_MEMORY
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.node import NodeExit
 from gptctl.engine.run_folder import RunFolder
@@ -38,18 +40,19 @@ def plan_in(folder: Path, **facts: object) -> LaunchPlan:
 
 
 class QuickNode:
-    """Exits with this code as soon as it has started."""
+    """Exits with this code, and for this reason, as soon as it has started."""
 
     number = 0
 
-    def __init__(self, code: int) -> None:
-        self._code, self.started = code, list[int]()
+    def __init__(self, code: int, cause: Cause | None = None, begin: Callable[[], None] = lambda: None) -> None:
+        self._exit, self._begin, self.started = NodeExit(code, cause), begin, list[int]()
 
     def start(self, attempt: int, host: str, port: int) -> None:
         self.started.append(attempt)
+        self._begin()
 
     def exited(self) -> NodeExit:
-        return NodeExit(self._code)
+        return self._exit
 
     def has_ranks(self) -> bool:
         return True
@@ -122,6 +125,30 @@ def test_folders_of_attempts_that_a_user_adds_do_not_add_attempts(tmp_path: Path
     scheduler = Recorder(lambda number: (tmp_path / f"attempt-{number + 2}").mkdir(exist_ok=True), can_requeue=False)
     Supervisor(plan_in(tmp_path, max_restarts=3), [node], scheduler=scheduler).run()
     assert node.started == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("text", "saves", "is_trainer", "started"),
+    [
+        (KILLED_FOR_MEMORY, False, True, [0]),
+        (KILLED_FOR_MEMORY, True, True, [0, 1]),  # it came further than the last time
+        (KILLED_FOR_MEMORY, False, False, [0, 1]),  # of a script of one's own, nobody knows what it saves
+        ("killed by signal 9 (SIGKILL); possibly out of memory", False, True, [0, 1]),
+    ],
+)
+def test_too_little_memory_is_not_tried_again(
+    tmp_path: Path, text: str, saves: bool, is_trainer: bool, started: list[int]
+) -> None:
+    """Unless the attempt has saved a checkpoint, or somebody else may have killed the rank."""
+    output = tmp_path / "output"
+    output.mkdir()
+    node = QuickNode(1, Cause(text, 0, 0), lambda: (output / f"step_{len(node.started)}").mkdir() if saves else None)
+    plan = plan_in(tmp_path, max_restarts=1, output_dir=str(output) if is_trainer else "")
+    Supervisor(plan, [node], scheduler=Recorder(lambda number: None, can_requeue=False)).run()
+    assert node.started == started
+    result = RunFolder(tmp_path).result()
+    assert result is not None
+    assert result.reason.endswith("would fail in the same way") == (started == [0])
 
 
 def test_a_completed_job_stays_completed_if_its_result_cannot_be_written(tmp_path: Path) -> None:
