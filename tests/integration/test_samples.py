@@ -20,10 +20,13 @@ from tests.integration.test_mingpt import MINGPT
 from tests.ranks import Ended, run, tiny
 from tests.unit.test_data import write_npz
 from trainer.config import Override, load
+from trainer.config.resolve import batch_of
+from trainer.data import IGNORED, Reader, open_data
 from trainer.data.chars import Characters, CharSplit
 from trainer.data.gpt import GPTSplit
 from trainer.data.index import build
-from trainer.layout import Machines
+from trainer.layout import Layout, Machines
+from trainer.mesh import Mesh
 from trainer.model import build_model
 
 TEXT = 885 + 16  # characters, so 885 samples of 16
@@ -217,3 +220,15 @@ def test_the_end_of_a_document_is_that_of_the_tokenizer(keys: dict[str, Any], eo
     overrides = [Override.parse(f"{key}={value}") for key, value in {"Global.device": "cpu", **keys}.items()]
     data = load(None, overrides, Machines(1, 1)).run.Data
     assert data.Train.dataset.eos_id == data.Eval.dataset.eos_id == eos
+
+
+@pytest.mark.parametrize(("key", "eos"), [({"Data.Train.dataset.eos_id": 2}, 2), ({"Data.Train.dataset.eos_id": -1}, None), ({}, None)])  # fmt: skip
+def test_nothing_is_predicted_after_the_token_of_the_key(tmp_path: Path, key: dict[str, Any], eos: int | None) -> None:
+    """From the config to the labels. Oracle: the inputs, of which many are the token 2."""
+    keys = {**TOKENS, "input_dir": token_files(tmp_path / "data"), **key}
+    resolved = load(None, [Override.parse(word) for word in tiny(**keys)], Machines(1, 1)).run
+    mesh = Mesh(Layout(), 0, 0, torch.device("cpu"))
+    _, splits, length = open_data(resolved, mesh, print)
+    batch = Reader(splits.train, batch_of(resolved), 0, length.samples_per_epoch, None).read(0)
+    assert bool((batch.inputs == 2).any())
+    assert torch.equal(batch.labels == IGNORED, batch.inputs == eos if eos else torch.zeros_like(batch.labels) == 1)

@@ -8,6 +8,7 @@ from trainer.config import Override, load
 from trainer.estimate import (
     FRAGMENTATION,
     GIB,
+    assumptions,
     count_parameters,
     estimate,
     flops_per_token,
@@ -219,6 +220,15 @@ def test_the_heaviest_stage_counts_also_when_layers_are_uneven() -> None:
     known = resolved(Machines(1, 8), *sizes)
     totals = [stage_memory(known.run, known.layout, stage).total for stage in range(8)]
     assert estimate(known.run, known.layout).memory.total == max(totals) > totals[0]
+
+
+@pytest.mark.parametrize(("recompute", "phase", "stage"), [(True, "forward", 4), (False, "backward", 1)])
+def test_the_phase_and_the_heaviest_stage_are_named(recompute: bool, phase: str, stage: int) -> None:
+    """The first stage keeps most activations; if they are recomputed, the logits of the last one count. Oracle: all stages."""
+    known = resolved(Machines(1, 4), *PIPELINE, f"Model.use_recompute={recompute}")
+    totals = [stage_memory(known.run, known.layout, number).total for number in range(4)]
+    assert totals.index(max(totals)) + 1 == stage
+    assert assumptions(known.run, known.layout)[0] == f"the peak is in the {phase} pass of pipeline stage {stage}"
 
 
 def test_layers_that_are_not_recomputed_keep_everything() -> None:
