@@ -65,7 +65,7 @@ def validate(
     has_warnings = any(finding.level == "warning" for finding in checked.findings)
     # --strict changes the answer, not the level of a finding: a warning stays a warning.
     valid = checked.is_valid and not (strict and has_warnings)
-    ui.note_missing_gpus(checked)
+    ui.note_machine_findings(checked)
     if as_json:
         answer = {**summary.as_json(checked, with_config=resolved), "valid": valid}
         ui.print_json({**answer, "scheduler": starts} if starts else answer)
@@ -131,7 +131,7 @@ def topo(rank: int | None, show_collectives: bool, as_json: bool, **arguments: A
     if rank is None and layout.world > MAX_LISTED:
         message = f"too many ranks to list: {layout.world:,}"
         raise UserError(message, "choose one with --rank", WRONG_USAGE)
-    ui.note_missing_gpus(checked)
+    ui.note_machine_findings(checked)
     ranks = [rank] if rank is not None else range(layout.world)
     # With --rank only that row is computed: the layout may have millions of ranks.
     rows = list(summary.topo_rows(layout, machines, ranks))

@@ -156,7 +156,7 @@ def render(
     # Checked here: the number of nodes is known only after planning.
     if node is not None and node >= plan.nodes:
         raise UserError(f"there is no node {node}", f"use 0 to {plan.nodes - 1}", WRONG_USAGE)
-    ui.note_missing_gpus(checked)
+    ui.note_machine_findings(checked)
     # Findings go to stderr below: stdout can be saved as a script.
     text = rendered(plan, script_of(plan.style), template_places(template, checked.path), node)
     if as_json:
@@ -229,7 +229,7 @@ def show_dry_run(prepared: Prepared, as_json: bool) -> None:
     from gptctl.cli import ui
 
     plan = prepared.plan
-    ui.note_missing_gpus(prepared.checked)
+    ui.note_machine_findings(prepared.checked)
     if as_json:
         facts = {"plan": plan.as_json(), "scripts": prepared.scripts}
         ui.print_json({**facts, "continues": prepared.continues, "notes": prepared.notes})

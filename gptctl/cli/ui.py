@@ -185,7 +185,7 @@ def print_findings(findings: Iterable[Finding], to_stderr: bool = False) -> None
                 _print_marked(f"hint: {finding.hint}", stream)
 
 
-def note_missing_gpus(checked: Checked) -> None:
+def note_machine_findings(checked: Checked) -> None:
     """Say what a valid config would lack on this machine. Not part of the answer."""
     from gptctl.spec.machine_rules import check_cache_here, check_gpus_here
 
