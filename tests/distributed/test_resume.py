@@ -21,7 +21,7 @@ from gptctl.jobs.run_metrics import file_rows
 from tests.ranks import Ranks, fork, run, start, tiny
 from tests.unit.test_data import write_npz
 from trainer.__main__ import main
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, verification
 from trainer.checkpoint.loading import load_pieces
 from trainer.checkpoint.manifest import is_verified, read_manifest
 from trainer.checkpoint.store import Store
@@ -225,13 +225,36 @@ def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(tmp_path: Path, 
 
 
 def test_all_ranks_verify_what_they_wrote_and_old_checkpoints_are_deleted(tmp_path: Path) -> None:
-    """Two ranks, five saves. A busy machine may skip a verification, but two verified checkpoints are enough to stay."""
+    """Two ranks, five saves. A busy machine may skip verifications, but never keeps more than two verified checkpoints."""
     ended = run(tmp_path, *tiny(max_steps=10, save_steps=2, keep_last=2), world=2)
     assert ended.ok, ended.text
     left = Store(tmp_path / "output").checkpoints()
     assert left[0].name == "step_10"
     assert all((left[0] / f"rank_{rank}.safetensors.verified").exists() for rank in (0, 1))
     assert sum(map(is_verified, left)) <= 2
+
+
+def slow_disk_of_the_last_rank(arguments: Sequence[str]) -> int:
+    """It reads back its first file only when the fourth checkpoint is there."""
+    drop = verification.drop_from_cache
+
+    def wait_and_drop(file: Path) -> None:
+        while file.parent.name == "step_2" and not Path("output/step_8").exists():
+            time.sleep(0.01)
+        drop(file)
+
+    if os.environ["RANK"] == "1":
+        verification.drop_from_cache = wait_and_drop
+    return main(arguments)
+
+
+def test_all_ranks_verify_the_same_checkpoints(tmp_path: Path) -> None:
+    """All skip those for which one of them has no time: a checkpoint counts only if all its files are verified."""
+    ended = Ranks(tiny(max_steps=12, save_steps=2), 2, tmp_path, {}, slow_disk_of_the_last_rank).wait()
+    assert ended.ok, ended.text
+    verified = [len(list((tmp_path / f"output/step_{step}").glob("*.verified"))) for step in range(2, 13, 2)]
+    assert [verified[0], *verified[1:4], verified[5]] == [2, 0, 0, 0, 2]
+    assert verified[4] in (0, 2)
 
 
 def restarted_on_the_last_rank(arguments: Sequence[str]) -> int:

@@ -51,7 +51,7 @@ def test_damage_on_the_disk_is_told_and_the_checkpoint_does_not_count(
 
 
 def test_a_save_waits_for_no_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the first file is read back for ever, later saves succeed; of those that wait, the newest is verified."""
+    """While the first file is read back for ever, later saves succeed, and are not verified."""
     keeper = Keeper(tmp_path / "output", keep_last=2)
     go_on, drop = threading.Event(), verification.drop_from_cache
     monkeypatch.setattr(verification, "drop_from_cache", lambda file: (go_on.wait(60), drop(file)))
@@ -62,9 +62,23 @@ def test_a_save_waits_for_no_verification(tmp_path: Path, monkeypatch: pytest.Mo
     assert names(folder) == ["step_1", "step_2", "step_3", "step_4"]  # none is deleted for one that is not verified
     go_on.set()
     assert keeper.checkpoints.verifier.wait(60)
-    assert [name for name in names(folder) if is_verified(folder / name)] == ["step_1", "step_4"]
+    assert [name for name in names(folder) if is_verified(folder / name)] == ["step_1"]
     keeper.save(5)
-    assert names(folder) == ["step_4", "step_5"]
+    keeper.save(6)
+    assert names(folder) == ["step_5", "step_6"]
+
+
+def test_the_last_checkpoint_of_a_run_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the one before was still being read back when it was saved."""
+    keeper = Keeper(tmp_path / "output")
+    go_on, drop = threading.Event(), verification.drop_from_cache
+    monkeypatch.setattr(verification, "drop_from_cache", lambda file: (go_on.wait(60), drop(file)))
+    for step in (1, 2):
+        keeper.checkpoints.save(step, whole(state(step)), {"step": step})
+        assert keeper.checkpoints.wait() == ""
+    go_on.set()
+    keeper.checkpoints.close()
+    assert [is_verified(tmp_path / "output" / f"step_{step}") for step in (1, 2)] == [True, True]
 
 
 def test_a_load_verifies_a_checkpoint_too(tmp_path: Path) -> None:

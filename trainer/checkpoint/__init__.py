@@ -20,7 +20,7 @@ from trainer.checkpoint.manifest import NAME, TORCH_FORMAT, read_manifest, write
 from trainer.checkpoint.sharing import Rows, share_out
 from trainer.checkpoint.store import Store, unusable
 from trainer.checkpoint.tensor_files import Written, file_name, tensor_index, write_pieces
-from trainer.checkpoint.verification import Verifier, record_all
+from trainer.checkpoint.verification import Job, Verifier, record_all
 from trainer.checksums import Damaged
 from trainer.device import host_copy, use_in_thread, wait_for_copies
 from trainer.errors import UserError
@@ -48,6 +48,7 @@ class Checkpoints:
         self._buffers: dict[str, Tensor] = {}  # allocated once: pinning memory is slow
         self._thread: threading.Thread | None = None
         self.failure = ""  # why the last save failed
+        self._unverified: Job | None = None  # this rank's newest file, if it was not read back
         self._source, self._rejected = "auto", list[Path]()
         # One rank per disk deletes old checkpoints.
         deletes = keep_last and mesh.rank_on_disk == 0
@@ -168,6 +169,7 @@ class Checkpoints:
 
     def close(self) -> None:
         self.wait()
+        self._verify_newest()
         self.verifier.close()
         self.store.close()
 
@@ -193,8 +195,9 @@ class Checkpoints:
         written: list[Written] = []
         try:
             # 1. Check the free space for the whole checkpoint, and create the temporary folder.
-            wanted = sum(self._on_disk(sum(piece.tensor.nbytes for piece in pieces.values())))
-            failure = self._agree(lambda: self._prepare(part, int(OVERHEAD * wanted)))
+            size = sum(piece.tensor.nbytes for piece in pieces.values())
+            sizes, are_busy = zip(*self._on_disk((size, self.verifier.is_busy)))
+            failure = self._agree(lambda: self._prepare(part, int(OVERHEAD * sum(sizes))))
             # 2. Every rank writes its own file.
             failure = failure or self._agree(
                 lambda: written.append(write_pieces(part / name, pieces))
@@ -209,8 +212,16 @@ class Checkpoints:
         with contextlib.suppress(BrokenPipeError):  # the training loop will notice it too
             self._report(step, part, failure)
         if not failure:
-            # Last, and no rank waits for it: read back what was written.
-            self.verifier.start(part.with_suffix("") / name, written[0].facts)
+            # Last, and no rank waits for it: read back what was written. If the disk is too slow
+            # for that, all ranks skip it: if each skipped others, no checkpoint would be verified.
+            self._unverified = Job(part.with_suffix("") / name, written[0].facts)
+            if not any(are_busy):
+                self._verify_newest()
+
+    def _verify_newest(self) -> None:
+        if self._unverified:
+            self.verifier.start(self._unverified)
+            self._unverified = None
 
     def _report(self, step: int, part: Path, failure: str) -> None:
         if not failure:

@@ -31,18 +31,25 @@ class Verifier:
 
     def __init__(self, warn: Callable[[str], None], finished: Callable[[], None] | None) -> None:
         self.warn, self.finished = warn, finished
-        self._next: Job | None = None  # only the newest: if the disk is slow, others are skipped
+        self._next: Job | None = None
+        self._is_reading = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
 
-    def start(self, file: Path, facts: FileFacts) -> None:
-        """Verify a file in the background."""
+    def start(self, job: Job) -> None:
+        """Verify a file in the background, after the one that is being read."""
         with self._lock:
-            self._next = Job(file, facts)
+            self._next = job
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="verify", daemon=True)
                 self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a file is being read back, or is the next one. Waiting for others is not busy."""
+        with self._lock:
+            return self._next is not None or self._is_reading
 
     def wait(self, seconds: float) -> bool:
         """Whether everything is verified after at most so many seconds."""
@@ -60,6 +67,7 @@ class Verifier:
     def _take(self) -> Job | None:
         with self._lock:
             job, self._next = self._next, None
+            self._is_reading = job is not None
             if job is None:
                 self._thread = None
             return job
@@ -70,7 +78,10 @@ class Verifier:
         while job := self._take():
             # A full disk, or a folder that was deleted meanwhile: then it stays unverified.
             with contextlib.suppress(OSError):
-                self._verify(job)
+                try:
+                    self._verify(job)
+                finally:
+                    self._is_reading = False
                 self._wait_for_others(job.file.parent)
 
     def _verify(self, job: Job) -> None:
