@@ -1,5 +1,6 @@
 """The training program. gptctl imports only its torch-free half.
 
 The torch-free modules are `errors`, `layout`, `layout_rules`, `config`, `estimate`, `memory`,
-`tape`, `sender`, `collectives`, `logline`, `durable`, `checksums` and `rank_log`.
+`tape`, `rank_plan`, `logit_chunks`, `collectives`, `savings`, `logline`, `durable`, `checksums`,
+`cache_folder` and `rank_log`.
 """

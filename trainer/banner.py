@@ -61,7 +61,7 @@ def _config_lines(run: RunConfig) -> list[str]:
 def _announce_like_mingpt(run: RunConfig, log: Log, splits: Splits) -> None:
     if splits.characters:
         log.plain(_characters(splits))
-    blocks = run.Model.num_layers * layer_parameters(run.Model, 1)  # minGPT omits the embeddings
+    blocks = run.Model.num_layers * layer_parameters(run.Model)  # minGPT omits the embeddings
     log.plain(f"number of parameters: {blocks / MILLION:.2f}M")
 
 

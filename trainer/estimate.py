@@ -11,20 +11,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trainer.config.sections import Model, RunConfig
-from trainer.layout import (
-    UNKNOWN_VOCAB,
-    Coordinates,
-    Layout,
-    padded_vocab,
-    segments,
-)
+from trainer.layout import UNKNOWN_VOCAB, Coordinates, Layout, segments
 from trainer.memory import peak_memory
+from trainer.rank_plan import RankPlan, all_matrices, elements, matrices, shard_elements
+from trainer.tape import ElementBytes
 
 GIB = 1 << 30
 GB = 10**9  # as GPUs are sold: one of 40 GB has 39.49 GiB
 GPU_CONTEXT = 1.5 * GIB  # CUDA context and communication buffers
-PASSES = {"forward": " pass", "backward": " pass"}
 FRAGMENTATION = 0.1  # of all other bytes: memory that the allocator holds but cannot use
+PASSES = {"forward": " pass", "backward": " pass"}
 
 
 class Memory(NamedTuple):
@@ -115,21 +111,13 @@ def count_parameters(model: Model) -> int:
     vocab = model.vocab_size or UNKNOWN_VOCAB
     return (
         (vocab + model.max_position_embeddings) * h
-        + model.num_layers * layer_parameters(model, 1)
+        + model.num_layers * layer_parameters(model)
         + 2 * h
     )
 
 
-def layer_parameters(model: Model, mp: int) -> int:
-    return sum(rows * columns for rows, columns in _layer_shapes(model, mp))
-
-
-def _layer_shapes(model: Model, mp: int) -> list[tuple[int, int]]:
-    """Parameter shapes of one block on one rank. mp splits no norms and no output biases."""
-    h, f = model.hidden_size, model.ffn_hidden_size
-    attention = [(3 * h // mp, h), (3 * h // mp, 1), (h, h // mp), (h, 1)]
-    feed_forward = [(f // mp, h), (f // mp, 1), (h, f // mp), (h, 1)]
-    return [*attention, *feed_forward, *[(h, 1)] * 4]
+def layer_parameters(model: Model) -> int:
+    return elements(matrices(model, 1))
 
 
 def flops_per_token(run: RunConfig) -> int:
@@ -144,7 +132,7 @@ def flops_per_token(run: RunConfig) -> int:
 
 def stage_memory(run: RunConfig, layout: Layout, stage: int) -> Memory:
     """The memory of a rank in one pipeline stage, at its peak."""
-    peak = peak_memory(run, layout, layout.rank(Coordinates(0, stage, 0, 0)))
+    peak = peak_memory(run, layout, _first_rank(layout, stage))
     if layout.sharding > 1 and run.Distributed.sharding.sharding_offload and on_gpu(run):
         states = state_bytes(run, layout, stage)
         kept = peak.gradients if peak.gradients > states.own_gradients else 0.0
@@ -168,44 +156,21 @@ class States(NamedTuple):
 
 def state_bytes(run: RunConfig, layout: Layout, stage: int) -> States:
     """Exact in every precision, except for the copies of weights that O1 keeps for a while."""
-    amp, sharding = run.Engine.mix_precision, run.Distributed.sharding
-    shapes = [*_end_shapes(run.Model, layout, stage)]
-    chunks = segments(run.Model.num_layers, layout.pp * run.Model.virtual_pp_degree)
-    num_layers = sum(len(chunk) for chunk in chunks[stage :: layout.pp])
-    shapes += _layer_shapes(run.Model, layout.mp) * num_layers
-    whole, own = _elements(shapes), _elements(shapes, layout.sharding)
+    sizes, sharding = ElementBytes.of(run, layout), run.Distributed.sharding
+    held = all_matrices(RankPlan(run, layout, _first_rank(layout, stage)))
+    whole, own = elements(held), shard_elements(held, layout.sharding)
     if layout.sharding == 1:
-        parameter, optimizer = (2, 12) if amp.enable and amp.level == "O2" else (4, 8)
-        return States(whole * parameter, whole * 4, whole * optimizer, whole * 4)
+        return States(whole * sizes.parameter, whole * 4, whole * sizes.optimizer, whole * 4)
     # FSDP keeps unreduced gradients until the end of the update in these two cases. A pipeline
     # reduces them after its last micro-batch, even if that is the only one.
     accumulates = layout.pp > 1 or (
         (run.Engine.accumulate_steps or 1) > 1 and sharding.sharding_stage == 1
     )
-    gathered = whole * (2 if amp.enable else 4) if sharding.sharding_stage < 3 else 0
+    gathered = whole * sizes.used if sharding.sharding_stage < 3 else 0
     gradients = (whole if accumulates else own) * 4
-    return States(own * 4 + gathered, gradients, own * 8, own * 4)
+    return States(own * sizes.parameter + gathered, gradients, own * sizes.optimizer, own * 4)
 
 
-def _vocab(model: Model) -> int:
-    return padded_vocab(model.vocab_size or UNKNOWN_VOCAB, model.vocab_size_divisible_unit)
-
-
-def _end_shapes(model: Model, layout: Layout, stage: int) -> list[tuple[int, int]]:
-    """Shapes outside the layers: embeddings and final norm.
-
-    The last stage holds its own copy of the tied embedding.
-    """
-    h, shapes = model.hidden_size, []
-    if stage in (0, layout.pp - 1):
-        shapes.append((_vocab(model) // layout.mp, h))
-    if stage == 0:
-        shapes.append((model.max_position_embeddings, h))
-    if stage == layout.pp - 1:
-        shapes += [(h, 1)] * 2
-    return shapes
-
-
-def _elements(shapes: list[tuple[int, int]], parts: int = 1) -> int:
-    """Elements on the rank with most rows, if rows are split into `parts`."""
-    return sum(-(-rows // parts) * columns for rows, columns in shapes)
+def _first_rank(layout: Layout, stage: int) -> int:
+    """A rank of a pipeline stage that holds at least as much as any other."""
+    return layout.rank(Coordinates(0, stage, 0, 0))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.device import behaviour
-from trainer.memory import CHUNK_LOGITS, LARGE_VOCAB
+from trainer.logit_chunks import LARGE_VOCAB, chunk_length
 from trainer.mesh import Work, wait_for
 
 IGNORED = -100  # label of tokens that are not predicted; torch's own default
@@ -209,11 +209,6 @@ class _ChunkedLoss(torch.autograd.Function):
             dw = dw.mul_(outer[0]).to(ctx.weight_dtype)
         ctx.dx = None  # free the memory as soon as possible
         return dx, dw, None, None, None, None, None
-
-
-def chunk_length(device: str, rows: int) -> int:
-    """Tokens per chunk."""
-    return max(1, CHUNK_LOGITS.get(device, CHUNK_LOGITS["cuda"]) // rows)
 
 
 def _entropy(

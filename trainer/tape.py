@@ -11,6 +11,11 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
+from trainer.config.sections import RunConfig
+from trainer.layout import Layout
+from trainer.logit_chunks import LARGE_VOCAB
+from trainer.rank_plan import RankPlan, elements, matrices
+
 Tape = list[float]
 
 
@@ -24,6 +29,28 @@ class Cost(NamedTuple):
 def cost(tape: Iterable[float]) -> Cost:
     levels = [0.0, *accumulate(tape)]
     return Cost(max(levels), levels[-1])
+
+
+class ElementBytes(NamedTuple):
+    """Bytes per element of what a rank holds."""
+
+    parameter: int
+    used: int  # by products: of gathered parameters, and of activations
+    residual: int
+    message: int
+    optimizer: int
+    has_buckets: bool  # fp32 gradients that are always there
+
+    @staticmethod
+    def of(run: RunConfig, layout: Layout) -> ElementBytes:
+        amp, is_sharded = run.Engine.mix_precision, layout.sharding > 1
+        if not amp.enable:
+            return ElementBytes(4, 4, 4, 4, 8, layout.dp > 1 and not is_sharded)
+        if is_sharded:
+            return ElementBytes(4, 2, 2, 2, 8, False)
+        if amp.level == "O1":
+            return ElementBytes(4, 2, 4, 2, 8, layout.dp > 1)
+        return ElementBytes(2, 2, 2, 2, 12, True)
 
 
 class Weights(NamedTuple):
@@ -128,12 +155,16 @@ class LayerTapes(NamedTuple):
         """Tensor parallelism converts weights in both passes; autocast keeps converted ones."""
         return self.half * elements if self.uses_autocast and self.mp > 1 else 0.0
 
-    def forward(self) -> Tape:
-        return [*self.attention(), *self.feed_forward()]
+    def forward(self, keeps_attention: bool = True) -> Tape:
+        attention = self.attention()
+        if not keeps_attention:
+            peak = cost(attention).peak
+            attention = [peak, 2 * self.stream - peak]  # its input and its result
+        return [*attention, *self.feed_forward()]
 
     def recomputed(self) -> Tape:
         """Recomputation stops when the last tensor that the backward pass needs is there."""
-        tape = [*self.attention(), *self.feed_forward()]
+        tape = self.forward()
         end = [*self._summed(0.0), *self._added(has_norm=False)]
         tape = tape[: -len(end)]
         if not self.mask:
@@ -193,8 +224,11 @@ class LayerTapes(NamedTuple):
         tape += [self.stream, -gradient, -self.stream - self.per_token]
         return [*tape, -self.stream]
 
-    def backward(self, gradients: Gradients) -> Tape:
-        return [*self.feed_forward_backward(gradients), *self.attention_backward(gradients)]
+    def backward(self, gradients: Gradients, attention_again: bool = False) -> Tape:
+        """`attention_again`: the forward pass of attention has to be repeated first."""
+        again = [cost(self.attention()).net - 2 * self.stream] if attention_again else []
+        tape = self.feed_forward_backward(gradients)
+        return [*tape, *again, *self.attention_backward(gradients)]
 
 
 class HeadTapes(NamedTuple):
@@ -264,3 +298,55 @@ class HeadTapes(NamedTuple):
         stored = gradients._replace(stays=True) if self.has_embedding else gradients
         tape += stored.stored(self.embedding)
         return [*tape, layer.stream, -gradient - layer.stream - layer.per_token]
+
+
+def layer_tapes(plan: RankPlan, sizes: ElementBytes) -> LayerTapes:
+    model, mp = plan.run.Model, plan.layout.mp
+    whole = plan.tokens * model.hidden_size
+    sequence = model.sequence_parallel and mp > 1
+    part = whole / mp if sequence else whole
+    norm1, norm2, qkv, qkv_bias, out, out_bias, *rest = matrices(model, mp)
+    _, _, linear1, bias1, linear2, bias2 = rest
+    weights = Weights(
+        elements([norm1, norm2, qkv, qkv_bias]),
+        elements([out, out_bias]),
+        elements([norm1, norm2, linear1, bias1]),
+        elements([linear2, bias2]),
+    )
+    on_gpu = plan.device == "cuda"
+    mask = part * (1 if on_gpu else sizes.used) if model.hidden_dropout_prob else 0.0
+    heads = model.num_attention_heads / mp
+    scores = 4 * plan.tokens * heads
+    if model.attention_probs_dropout_prob and not on_gpu:
+        # torch's CPU kernel keeps what it drops: the softmax, its result and the mask.
+        scores = plan.tokens * plan.run.Data.Train.dataset.max_seq_len * heads * 12
+    return LayerTapes(
+        part,
+        whole,
+        whole / mp,
+        plan.tokens * model.ffn_hidden_size / mp,
+        sizes.used,
+        sizes.residual,
+        2 * 4 * part / model.hidden_size,
+        scores,
+        mask,
+        mp,
+        sequence,
+        weights,
+    )
+
+
+def head_tapes(plan: RankPlan, sizes: ElementBytes, layer: LayerTapes) -> HeadTapes:
+    rows = plan.vocab_rows
+    is_chunked = rows >= LARGE_VOCAB or plan.layout.mp > 1
+    weight = sizes.used if plan.layout.sharding > 1 else sizes.parameter
+    return HeadTapes(
+        layer,
+        plan.tokens,
+        rows,
+        min(rows, plan.run.Model.vocab_size or rows),
+        plan.run.Model.hidden_size,
+        plan.logit_tokens if is_chunked else 0,
+        weight,
+        plan.layout.pp == 1,
+    )

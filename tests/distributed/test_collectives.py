@@ -16,7 +16,7 @@ from tests.distributed.layouts import FEW, LARGEST, LAYOUTS, MORE_FEW, Case, cas
 from tests.distributed.measured import Trained, train
 from trainer.config.sections import RunConfig
 from trainer.layout import Layout
-from trainer.sender import FORWARD, Sender, passes
+from trainer.rank_plan import FORWARD, RankPlan, passes
 
 SEVERAL = [case for case in [*LAYOUTS, *FEW] if case.world > 1]
 HALF = [Case(dp=2), Case(sharding=2), Case(mp=2, sequence=True), Case(pp=2)]
@@ -72,4 +72,4 @@ def test_the_order_of_an_interleaved_pipeline_is_that_of_torch(stage: int, virtu
     )
     actions = ScheduleInterleaved1F1B._calculate_single_rank_operations(schedule, stage)
     expected = [(action.stage_index // 4, action.computation_type.name == "FORWARD") for action in actions if action]
-    assert [(chunk, when == FORWARD) for chunk, when in passes(Sender(run, layout, stage))] == expected
+    assert [(chunk, when == FORWARD) for chunk, when in passes(RankPlan(run, layout, stage))] == expected

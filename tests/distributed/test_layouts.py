@@ -14,7 +14,7 @@ from tests.distributed.test_bytes import assert_as_estimated
 from tests.distributed.test_collectives import assert_exact
 from tests.ranks import Ended, Ranks, run, tiny
 from trainer.__main__ import main
-from trainer.loss import CHUNK_LOGITS
+from trainer.logit_chunks import CHUNK_LOGITS
 from trainer.parallel import Parallel
 
 LOSS = 5e-6  # absolute, over 10 fp32 steps

@@ -14,11 +14,10 @@ import pytest
 
 from gptctl.spec.collective_rows import reasons, size_text, totals
 from tests.conftest import ROOT
-from trainer.collectives import collectives
+from trainer.collectives import Row, collectives
 from trainer.config import Override, load
 from trainer.config.resolve import Resolved
 from trainer.layout import DEGREE_KEYS, Layout, Machines, factorings
-from trainer.sender import Row
 
 GOLDEN = ROOT / "tests" / "golden" / "collectives"
 SMALL = {

@@ -16,7 +16,7 @@ from trainer.estimate import (
     state_bytes,
 )
 from trainer.layout import Machines
-from trainer.memory import CHUNK_LOGITS
+from trainer.logit_chunks import CHUNK_LOGITS
 from trainer.savings import advice, changes, savings
 
 MILLIONS = {

@@ -1,44 +1,21 @@
-"""One rank as the table of collectives sees it: its chunks, parameters and order of passes.
+"""What one rank holds and does in an update: its chunks, parameters and order of passes.
 
-Computed from the config alone, like the table itself (`trainer/collectives.py`).
+Computed from the config alone. The table of collectives (`collectives.py`) and the memory estimate
+(`memory.py`) both start from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import NamedTuple
 
 from trainer.config.sections import Model, RunConfig
 from trainer.layout import UNKNOWN_VOCAB, Layout, own_chunks, padded_vocab
+from trainer.logit_chunks import chunk_length
 
 SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-
-
-class Row(NamedTuple):
-    """Calls of one kind in an update. `nbytes`: of the whole message, before it is split."""
-
-    what: str
-    operation: str
-    axis: str
-    ranks: int  # of the group
-    dtype: str
-    nbytes: int
-    when: str
-    calls: int
-    needed: int  # bytes that a rank sends per update, at least
-    reason: str = ""  # why it sends more
-
-    @property
-    def sent(self) -> int:
-        """Bytes that a rank sends per update, with a ring algorithm."""
-        return on_the_wire(self.operation, self.ranks, self.nbytes * self.calls)
-
-
-def on_the_wire(operation: str, ranks: int, nbytes: int) -> int:
-    """The bytes that each rank of a group sends. Those it receives are counted by the sender."""
-    rounds = {"all_reduce": 2 * (ranks - 1), "send": ranks, "recv": 0}
-    return nbytes * rounds.get(operation, ranks - 1) // ranks
 
 
 class Matrix(NamedTuple):
@@ -59,8 +36,8 @@ class Chunk(NamedTuple):
     is_last: bool
 
 
-class Sender(NamedTuple):
-    """One rank, with everything that its messages depend on."""
+class RankPlan(NamedTuple):
+    """One rank, with everything that its messages and its memory depend on."""
 
     run: RunConfig
     layout: Layout
@@ -91,40 +68,32 @@ class Sender(NamedTuple):
         return vocab // self.layout.mp
 
     @property
+    def device(self) -> str:
+        """The type of device, by torch's name."""
+        return "cuda" if self.run.Global.device == "gpu" else "cpu"
+
+    @property
+    def logit_tokens(self) -> int:
+        """Tokens whose logits exist at a time, if the loss is computed in chunks."""
+        return chunk_length(self.device, self.vocab_rows)
+
+    @property
     def chunks(self) -> list[Chunk]:
         model = self.run.Model
         total = self.layout.pp * model.virtual_pp_degree
         own = own_chunks(self.layout, model.num_layers, model.virtual_pp_degree, self.rank)
         return [Chunk(number, layers, number == 0, number == total - 1) for number, layers in own]
 
-    def row(
-        self,
-        what: str,
-        operation: str,
-        axis: str,
-        dtype: str,
-        nbytes: int,
-        when: str,
-        calls: int,
-        needed: int | None = None,
-        reason: str = "",
-    ) -> Row:
-        """A row; `needed`: bytes on the wire, if they are fewer than ours."""
-        ranks = {"world": self.layout.world, "tied": 2, **self.layout._asdict()}[axis]
-        row = Row(what, operation, axis, ranks, dtype, nbytes, when, calls, 0)
-        least = row.sent if needed is None else min(needed, row.sent)
-        return row._replace(needed=least, reason=reason if least < row.sent else "")
 
-
-def passes(sender: Sender) -> list[tuple[int, str]]:
+def passes(plan: RankPlan) -> list[tuple[int, str]]:
     """This rank's forward and backward passes in order: the index of the chunk, and when."""
-    layout, m = sender.layout, sender.micro_batches
-    virtual, stage = sender.run.Model.virtual_pp_degree, layout.coordinates(sender.rank).pp
+    layout, m = plan.layout, plan.micro_batches
+    virtual, stage = plan.run.Model.virtual_pp_degree, layout.coordinates(plan.rank).pp
     if virtual > 1:
         return list(_interleaved(m, virtual, layout.pp, stage))
     if layout.pp == 1:
         return [(0, FORWARD), (0, BACKWARD)] * m
-    is_gpipe = sender.run.Distributed.pp_schedule == "GPipe"
+    is_gpipe = plan.run.Distributed.pp_schedule == "GPipe"
     ahead = m if is_gpipe else min(m, layout.pp - stage)
     steady = [(0, BACKWARD), (0, FORWARD)] * (m - ahead)
     return [(0, FORWARD)] * ahead + steady + [(0, BACKWARD)] * ahead
@@ -160,23 +129,53 @@ def matrices(model: Model, mp: int) -> list[Matrix]:
     return [*norm, *attention, *norm, *feed_forward]
 
 
-def embeddings(sender: Sender, chunk: Chunk) -> list[Matrix]:
+def embeddings(plan: RankPlan, chunk: Chunk) -> list[Matrix]:
     """Parameters before the layers."""
-    model, found = sender.run.Model, []
+    model, found = plan.run.Model, []
     if chunk.is_first or chunk.is_last:
-        found.append(Matrix(sender.vocab_rows, model.hidden_size, True))
+        found.append(Matrix(plan.vocab_rows, model.hidden_size, True))
     if chunk.is_first:
         found.append(Matrix(model.max_position_embeddings, model.hidden_size, is_position=True))
     return found
 
 
-def final_norm(sender: Sender, chunk: Chunk) -> list[Matrix]:
-    return [Matrix(sender.run.Model.hidden_size)] * 2 if chunk.is_last else []
+def final_norm(plan: RankPlan, chunk: Chunk) -> list[Matrix]:
+    return [Matrix(plan.run.Model.hidden_size)] * 2 if chunk.is_last else []
 
 
-def all_matrices(sender: Sender) -> list[Matrix]:
-    layer, found = matrices(sender.run.Model, sender.layout.mp), list[Matrix]()
-    for chunk in sender.chunks:
+def all_matrices(plan: RankPlan) -> list[Matrix]:
+    layer, found = matrices(plan.run.Model, plan.layout.mp), list[Matrix]()
+    for chunk in plan.chunks:
         layers = layer * len(chunk.layers)
-        found += [*embeddings(sender, chunk), *layers, *final_norm(sender, chunk)]
+        found += [*embeddings(plan, chunk), *layers, *final_norm(plan, chunk)]
     return found
+
+
+def elements(found: Iterable[Matrix]) -> int:
+    return sum(matrix.rows * matrix.columns for matrix in found)
+
+
+def shard_elements(found: Iterable[Matrix], ranks: int, index: int = 0) -> int:
+    """Elements of a rank's shards. FSDP splits rows: the first rank has most of them."""
+    own = 0
+    for matrix in found:
+        length = -(-matrix.rows // ranks)
+        rows = min(matrix.rows, (index + 1) * length) - index * length
+        own += matrix.columns * max(0, rows)
+    return own
+
+
+def layer_groups(plan: RankPlan, layers: range) -> Iterator[tuple[str, range]]:
+    """The layers as the model runs them, and what is recomputed: its granularity, or nothing.
+
+    Fully recomputed layers of a pipeline stage may form groups. All others are alone.
+    """
+    model, interval = plan.run.Model, 1
+    granularity = model.recompute_granularity if model.use_recompute else ""
+    if plan.layout.pp > 1 and granularity == "full":
+        interval = plan.run.Distributed.pp_recompute_interval
+    exempt = frozenset(model.no_recompute_layers)
+    while layers:
+        together = len(list(takewhile(lambda layer: layer not in exempt, layers[:interval])))
+        yield (granularity if together else ""), layers[: max(1, together)]
+        layers = layers[max(1, together) :]
