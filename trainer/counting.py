@@ -4,8 +4,8 @@
         ...
     counted.calls[Call("all_reduce", "mp", "bfloat16", 4096)]
 
-Works alike in a real run and in one without other ranks (`mesh.rehearse`). `trainer/collectives.py`
-computes the same numbers from the config.
+Works alike in a real run and in one without other ranks (`mesh.join_alone`).
+`trainer/collectives.py` computes the same numbers from the config.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def connect(
 
 
 @contextmanager
-def rehearse(layout: Layout, rank: int, timeout: timedelta = PREPARATION) -> Iterator[Mesh]:
+def join_alone(layout: Layout, rank: int, timeout: timedelta = PREPARATION) -> Iterator[Mesh]:
     """The mesh of one rank without the others: its collectives return at once and move nothing."""
     if layout.world == 1:
         yield Mesh(layout, 0, 0, torch.device("cpu"))

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer import mesh as meshes
 from trainer.allocations import (
     ACTIVATIONS,
     BACKWARD,
@@ -40,7 +39,7 @@ from trainer.data import LocalBatch
 from trainer.device import behaves_as
 from trainer.layout import UNKNOWN_VOCAB, Layout
 from trainer.memory import few_micro_batches
-from trainer.mesh import Mesh
+from trainer.mesh import Mesh, join_alone
 from trainer.optim import Optimizer
 from trainer.parallel import Parallel, with_memory, without_memory
 from trainer.precision import Precision
@@ -71,7 +70,7 @@ def rehearse(run: RunConfig, layout: Layout, rank: int) -> Rehearsal:
     began, run = time.perf_counter(), rehearsed_config(run, layout)
     kind = "cuda" if run.Global.device == "gpu" else "cpu"
     with ExitStack() as stack:
-        mesh = stack.enter_context(meshes.rehearse(layout, rank))
+        mesh = stack.enter_context(join_alone(layout, rank))
         stack.enter_context(behaves_as(kind))
         precision = Precision(run.Engine.mix_precision, mesh.device.type, layout.sharding > 1)
         parts = without_memory(run, mesh, precision)

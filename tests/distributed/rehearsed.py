@@ -67,7 +67,7 @@ def allocated(known: Resolved, rank: int) -> dict[str, int]:
     run = rehearse.rehearsed_config(known.run, known.layout)
     gc.collect()  # or the record would contain the end of earlier tensors
     phases = Phases()
-    with mesh.rehearse(known.layout, rank) as alone, profile(profile_memory=True) as profiled:
+    with mesh.join_alone(known.layout, rank) as alone, profile(profile_memory=True) as profiled:
         precision = Precision(run.Engine.mix_precision, "cpu", known.layout.sharding > 1)
         rehearse._one_update(run, alone, parallelize(run, alone, precision), phases)  # type: ignore[arg-type]
     events = profiled.profiler.kineto_results.events()

@@ -212,7 +212,7 @@ def test_no_two_groups_of_a_split_have_the_same_color(world: int) -> None:
 @pytest.mark.parametrize("rank", [0, 77, 1023])
 def test_one_rank_of_many_is_rehearsed(rank: int) -> None:
     """A mesh with all its groups, without the 1,023 other ranks; sums leave what they were given."""
-    with mesh.rehearse(LARGE, rank) as alone:
+    with mesh.join_alone(LARGE, rank) as alone:
         sizes = {name: dist.get_world_size(group) for name, group in alone.groups.items()}
         assert alone.at == LARGE.coordinates(rank)
         assert alone.summed(torch.ones(2), "mp").tolist() == [1, 1]

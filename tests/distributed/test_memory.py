@@ -39,3 +39,11 @@ def test_every_layout(case: Case, level: str) -> None:
 @pytest.mark.parametrize("case", cases([each for each in [*LAYOUTS, *FEW] if each.world <= 2]))
 def test_recomputation(case: Case, level: str) -> None:
     assert_close(case, level, **RECOMPUTED)
+
+
+@pytest.mark.parametrize("exempt", ["[]", "[0,1]"])
+def test_layers_that_recompute_their_attention(exempt: str) -> None:
+    """Exempt layers keep it: 7 % of this peak."""
+    assert_close(
+        ALONE, "O2", **RECOMPUTED, **{"Model.recompute_granularity": "full_attn", "Model.no_recompute_layers": exempt}
+    )
