@@ -14,17 +14,23 @@ from pathlib import Path
 WHERE_TO_WRITE = "set Data.cache_dir to a folder that all ranks can write to"
 
 
-def user_cache(environ: Mapping[str, str] = os.environ) -> Path:
+def user_cache(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The user's cache folder, as the XDG specification defines it: relative paths do not count."""
     given = Path(environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else Path("~/.cache").expanduser()) / "gptctl"
+    if given.is_absolute():
+        return given / "gptctl"
+    try:
+        return Path.home() / ".cache" / "gptctl"
+    except RuntimeError:  # a container without HOME, in which the user has no account
+        return None
 
 
 def cache_folders(data: Path, cache_dir: str | None) -> list[Path]:
     """The folders for what is computed from files in `data`, the preferred one first."""
     if cache_dir:
         return [_own_folder(Path(cache_dir), data)]
-    return [data, _own_folder(user_cache(), data)]
+    cache = user_cache()
+    return [data, _own_folder(cache, data)] if cache else [data]
 
 
 def _own_folder(cache: Path, data: Path) -> Path:
@@ -35,5 +41,7 @@ def _own_folder(cache: Path, data: Path) -> Path:
 
 def can_write(folder: Path) -> bool:
     """Whether files can be created in a folder, or in the nearest parent of a missing one."""
-    nearest = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
+    # os.path.exists: False, not an error, without permission to look.
+    places = (place for place in (folder, *folder.parents) if os.path.exists(place))
+    nearest = next(places, Path("/"))
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

@@ -68,7 +68,7 @@ def check_cache_here(checked: Checked, folder: str = ".") -> Iterator[Finding]:
     cache_dir = str(Path(folder, data.cache_dir)) if data.cache_dir else None
     for part in (data.Train, data.Eval, data.Test):
         path = Path(folder, part.dataset.input_dir)
-        if part.dataset.name != "GPTDataset" or path in seen or not path.exists():
+        if part.dataset.name != "GPTDataset" or path in seen or not os.path.exists(path):
             continue
         seen.add(path)
         folders = cache_folders(path if path.is_dir() else path.parent, cache_dir)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pwd
 
 import pytest
 
 from gptctl.spec.machine_rules import RANKS_PER_CORE, check_cache_here, check_cores_here, check_gpus_here
+from trainer.cache_folder import cache_folders
 
 TRAINER = "Data: {Train: {dataset: {name: CharDataset, path: builtin}}}\n"
 
@@ -60,6 +63,30 @@ def test_index_maps_need_a_folder_somewhere_even_for_root(check, monkeypatch, tm
     file = tmp_path / "x_ids.npz"
     file.write_text("")
     assert_cache_findings(check, monkeypatch, tmp_path, file, can_write_data=True)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_no_crash(check, monkeypatch, tmp_path) -> None:
+    """A stand-in for its permissions, which root would not need: what the system call answers."""
+    config = f"Global: {{device: cpu}}\nData: {{Train: {{dataset: {{input_dir: {tmp_path}}}}}}}\n"
+    hidden, stat = tmp_path / "hidden", os.stat
+    hidden.mkdir()
+    cases = [check(config, f"Data.Train.dataset.input_dir={hidden}/data"), check(config, f"Data.cache_dir={hidden}/x")]
+
+    def refuse(path: object, **more: object) -> os.stat_result:
+        if str(path).startswith(f"{hidden}/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **more)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert [[*check_cache_here(checked)] for checked in cases] == [[], []]
+
+
+def test_a_user_without_a_home_has_the_folder_of_the_data(monkeypatch, tmp_path) -> None:
+    """As in a container with a user id that has no account: only the folder of the data is left."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
+    assert cache_folders(tmp_path, None) == [tmp_path]
 
 
 def assert_cache_findings(check, monkeypatch, data, cache, can_write_data: bool = False) -> None:
