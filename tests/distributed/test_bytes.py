@@ -77,13 +77,13 @@ def test_collectives_of_sharding(trained: Train, stage: int, accumulate: int) ->
     found = collectives(trained(Case(sharding=2, stage=stage), accumulate, recompute=accumulate > 1))
     gathers = GROUPS if stage < 3 else 2 * GROUPS * accumulate
     reduces = GROUPS if stage == 1 else GROUPS * accumulate
-    assert found == {"all_gather": gathers, "all_reduce": reduces + NORM}
+    assert found == {"all_gather": gathers, "all_to_all": reduces, "all_reduce": NORM}
 
 
 def test_collectives_of_hybrid_sharding(trained: Train) -> None:
     """Every group is reduced over sharding, then over dp."""
     found = collectives(trained(Case(dp=2, sharding=2)))
-    assert found == {"all_gather": GROUPS, "all_reduce": 2 * GROUPS + NORM}
+    assert found == {"all_gather": GROUPS, "all_to_all": GROUPS, "all_reduce": GROUPS + NORM}
 
 
 @pytest.mark.parametrize(("accumulate", "recompute"), [(1, False), (2, True)])
@@ -100,7 +100,7 @@ def test_collectives_of_sequence_parallel(trained: Train) -> None:
     only a part of the input of two products, and gather it again."""
     pairs = 4 * LAYERS + 2
     found = collectives(trained(Case(mp=2, sequence=True)))
-    assert found == {"all_gather": pairs + 2 * LAYERS, "all_reduce": pairs + 2 + 1 + NORM}
+    assert found == {"all_gather": pairs + 2 * LAYERS, "all_to_all": pairs, "all_reduce": 2 + 1 + NORM}
 
 
 @pytest.mark.parametrize("case", cases([Case(pp=2), Case(pp=4), Case(pp=2, schedule="GPipe"), Case(pp=2, virtual=2)]))

@@ -57,9 +57,9 @@ def test_out_of_memory_is_explained_and_final(tmp_path: Path, act: Callable[[], 
     assert re.search(rf"rank 1: error: out of memory at global step {STEP}: the host has .*, the estimate was [\d.]+ MiB\n", ended.err[1])  # fmt: skip
     (hint,) = re.findall("hint: any one of these changes is enough: (.*)", ended.err[1])
     assert hint.split("; ") == [
+        "Model.use_recompute: True",
         "Global.micro_batch_size: 1",
         "Distributed.sharding.sharding_degree: 2, dp_degree: 1",
-        "Distributed.mp_degree: 2, dp_degree: 1",
     ]
     assert f"error: rank 1 failed at global step {STEP}: out of memory" in ended.err[0]
     assert "Traceback" not in ended.text

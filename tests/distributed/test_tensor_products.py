@@ -127,7 +127,7 @@ def check_order(mp: Group) -> None:
     y = one(own_part(drawn(B, T, C), mp).requires_grad_())
     with Operations() as done:
         y.sum().backward()
-    total = ["_reduce_scatter_base_", "product"] if mp.sequence_parallel else ["allreduce_", "product"]
+    total = ["alltoall_base_", "product"] if mp.sequence_parallel else ["allreduce_", "product"]
     gather = ["_allgather_base_"] if mp.sequence_parallel else []
     assert done.names == [*gather, "product", *total], done.names
 

@@ -17,10 +17,10 @@ import os, sys
 if os.environ.get("RANK") == "2" and "trainer" in sys.orig_argv:
     import trainer.train
     update = trainer.train.update_weights
-    def failing(t, norm):
+    def failing(t, *rest):
         if t.progress.step == 3:
             raise ValueError("boom")
-        update(t, norm)
+        update(t, *rest)
     trainer.train.update_weights = failing
 """
 

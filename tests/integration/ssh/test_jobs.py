@@ -87,7 +87,7 @@ def assert_every_byte_comes_home(desk: Desk, job: str) -> None:
     assert (fetched["files"], fetched["new_files"]) == (len(there), len(there))
     again = desk.json("fetch", job, "--to", str(home))
     assert again == {**fetched, "new_files": 0, "new_bytes": 0}
-    shard = next(home.glob("output/step_*/__*"))
+    shard = next(home.glob("output/step_*/*.safetensors"))
     content = shard.read_bytes()
     desk.on("head", f"head -c 100 {shard} > {shard}.part; rm {shard}")
     again = desk.json("fetch", job, "--to", str(home))
@@ -98,7 +98,7 @@ def assert_every_byte_comes_home(desk: Desk, job: str) -> None:
     )
     done = desk.run("fetch", job, "--to", str(home))
     assert done.returncode == 1
-    assert f"{shard} is damaged" in done.stderr
+    assert f"{shard.parent}: {shard.name} is damaged" in done.stderr
 
 
 @pytest.mark.long
