@@ -38,7 +38,7 @@ class LeanStage(PipelineStage):
     torch allocates the buffers of all micro-batches before the first one arrives and keeps them:
     with 1,536 micro-batches of a 175B model, 72 GiB on a middle stage. Here a buffer is allocated
     when its message is expected. After that, only the forward pass that reads it holds it, until
-    its backward pass.
+    its backward pass. The methods below are not public: torch has them as of 2.12.
     """
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
