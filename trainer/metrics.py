@@ -17,8 +17,9 @@ import torch
 
 from trainer.config.sections import RunConfig
 from trainer.device import peak_memory
+from trainer.durable import replacing
 from trainer.estimate import flops_per_token
-from trainer.logline import INDENT, TrainLine, json_line, prefixed, rank_prefix
+from trainer.logline import INDENT, RESUMED_FROM, TrainLine, json_line, prefixed, rank_prefix
 from trainer.mesh import Mesh
 
 # Dense half-precision peaks in TFLOP/s from the vendors' data sheets; the longest match counts.
@@ -33,6 +34,7 @@ GPU_PEAKS = {
     "B200": 2250,
 }
 GPU_PEAKS |= {"L40": 181, "L4": 121, "T4": 65, "RTX 4090": 165, "RTX 3090": 71}
+REPEATED_FILE = "metrics.repeated.jsonl"  # records of steps that were trained again later
 GEMM_SIZE = 768  # large enough to reach a CPU's peak, small enough to take milliseconds
 
 
@@ -153,6 +155,41 @@ class Metrics:
         if self.log.rank == 0 and self.log.style != "mingpt":
             self.log.write(str(line), "INFO", **(fields if self.log.style == "json" else {}))
         self.record(fields)
+
+    def resume(self, step: int) -> None:
+        """Begin after a step: later ones that an earlier attempt recorded are trained again.
+
+        Its records move to another file, so that each step is once in this one. Readers drop them
+        too if that fails, for example on a full disk.
+        """
+        if self.file is None or not self.file.exists():
+            return
+        try:
+            self._set_aside_after(step)
+        except OSError as error:
+            self.log.warn(f"cannot rewrite {self.file} ({error.strerror}): it has steps twice")
+        self.record({RESUMED_FROM: step})
+
+    def _set_aside_after(self, step: int) -> None:
+        assert self.file
+        lines = self.file.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if not self._is_after(line, step)]
+        if len(kept) == len(lines):
+            return
+        # In this order: if the run is killed in between, no record is lost.
+        with open(self.file.with_name(REPEATED_FILE), "ab") as stream:
+            stream.writelines(line for line in lines if self._is_after(line, step))
+        with replacing(self.file) as stream:
+            stream.writelines(kept)
+
+    def _is_after(self, line: bytes, step: int) -> bool:
+        """Whether a record is of a later step and of this job: others may use the folder too."""
+        try:
+            record = json.loads(line)
+            is_later = record.get("step", 0) > step
+        except (ValueError, AttributeError, TypeError, RecursionError):
+            return not line.endswith(b"\n")  # killed while it was written
+        return is_later and record.get("job") == self.origin.get("job")
 
     def record(self, fields: dict[str, Any]) -> None:
         if self.file is None:

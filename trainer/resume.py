@@ -19,7 +19,6 @@ from trainer.config.continuation import model_differences
 from trainer.config.sections import Model, RunConfig
 from trainer.data.epochs import Position
 from trainer.errors import UserError
-from trainer.logline import RESUMED_FROM
 from trainer.mesh import Mesh
 from trainer.metrics import Log
 from trainer.model import GPT, build_model
@@ -91,9 +90,7 @@ def restore(t: Training, checkpoints: Checkpoints, folder: Path | None) -> None:
             checkpoints.resumed_from(facts["step"])
     elif t.run.Engine.save_load.ckpt_dir:
         t.log.info(f"No checkpoint in {output_dir(t.run)}: training starts at step 0.")
-    if t.metrics.file and t.metrics.file.exists():
-        # Readers drop what an earlier attempt recorded after this step: it is trained again.
-        t.metrics.record({RESUMED_FROM: t.progress.step})
+    t.metrics.resume(t.progress.step)
 
 
 def whole_model(t: Training, checkpoints: Checkpoints) -> GPT:
