@@ -76,8 +76,8 @@ class Verifier:
         with contextlib.suppress(OSError):  # of this thread only; some containers forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         while job := self._take():
-            # A full disk, or a folder that was deleted meanwhile: then it stays unverified.
-            with contextlib.suppress(OSError):
+            # A full disk or memory, or a folder that was deleted meanwhile: it stays unverified.
+            with contextlib.suppress(OSError, MemoryError):
                 try:
                     self._verify(job)
                 finally:
