@@ -14,36 +14,52 @@ from trainer.layout import DEGREE_KEYS, Layout, divisors
 from trainer.layout_rules import check_model
 
 MOST = 3  # changes that a hint names
+_AXES = [DEGREE_KEYS[axis] for axis in ("sharding", "mp", "pp", "dp")]
 
 
 class Change(NamedTuple):
-    text: str  # as a user would write it
+    values: dict[str, object]  # by config key
     run: RunConfig
     layout: Layout
 
 
 def savings(run: RunConfig, layout: Layout, limit: float, most: int = MOST) -> list[str]:
     """Valid changes, each of which alone brings the estimate below a limit; the easiest first."""
-    fitting = (
-        change.text
-        for change in changes(run, layout)
-        if estimate(change.run, change.layout).memory.total <= limit
-    )
-    return [text for _, text in zip(range(most), fitting)]
+    fitting: dict[tuple[str, ...], str] = {}
+    for change in changes(run, layout):
+        # Of the same keys, the first and smallest change that fits is enough.
+        keys = tuple(change.values)
+        if keys not in fitting and estimate(change.run, change.layout).memory.total <= limit:
+            fitting[keys] = text_of(change, layout)
+        if len(fitting) == most:
+            break
+    return list(fitting.values())
 
 
 def advice(run: RunConfig, layout: Layout, limit: float) -> str:
     """A hint for a run that needs more memory than there is."""
     if enough := savings(run, layout, limit):
-        return f"any one of these changes is enough: {'; '.join(enough)}"
-    together: list[str] = []
-    while change := _best(run, layout):
-        together, run, layout = [*together, change.text], change.run, change.layout
-        if estimate(run, layout).memory.total <= limit:
-            return f"these changes together are enough: {'; '.join(together)}"
-        if len(together) == MOST:
+        first = "this change" if len(enough) == 1 else "any one of these changes"
+        return f"{first} is enough: {'; '.join(enough)}"
+    together = Change({}, run, layout)
+    for _ in range(MOST):
+        if not (best := _best(together.run, together.layout)):
             break
+        # A later change of the same key replaces the earlier one.
+        together = best._replace(values=together.values | best.values)
+        if estimate(best.run, best.layout).memory.total <= limit:
+            return f"these changes together are enough: {text_of(together, layout)}"
     return "raise sharding_degree, mp_degree or pp_degree"
+
+
+def text_of(change: Change, layout: Layout) -> str:
+    """`Distributed.mp_degree: 4, dp_degree: 2`, with the number of ranks if there must be more."""
+    lines = [f"{key}: {value}" for key, value in change.values.items() if key not in _AXES]
+    degrees = [f"{key}: {change.values[key]}" for key in _AXES if key in change.values]
+    degrees[1:] = [degree.removeprefix("Distributed.") for degree in degrees[1:]]
+    world = change.layout.world
+    more = f" on {world} ranks" if world != layout.world else ""
+    return "; ".join([*lines, *([", ".join(degrees) + more] if degrees else [])])
 
 
 def changes(run: RunConfig, layout: Layout) -> Iterator[Change]:
@@ -51,18 +67,18 @@ def changes(run: RunConfig, layout: Layout) -> Iterator[Change]:
     model, sharding = run.Model, run.Distributed.sharding
     if not model.use_recompute:
         yield Change(
-            "Model.use_recompute: True",
+            {"Model.use_recompute": True},
             replace(run, Model=replace(model, use_recompute=True)),
             layout,
         )
     elif model.recompute_granularity != "full":
         whole = replace(run, Model=replace(model, recompute_granularity="full"))
-        yield Change("Model.recompute_granularity: full", whole, layout)
+        yield Change({"Model.recompute_granularity": "full"}, whole, layout)
     yield from _smaller_micro_batches(run, layout)
     if layout.sharding > 1 and sharding.sharding_stage < 3:
         stage3 = replace(run.Distributed, sharding=replace(sharding, sharding_stage=3))
         yield Change(
-            "Distributed.sharding.sharding_stage: 3", replace(run, Distributed=stage3), layout
+            {"Distributed.sharding.sharding_stage": 3}, replace(run, Distributed=stage3), layout
         )
     # Ranks that hold copies of the same state can share it, or the layers, instead.
     for axis in ("sharding", "mp", "pp"):
@@ -92,7 +108,7 @@ def _smaller_micro_batches(run: RunConfig, layout: Layout) -> Iterator[Change]:
     for size in dict.fromkeys(reversed([*smaller[:1], *smaller[-1:]])):
         engine = replace(run.Engine, accumulate_steps=batch.local_batch_size // size)
         changed = replace(run, Global=replace(batch, micro_batch_size=size), Engine=engine)
-        yield Change(f"Global.micro_batch_size: {size}", changed, layout)
+        yield Change({"Global.micro_batch_size": size}, changed, layout)
 
 
 def _relayout(run: RunConfig, layout: Layout) -> Iterator[Change]:
@@ -117,19 +133,5 @@ def _relayout(run: RunConfig, layout: Layout) -> Iterator[Change]:
         ),
     )
     if not any(check_model(shape_of(changed), layout, batch_of(changed))):
-        yield Change(_difference(run, changed, layout), changed, layout)
-
-
-def _difference(run: RunConfig, changed: RunConfig, layout: Layout) -> str:
-    """`Distributed.mp_degree: 4, dp_degree: 2`, or the number of ranks if more are needed."""
-    keys = [
-        DEGREE_KEYS[axis]
-        for axis in ("sharding", "mp", "pp", "dp")
-        if value_at(run, DEGREE_KEYS[axis]) != value_at(changed, DEGREE_KEYS[axis])
-    ]
-    words = [f"{key}: {value_at(changed, key)}" for key in keys]
-    words[1:] = [word.removeprefix("Distributed.") for word in words[1:]]
-    before = run.Distributed.dp_degree * run.Distributed.mp_degree * run.Distributed.pp_degree
-    before *= run.Distributed.sharding.sharding_degree
-    more = f" on {layout.world} ranks" if layout.world != before else ""
-    return f"{', '.join(words)}{more}"
+        after = {key: value_at(changed, key) for key in _AXES}
+        yield Change({k: v for k, v in after.items() if v != value_at(run, k)}, changed, layout)

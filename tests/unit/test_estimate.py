@@ -262,17 +262,13 @@ def test_three_changes_that_fit_are_valid_configs_with_less_memory() -> None:
     found = savings(known.run, known.layout, 0.9 * total)
     assert len(found) == 3
     for change in changes(known.run, known.layout):
-        keys = [
-            f"{key.strip()}={value.strip()}"
-            for key, value in (word.split(":") for word in change.text.split(" on ")[0].split(", "))
-        ]
-        keys = [key if key.startswith(("Distributed", "Model", "Global")) else f"Distributed.{key}" for key in keys]
+        keys = [f"{key}={value}" for key, value in change.values.items()]
         machines = Machines(1, change.layout.world)
         again = resolved(
             machines, "Model.name=1.3B", "Global.micro_batch_size=8", "Global.global_batch_size=64", *HALF, *keys
         )
-        assert not [finding for finding in again.findings if finding.level == "error"], change.text
-        assert (again.run, again.layout) == (change.run, change.layout), change.text
+        assert not [finding for finding in again.findings if finding.level == "error"], keys
+        assert (again.run, again.layout) == (change.run, change.layout), keys
 
 
 def test_if_no_change_is_enough_several_are_named_together() -> None:
@@ -281,3 +277,17 @@ def test_if_no_change_is_enough_several_are_named_together() -> None:
     )
     assert advice(known.run, known.layout, 30 * GIB).startswith("these changes together are enough: ")
     assert advice(known.run, known.layout, 1 * GIB) == "raise sharding_degree, mp_degree or pp_degree"
+
+
+def test_a_hint_names_each_key_once() -> None:
+    """mp grows twice, and only its last value counts; of micro-batches of 4 and 1, 4 is enough."""
+    sharded = ("Model.name=1.3B", "sharding_degree=8", "Global.micro_batch_size=8", *HALF)
+    known = resolved(Machines(1, 8), *sharded, "Model.use_recompute=True")
+    hint = advice(known.run, known.layout, 4e9)
+    assert [hint.count(word) for word in ("together", "mp_degree", "batch_size", " on 32 ranks")] == [1] * 4
+    known = resolved(Machines(1, 8), *sharded)
+    total = estimate(known.run, known.layout).memory.total
+    assert savings(known.run, known.layout, total - 1)[:2] == [
+        "Model.use_recompute: True",
+        "Global.micro_batch_size: 4",
+    ]
