@@ -125,16 +125,13 @@ def test_a_rank_that_gets_no_data_is_named_by_its_progress(tmp_path: Path) -> No
     assert "in compute_gradients" in (tmp_path / "output/logs/stacks.0").read_text()
 
 
-@pytest.mark.parametrize(
-    "key", ["Distributed.dp_degree", pytest.param("Distributed.mp_degree", marks=pytest.mark.long)]
-)
-def test_a_rank_that_does_not_come_to_a_collective_is_named_by_its_stack(tmp_path: Path, key: str) -> None:
+def test_a_rank_that_does_not_come_to_a_collective_is_named_by_its_stack(tmp_path: Path) -> None:
     """All have ticked alike; the others are at the end of their patience, and this one does not wait for anybody."""
 
     def stuck(*arguments: Any) -> None:
         time.sleep(FOREVER)
 
-    ended, _ = end(begin(tmp_path, patches={1: partial(at_step, stuck, "compute_gradients")}, **{key: 2}))
+    ended, _ = end(begin(tmp_path, patches={1: partial(at_step, stuck, "compute_gradients")}))
     assert ended.codes == [3, 1], ended.text
     assert f"does not make progress at global step {STEP}; the other ranks wait at global step {STEP}" in ended.err[0]
     assert "error: rank 1 (" in ended.err[0]
