@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from tests.torch_checkpoints import change_manifest, positions_in
 from trainer.checkpoint import load_tensors, tensor_files
-from trainer.checkpoint.loading import Untrusted, load_pieces
+from trainer.checkpoint.loading import Untrusted, _cover, load_pieces
 from trainer.checkpoint.manifest import read_manifest, write_manifest
 from trainer.checkpoint.sharing import PARTS, Rows, Tied, own_share
 from trainer.checkpoint.tensor_files import file_name, tensor_index, write_pieces
@@ -245,6 +246,40 @@ def test_blocks_that_cut_rows_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     change_manifest(folder, lambda manifest: manifest["tensors"]["w"]["pieces"][0].__setitem__(1, 8))
     with pytest.raises(Untrusted, match="do not end where rows end"):
         load(folder, tensors)
+
+
+def test_tensors_in_the_table_of_checksums_are_refused(tmp_path: Path) -> None:
+    """They are in no block: they would keep their random values, without an error."""
+    tensors = {"w": torch.randn(8)}
+    folder = checkpoint(tmp_path / "c", [whole(tensors)])
+    size = (folder / file_name(0)).stat().st_size
+    change_manifest(folder, lambda manifest: manifest["tensors"]["w"]["pieces"][0].__setitem__(1, size - 32))
+    with pytest.raises(Untrusted, match="beyond the tensors of a file"):
+        load(folder, tensors)
+
+
+def test_a_crafted_manifest_with_many_pieces_takes_no_minutes() -> None:
+    """Comparing each of them with all others would. The oracle is a grid, which covers its tensor."""
+    shape, began = (2, 20_000), time.process_time()
+    grid = [Slice(shape, (row, column), (1, 1)) for row in range(2) for column in range(shape[1])]
+    assert _cover(shape, grid)
+    assert not _cover(shape, [*grid[1:], grid[1]])
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "huge"])
+def test_a_manifest_that_cannot_be_one_is_not_read(tmp_path: Path, kind: str) -> None:
+    """It would block forever, or fill the memory."""
+    file = tmp_path / "manifest.json"
+    if kind == "a pipe":
+        os.mkfifo(file)
+    elif kind == "a device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.touch()
+        os.truncate(file, 1 << 40)
+    with pytest.raises(ValueError, match=r"manifest.json (is not a regular file|has 1099511627776 bytes)"):
+        read_manifest(tmp_path)
 
 
 def rows_of_all(tensors: dict[str, Tensor], total: int) -> list[dict[str, Rows]]:

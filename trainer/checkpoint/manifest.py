@@ -18,6 +18,7 @@ from trainer.durable import replacing
 NAME = "manifest.json"
 TORCH_FORMAT = 1  # files of torch.distributed.checkpoint; this program only reads them
 VERSION = 2  # one safetensors file per rank
+LARGEST = 1 << 30  # bytes of a manifest; those of a thousand ranks have about a hundredth
 _DATA = (".safetensors", ".distcp", ".metadata")
 VERIFIED, DAMAGED = ".verified", ".damaged"  # suffixes of the empty files that record a result
 
@@ -31,20 +32,41 @@ def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFac
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read and verify a manifest. Raises ValueError if it is missing or damaged."""
+    text = _read_text(folder / NAME)
     try:
-        manifest = json.loads((folder / NAME).read_bytes())
-        checksum = manifest.pop("checksum")
-    except OSError as error:
-        raise ValueError(f"cannot read {NAME}: {error.strerror}") from None
+        manifest = json.loads(text)
+        is_intact = manifest.pop("checksum") == _checksum(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{NAME} is damaged") from None
-    if checksum != _checksum(manifest):
+    if not is_intact:
         raise ValueError(f"{NAME} is damaged: wrong checksum")
-    if manifest["version"] not in (TORCH_FORMAT, VERSION):
+    version = manifest.get("version")
+    if version not in (TORCH_FORMAT, VERSION):
         raise ValueError(
-            f"unsupported format version {manifest['version']}, this program reads up to {VERSION}"
+            f"unsupported format version {version}, this program reads up to {VERSION}"
         )
+    if not _lists_files(manifest):
+        raise ValueError(f"{NAME} does not describe its files correctly")
     return manifest
+
+
+def _read_text(file: Path) -> bytes:
+    try:
+        with opened(file) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size > LARGEST:
+                raise ValueError(f"{NAME} has {size} bytes, which no manifest needs")
+            with open(descriptor, "rb", closefd=False) as stream:
+                return stream.read(size)
+    except Damaged as damage:
+        raise ValueError(str(damage)) from None
+
+
+def _lists_files(manifest: dict[str, Any]) -> bool:
+    files = manifest.get("files")
+    return isinstance(files, dict) and all(
+        isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys() for facts in files.values()
+    )
 
 
 def find_damage(folder: Path, files: Iterable[tuple[str, FileFacts]]) -> str:
