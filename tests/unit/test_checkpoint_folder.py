@@ -232,6 +232,27 @@ def test_an_owner_out_of_sight_is_watched(tmp_path: Path, monkeypatch: pytest.Mo
     owner.release()
 
 
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    """A folder from elsewhere could otherwise make a run overwrite any file of its user."""
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    (tmp_path / ".lock").symlink_to(precious)
+    with pytest.raises(UserError, match="cannot write to"):
+        Store(tmp_path).open_for_writing(print)
+    assert precious.read_text() == "keep me"
+
+
+@pytest.mark.usefixtures("_no_flock")
+def test_a_pipe_instead_of_a_lock_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.checkpoint.folder_lock.STALE", 0.05)
+    os.mkfifo(tmp_path / ".lock")
+    os.mkfifo(tmp_path / OWNER)
+    store = Store(tmp_path)
+    store.open_for_writing(lambda text: None)
+    assert json.loads((tmp_path / OWNER).read_text())["pid"] == os.getpid()
+    store.close()
+
+
 @pytest.mark.usefixtures("_no_flock")
 def test_a_run_that_lost_the_folder_deletes_nothing(tmp_path: Path) -> None:
     """It was suspended for so long that another run took over."""

@@ -18,12 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer.checksums import Damaged, opened
 from trainer.errors import UserError
 
 LOCK, OWNER = ".lock", ".owner"
 HEARTBEAT = 5.0  # seconds
 STALE = 30.0  # seconds without a heartbeat after which an owner that is out of sight counts as dead
 POLL = 0.5
+LARGEST = 4096  # bytes of an owner's file
 
 
 class FolderLock:
@@ -34,11 +36,13 @@ class FolderLock:
 
     def take(self, warn: Callable[[str], None]) -> None:
         """Raises UserError if another run has the lock, OSError if the folder is not writable."""
-        lock = self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        # In a folder from elsewhere, the name may be a link to a file of the user, or a pipe.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        lock = self._lock = os.open(self.folder / LOCK, flags, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.read(lock, 200).decode(errors="replace").strip() or "unknown"
+            owner = _name_in(lock)
             self.release()
             raise in_use(self.folder, owner) from None
         except OSError as error:
@@ -64,6 +68,13 @@ class FolderLock:
         """Raise OSError if another run took over, for example while this one was suspended."""
         if self._owner and not self._owner.is_ours():
             raise OSError(f"another run has taken over {self.folder}")
+
+
+def _name_in(lock: int) -> str:
+    try:
+        return os.read(lock, 200).decode(errors="replace").strip() or "unknown"
+    except OSError:  # a pipe without content
+        return "unknown"
 
 
 def in_use(folder: Path, owner: str) -> UserError:
@@ -172,8 +183,9 @@ def _modified(file: Path) -> int | None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
+        with opened(file) as descriptor:
+            found = json.loads(os.read(descriptor, LARGEST))
+    except (Damaged, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
