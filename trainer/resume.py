@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -24,6 +25,8 @@ from trainer.metrics import Log
 from trainer.model import GPT, build_model
 from trainer.slices import shapes, whole
 from trainer.state import Progress, Training
+
+MAX_COUNT = 1 << 53  # floats count exactly up to here
 
 
 def output_dir(run: RunConfig) -> Path:
@@ -161,10 +164,11 @@ def _position(t: Training, facts: Facts) -> Position:
         return Position(*facts["position"])
     # Earlier versions recorded only steps, all of which had batches of one size.
     before = facts["config"]
-    if before["Engine"]["run_mode"] == "step":
+    if before["Engine"].get("run_mode") == "step":
         return t.length.position_of_sample(facts["samples"])
     epoch, batch = divmod(facts["step"], max(1, facts["steps_per_epoch"]))
-    return Position(epoch, batch, batch * before["Global"]["global_batch_size"])
+    size = before["Global"].get("global_batch_size") or t.run.Global.global_batch_size
+    return Position(epoch, batch, batch * size)
 
 
 def _was_float16(facts: Facts) -> bool:
@@ -259,21 +263,39 @@ def _invalid_facts(t: Training, facts: Facts) -> str:
     lacking = [key for key in expected if key not in facts and key != "position"]
     if lacking:
         return f"{lacking[0]} is missing in its manifest"
-    wrong = [
-        key
-        for key in ("step", "updates", "samples")
-        if not isinstance(facts[key], int) or facts[key] < 0
-    ]
     position = facts.get("position", [0, 0, 0])
-    if not (
-        isinstance(position, list)
-        and len(position) == 3
-        and all(type(number) is int and number >= 0 for number in position)
-    ):
-        wrong.append("position")
-    wrong += [key for key in ("scaler", "config") if not isinstance(facts[key], dict)]
-    if not wrong and (
-        facts["scaler"].keys() != expected["scaler"].keys() or "Model" not in facts["config"]
-    ):
-        wrong = ["config"]
+    is_valid = {
+        **{key: _is_count(facts[key]) for key in ("step", "updates", "samples", "steps_per_epoch")},
+        "position": _are_counts(position) and len(position) == 3,
+        "scaler": _is_scaler(facts["scaler"], expected["scaler"].keys()),
+        "config": _is_config(facts["config"]),
+    }
+    wrong = [key for key, is_fine in is_valid.items() if not is_fine]
     return f"{wrong[0]} is invalid in its manifest" if wrong else ""
+
+
+def _is_count(value: object) -> bool:
+    """Not a bool, and not too large: the device counts updates in floats."""
+    return type(value) is int and 0 <= value < MAX_COUNT
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(map(_is_count, values))
+
+
+def _is_scaler(state: object, keys: Collection[str]) -> bool:
+    return (
+        isinstance(state, dict)
+        and state.keys() == keys
+        and all(type(value) in (int, float) for value in state.values())
+        and 0 < state["scale"] < math.inf
+        and 0 <= state["good_updates"] < MAX_COUNT
+    )
+
+
+def _is_config(config: object) -> bool:
+    """Whether it has the sections that are compared with those of this run."""
+    if not isinstance(config, dict):
+        return False
+    sections = [config.get(name) for name in ("Model", "Engine", "Global")]
+    return all(isinstance(section, dict) for section in sections)

@@ -25,6 +25,7 @@ from trainer.checkpoint.store import Store, damage_of
 from trainer.errors import UserError
 from trainer.layout import Layout
 from trainer.mesh import Mesh
+from trainer.resume import _invalid_facts
 from trainer.slices import shapes, whole
 
 MESH = Mesh(Layout(), 0, 0, torch.device("cpu"))
@@ -317,6 +318,41 @@ def test_a_checkpoint_of_another_model(
     folder = keeper.checkpoints.store.folder / "step_5"
     with pytest.raises(ValueError, match=message):
         load_pieces(folder, read_manifest(folder), whole(tensors), shapes(tensors))
+
+
+GOOD_FACTS: dict[str, Any] = {
+    "step": 1,
+    "updates": 1,
+    "samples": 8,
+    "steps_per_epoch": 4,
+    "position": [0, 1, 8],
+    "scaler": {"scale": 1.0, "good_updates": 0},
+    "config": {"Model": {}, "Engine": {}, "Global": {}},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", True),
+        ("updates", 10**30),
+        ("samples", 2**63),
+        ("steps_per_epoch", "4"),
+        ("position", [0, 1]),
+        ("position", [0, 1, 2**63]),
+        ("scaler", {"scale": "1", "good_updates": 0}),
+        ("scaler", {"scale": float("nan"), "good_updates": 0}),
+        ("scaler", {"scale": 1.0, "good_updates": -1}),
+        ("config", {"Model": None, "Engine": {}, "Global": {}}),
+        ("config", {"Model": {}, "Engine": "fast", "Global": {}}),
+    ],
+)
+def test_facts_that_this_program_never_writes(monkeypatch: pytest.MonkeyPatch, key: str, value: object) -> None:
+    """With a valid checksum. Each of them would be a traceback later, or an endless run."""
+    monkeypatch.setattr("trainer.resume._facts_of", lambda t: GOOD_FACTS)
+    training: Any = None
+    assert _invalid_facts(training, GOOD_FACTS) == ""
+    assert _invalid_facts(training, {**GOOD_FACTS, key: value}) == f"{key} is invalid in its manifest"
 
 
 def test_old_ones_are_deleted_only_when_newer_ones_are_whole(tmp_path: Path) -> None:
