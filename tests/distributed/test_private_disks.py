@@ -81,3 +81,18 @@ def test_a_layout_that_would_tear_checkpoints_is_refused(tmp_path: Path) -> None
     torn = train([tmp_path / "a", tmp_path / "b"], "Distributed.sharding.sharding_degree=4", max_steps=2, micro_batch=1)
     assert torn.codes[0] == 93, torn.text
     assert "a checkpoint would be split over several nodes" in torn.text
+
+
+def test_a_checkpoint_of_another_run_on_one_node_is_not_mixed_in(tmp_path: Path) -> None:
+    """Same name, same step, other weights: the replicas would differ from then on. Oracle: the run without it."""
+    folders, others = [tmp_path / "a", tmp_path / "b"], [tmp_path / "c", tmp_path / "d"]
+    for nodes, rate in ((folders, 1e-3), (others, 1e-1)):
+        ended = train(nodes, *LAYOUT, max_steps=4, save_steps=2, max_lr=rate)
+        assert ended.ok, ended.text
+    shutil.rmtree(folders[1] / "output" / "step_4")
+    shutil.copytree(others[1] / "output" / "step_4", folders[1] / "output" / "step_4")
+    before = ended._replace(folder=folders[0]).metrics()
+    rest = train(folders, *LAYOUT, max_steps=4, ckpt_dir="auto")
+    assert rest.ok, rest.text
+    assert "cannot use output/step_4: it is not the same checkpoint on all nodes" in rest.text
+    assert rest.metrics()[-2:] == before[2:]

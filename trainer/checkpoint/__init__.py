@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +74,9 @@ class Checkpoints:
             folder for folder in everywhere[0] if all(folder in others for others in everywhere)
         ]
         for folder in candidates:
-            if folder not in self._rejected and not self._reject(folder, self._unusable(folder)):
+            if folder not in self._rejected and not any(
+                self._reject(folder, check(folder)) for check in (self._unusable, self._difference)
+            ):
                 return folder
         if any(everywhere) and not candidates and ckpt_dir == "auto":
             self._require_incomplete_first_save(everywhere)
@@ -86,6 +89,17 @@ class Checkpoints:
 
     def _unusable(self, folder: Path) -> str:
         return unusable(folder, self.mesh.rank_on_disk, self.mesh.per_disk)
+
+    def _difference(self, folder: Path) -> str:
+        """Whether the disks of the nodes have different checkpoints under one name."""
+        if self.mesh.disks == 1:
+            return ""
+        # A node may have been in another run before: replicas of different weights would never
+        # notice it, and with different steps the ranks would wait for each other forever.
+        manifest = read_manifest(folder)
+        ours = [manifest.get(key) for key in ("save_id", "step", "updates", "samples")]
+        is_same = all(others == ours for others in self.mesh.gather(ours))
+        return "" if is_same else "it is not the same checkpoint on all nodes"
 
     def _reject(self, folder: Path, damage: str) -> bool:
         """Whether any rank found damage: all of them must reach the same decision."""
@@ -186,7 +200,7 @@ class Checkpoints:
         return {name: piece._replace(tensor=self._buffers[name]) for name, piece in mine.items()}
 
     def _write(self, step: int, pieces: dict[str, Piece], facts: Facts) -> None:
-        """Write a checkpoint, in the background thread.
+        """Write a checkpoint, in the background thread. It has the same id on all disks.
 
         Ranks agree on the result of every step, so that all of them succeed or fail together.
         """
@@ -197,6 +211,7 @@ class Checkpoints:
             # 1. Check the free space for the whole checkpoint, and create the temporary folder.
             size = sum(piece.tensor.nbytes for piece in pieces.values())
             sizes, are_busy = zip(*self._on_disk((size, self.verifier.is_busy)))
+            facts["save_id"] = self.mesh.gather(secrets.token_hex(8))[0]
             failure = self._agree(lambda: self._prepare(part, int(OVERHEAD * sum(sizes))))
             # 2. Every rank writes its own file.
             failure = failure or self._agree(
