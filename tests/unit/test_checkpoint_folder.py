@@ -68,6 +68,23 @@ def test_a_save_waits_for_no_verification(tmp_path: Path, monkeypatch: pytest.Mo
     assert names(folder) == ["step_5", "step_6"]
 
 
+def test_a_full_disk_gets_space_by_verifying_what_was_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise no later save would succeed, and so none would be verified, and nothing deleted."""
+    keeper = Keeper(tmp_path, keep_last=2)
+    keeper.save(1)
+    go_on, drop = threading.Event(), verification.drop_from_cache
+    monkeypatch.setattr(verification, "drop_from_cache", lambda file: (go_on.wait(60), drop(file)))
+    for step in (2, 3):
+        keeper.checkpoints.save(step, whole(state(step)), {"step": step})
+        assert keeper.checkpoints.wait() == ""
+    go_on.set()
+    assert keeper.checkpoints.verifier.wait(60)
+    assert names(tmp_path) == ["step_1", "step_2", "step_3"]
+    monkeypatch.setattr("trainer.checkpoint.OVERHEAD", 1e15)
+    assert "not enough disk space" in keeper.save(4)
+    assert names(tmp_path) == ["step_2", "step_3"]
+
+
 def test_the_last_checkpoint_of_a_run_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the one before was still being read back when it was saved."""
     keeper = Keeper(tmp_path / "output")

@@ -10,7 +10,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,7 @@ class Checkpoints:
         use_in_thread(self.mesh.device)
         part, name = self.store.part(step), file_name(self.mesh.rank_on_disk)
         written: list[Written] = []
+        are_busy: Sequence[bool] = [True]
         try:
             # 1. Check the free space for the whole checkpoint, and create the temporary folder.
             size = sum(piece.tensor.nbytes for piece in pieces.values())
@@ -230,8 +231,9 @@ class Checkpoints:
             # Last, and no rank waits for it: read back what was written. If the disk is too slow
             # for that, all ranks skip it: if each skipped others, no checkpoint would be verified.
             self._unverified = Job(part.with_suffix("") / name, written[0].facts)
-            if not any(are_busy):
-                self._verify_newest()
+        # Also after a failure: on a full disk, verifying an earlier one makes space for the next.
+        if not any(are_busy):
+            self._verify_newest()
 
     def _verify_newest(self) -> None:
         if self._unverified:
