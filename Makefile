@@ -101,8 +101,8 @@ test-long: $(READY)
 	@$(BIN)/python -m pytest -m long -s
 
 gpu: $(READY)
-	@echo "== tests on GPUs"
-	@$(BIN)/python -m pytest -m 'gpu or not long' -s tests/gpu
+	@$(BIN)/python -m tests.gpu
+	@$(BIN)/python -m pytest -m 'gpu or not long' -s -rs tests/gpu
 
 bench: $(READY)
 	@$(BIN)/python tests/bench/startup.py

@@ -38,7 +38,7 @@ def num_gpus() -> int:
 
 def need(device: str, world: int = 1) -> None:
     if device == "gpu" and num_gpus() < world:
-        pytest.skip(f"{world} GPUs are needed, torch sees {num_gpus()}")
+        pytest.skip(f"needs {world} GPUs, torch sees {num_gpus()}")
 
 
 def train(folder: Path, device: str, world: int = 1, patch: Callable[[], None] | None = None, **keys: Any) -> Ended:
