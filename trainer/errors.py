@@ -6,7 +6,7 @@ them to the entry point, which catches it once. This module knows neither YAML n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 Level = Literal["error", "warning", "notice"]
@@ -106,6 +106,15 @@ class UserError(Exception):
     def as_json(self) -> dict[str, Any]:
         findings = [finding.as_json() for finding in self.findings]
         return {"error": self.message, "hint": self.hint or None, "findings": findings}
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it wraps, each once: they can form a circle."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        yield error
+        seen.append(error)
+        error = error.__cause__
 
 
 def errors_in(findings: Iterable[Finding]) -> list[Finding]:

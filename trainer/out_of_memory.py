@@ -6,6 +6,7 @@ restarts the job.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -15,18 +16,18 @@ from typing import NamedTuple
 import torch
 
 from trainer.config.sections import RunConfig
-from trainer.errors import UserError
+from trainer.errors import UserError, causes
 from trainer.estimate import GIB, estimate
 from trainer.mesh import Mesh
 from trainer.savings import advice
 
 # Not every allocation goes through torch's allocators: libraries report it in their own words.
 _TEXT = re.compile(
-    r"out of memory|can't allocate memory|Cannot allocate memory|STATUS_ALLOC_FAILED"
+    r"\bout of memory\b|can't allocate memory|Cannot allocate memory|STATUS_ALLOC_FAILED"
     r"|Unable to allocate",
     re.IGNORECASE,
 )
-_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+_WANTED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB}
 _MARGIN = 0.9  # of an estimate that was too low: changes must save at least the rest
 
@@ -54,12 +55,14 @@ def explained(run: RunConfig, mesh: Mesh) -> Iterator[None]:
 
 def find(error: BaseException | None) -> BaseException | None:
     """The error itself, or one that it wraps as the pipeline does, if memory was the reason."""
-    while error is not None:
-        is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if is_known or (isinstance(error, RuntimeError) and _TEXT.search(str(error))):
-            return error
-        error = error.__cause__
-    return None
+    return next(filter(_is_of_memory, causes(error)), None)
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError):  # of a system call, such as mmap
+        return error.errno == errno.ENOMEM
+    is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_known or (isinstance(error, RuntimeError) and bool(_TEXT.search(str(error))))
 
 
 def facts(error: BaseException, device: torch.device) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 from collections.abc import Callable
@@ -96,11 +97,23 @@ def test_an_nccl_error_without_another_failure_names_its_rank(tmp_path: Path) ->
 def test_what_is_an_error_of_memory() -> None:
     assert find(ValueError("out of memory")) is None  # not of torch or a library
     assert find(RuntimeError("boom")) is None
+    assert find(RuntimeError("no layer_out of memory_bank")) is None
+    assert find(OSError(errno.ENOMEM, "Cannot allocate memory")) is not None  # mmap of a data set
+    assert find(OSError(errno.ENOENT, "out of memory")) is None
     assert find(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")) is not None
     found = facts(torch.OutOfMemoryError(GPU_FULL), torch.device("cpu"))
     assert (found.where, found.wanted) == ("the host", int(2.5 * 2**30))
     assert facts(RuntimeError(HOST_FULL), torch.device("cpu")).wanted == 4 << 30
+    assert facts(torch.OutOfMemoryError("Tried to allocate 1.2.3 GiB"), torch.device("cpu")).wanted is None
     assert isinstance(found, Found)
+
+
+def test_errors_that_cause_each_other_are_looked_at_once() -> None:
+    """`raise error from error` is valid Python: a rank would never end."""
+    circle = RuntimeError("boom")
+    circle.__cause__ = circle
+    assert find(circle) is None
+    assert nccl_error(circle) == ""
 
 
 def test_an_nccl_error_in_one_line() -> None:

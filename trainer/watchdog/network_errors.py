@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 from torch.distributed import DistBackendError
 
+from trainer.errors import causes
+
 # Errors of gloo and the store: the connection to another rank is lost, or another rank is late.
 LOST = re.compile(r"(closed|reset) by peer|Broken pipe|pair closure")
 TIMED_OUT = re.compile(r"Timed out waiting|collective operation timeout")
@@ -34,7 +36,4 @@ def nccl_error(error: BaseException | None) -> str:
 
 
 def _texts(error: BaseException | None, kind: type[BaseException]) -> Iterator[str]:
-    while error is not None:
-        if isinstance(error, kind):
-            yield str(error)
-        error = error.__cause__
+    return (str(each) for each in causes(error) if isinstance(each, kind))
