@@ -210,6 +210,7 @@ def test_without_flock_a_file_locks_the_folder(tmp_path: Path) -> None:
 
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "another host": {"host": "far-away", "processes": ["its own boot", "pid:[1]"]},
+    "another user": {"pid": 2**22 + 2},  # /proc does not show it
     # Its process ids mean nothing here: this one is that of no process, though it is running.
     "another container": {"processes": [identity()["processes"][0], "pid:[1]"], "pid": 2**22 + 1},
 }
@@ -225,6 +226,12 @@ def foreign_owner(folder: Path, where: str = "another host") -> Path:
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_an_owner_out_of_sight_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """While it touches its file it lives, whatever its clock says; without a change for a while it is dead."""
+
+    def refuse(pid: int, number: int) -> None:
+        """What the system call answers for a process of another user, whatever /proc shows."""
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "kill", refuse)
     monkeypatch.setattr("trainer.checkpoint.folder_lock.POLL", 0.01)
     monkeypatch.setattr("trainer.checkpoint.folder_lock.STALE", 30.0)
     file, is_over = foreign_owner(tmp_path, where), threading.Event()
@@ -268,6 +275,16 @@ def test_a_pipe_instead_of_a_lock_does_not_block(tmp_path: Path, monkeypatch: py
     store.open_for_writing(lambda text: None)
     assert json.loads((tmp_path / OWNER).read_text())["pid"] == os.getpid()
     store.close()
+
+
+@pytest.mark.parametrize("pid", [2**22 + 1, "../1", -1, None])
+def test_an_owner_that_was_never_a_process_is_dead(tmp_path: Path, pid: object) -> None:
+    """Without a time when it started, too: the folder would be locked forever."""
+    (tmp_path / OWNER).write_text(json.dumps({**identity(), "token": "1", "pid": pid, "started": None}))
+    owner = OwnerFile(tmp_path)
+    owner.take()
+    assert owner.is_ours()
+    owner.release()
 
 
 @pytest.mark.usefixtures("_no_flock")

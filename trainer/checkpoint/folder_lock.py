@@ -162,10 +162,12 @@ def identity() -> dict[str, Any]:
 
 def _is_dead(file: Path, owner: dict[str, Any]) -> bool:
     """Whether the owner has exited, or has not touched its file for a while."""
-    if owner.get("processes") == _process_table():
-        return _start_time(owner.get("pid")) != owner.get("started")
-    # On another host, or before this one was started again: watch the file instead of comparing
-    # the clocks of two hosts.
+    pid = owner.get("pid")
+    if owner.get("processes") == _process_table() and not _is_of_another_user(pid):
+        started = _start_time(pid)
+        return started is None or started != owner.get("started")
+    # On another host, or before this one was started again, or hidden from this user: watch the
+    # file instead of comparing the clocks of two hosts.
     seen, deadline = _modified(file), time.monotonic() + STALE
     while time.monotonic() < deadline:
         time.sleep(POLL)
@@ -200,6 +202,17 @@ def _process_table() -> list[str]:
         return [boot, os.readlink("/proc/self/ns/pid")]
     except OSError:
         return [secrets.token_hex(8)]  # not known, so equal to no other
+
+
+def _is_of_another_user(pid: object) -> bool:
+    """Many clusters mount /proc so that processes of other users seem not to exist."""
+    try:
+        os.kill(int(str(pid)), 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        pass
+    return False
 
 
 def _start_time(pid: object) -> str | None:
