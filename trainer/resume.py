@@ -20,6 +20,7 @@ from trainer.config.continuation import model_differences
 from trainer.config.sections import Model, RunConfig
 from trainer.data.epochs import Position
 from trainer.errors import UserError
+from trainer.logline import length_line
 from trainer.mesh import Mesh
 from trainer.metrics import Log
 from trainer.model import GPT, build_model
@@ -146,8 +147,12 @@ def _restore_snapshot(t: Training, file: Path) -> None:
 def _restore_progress(t: Training, facts: Facts) -> None:
     t.progress = Progress(facts["step"], facts["updates"], facts["samples"])
     if t.run.Engine.run_mode == "epoch":
+        announced = t.length.max_steps
         t.length = t.length.resumed(t.run, facts["step"], _position(t, facts))
         t.metrics.max_steps = t.length.max_steps
+        if t.length.max_steps != announced and t.mesh.is_first:  # another batch size
+            size = t.run.Global.global_batch_size
+            t.log.info(length_line(t.length.max_steps, size, t.splits.train.size))
     if _was_float16(facts):  # otherwise it has no loss scale: start with the configured one
         t.precision.restore(facts["scaler"])
     t.optimizer.loaded(facts["updates"])

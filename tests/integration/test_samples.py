@@ -26,6 +26,7 @@ from trainer.data.chars import Characters, CharSplit
 from trainer.data.gpt import GPTSplit
 from trainer.data.index import build
 from trainer.layout import Layout, Machines
+from trainer.logline import announced_steps
 from trainer.mesh import Mesh
 from trainer.model import build_model
 
@@ -80,6 +81,7 @@ def test_an_epoch_resumed_with_another_batch_size_is_one_pass(
     assert (len(first), len(second)) == (528 + 357 // batch * batch, 885 // batch * batch)
     assert ended.metrics("step") == list(range(1, 33 + 357 // batch + 885 // batch + 1))
     assert ended.metrics("max_steps")[-1] == len(ended.metrics())
+    assert [*filter(None, map(announced_steps, ended.text.splitlines()))][-1] == len(ended.metrics())
     assert "order of samples changes" not in ended.text
 
 

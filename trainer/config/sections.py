@@ -58,7 +58,7 @@ class MixPrecision:
 @record(frozen=True)
 class SaveLoad:
     save_steps: int = integer(
-        1000, "save a checkpoint every n updates; <= 0 or empty: only at the end"
+        1000, "save a checkpoint every n updates (run_mode step); <= 0 or empty: only at the end"
     )
     save_epoch: int = integer(1, "save a checkpoint every n epochs (run_mode epoch)", low=1)
     output_dir: str | None = file_path(
@@ -87,7 +87,9 @@ class Engine:
         None, "micro-batches per update; derived: local_batch_size / micro_batch_size", low=1
     )
     logging_freq: int = integer(1, "log every n updates", low=1)
-    eval_freq: int = integer(500, "evaluate every n updates; <= 0: never")
+    eval_freq: int = integer(
+        500, "evaluate every n updates, or after each epoch (run_mode epoch); <= 0: never"
+    )
     eval_iters: int = integer(10, "batches per evaluation", low=0)
     test_iters: int = integer(
         None, "batches of the test run at the end; derived: 10 · eval_iters", low=0
