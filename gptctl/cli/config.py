@@ -162,6 +162,7 @@ def _show_collectives(checked: Checked, rank: int, as_json: bool) -> None:
     from gptctl.cli.table_layout import Column
     from gptctl.spec import collective_rows
     from trainer.collectives import collectives
+    from trainer.layout import UNKNOWN_VOCAB
 
     assert checked.resolved is not None
     layout = checked.resolved.layout
@@ -182,6 +183,8 @@ def _show_collectives(checked: Checked, rank: int, as_json: bool) -> None:
     ui.print_table("Bytes that the rank sends", names, collective_rows.total_cells(rows))
     for reason in collective_rows.reasons(rows):
         ui.print_text(f"more than needed, {reason}")
+    if not checked.resolved.run.Model.vocab_size:  # known only when the data is read
+        ui.print_text(f"The sizes are those of a text with {UNKNOWN_VOCAB} different characters.")
 
 
 @click.command(

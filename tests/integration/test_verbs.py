@@ -55,6 +55,8 @@ def test_collectives_of_a_rank(gptctl, tmp_path) -> None:
     assert gptctl(*arguments, "--rank", "4").returncode == 2
     alone = gptctl("topo", "config", "--gpus-per-node", "1", "--collectives")
     assert alone.stdout == "A single rank sends nothing.\n"
+    gptctl("init", "--force")  # the vocabulary of a text is known only when it is read
+    assert gptctl("topo", "config", "--collectives").stdout.endswith("with 256 different characters.\n")
 
 
 def test_init_writes_a_config_and_never_overwrites(gptctl, tmp_path) -> None:
