@@ -66,6 +66,21 @@ class Rehearsal:
         return max(phases, key=lambda peak: peak.total)
 
 
+class _NoMemory(FakeTensorMode):
+    """Tensors without memory. Kernels that torch cannot run on them raise an error.
+
+    By default it would allocate memory for their arguments, as much as a GPU has.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._fused_adamw_.tensor_lr:
+            return None  # works in place; torch 2.13 can run it only with a rate on the host
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
 def rehearse(run: RunConfig, layout: Layout, rank: int) -> Rehearsal:
     began, run = time.perf_counter(), rehearsed_config(run, layout)
     kind = "cuda" if run.Global.device == "gpu" else "cpu"
@@ -75,7 +90,7 @@ def rehearse(run: RunConfig, layout: Layout, rank: int) -> Rehearsal:
         precision = Precision(run.Engine.mix_precision, mesh.device.type, layout.sharding > 1)
         parts = without_memory(run, mesh, precision)
         # From here on, no tensor has memory.
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_NoMemory())
         sent = stack.enter_context(Collectives(mesh)) if layout.world > 1 else None
         counted = stack.enter_context(Allocations(kind))  # the last one: it counts references
         if kind == "cuda":
