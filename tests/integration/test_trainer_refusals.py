@@ -146,7 +146,10 @@ def test_a_read_only_folder_is_refused_before_training(tmp_path: Path, small_dis
     assert "Traceback" not in ended.text
 
 
-def test_a_read_only_data_folder_is_no_obstacle(tmp_path: Path, small_disk: Path) -> None:
+def test_a_read_only_data_folder_is_no_obstacle(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_npz(small_disk / "x", [[1, 2, 3] * 100] * 5)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     ended = run(tmp_path, *tiny(dataset="GPTDataset", path="", vocab=100, input_dir=small_disk, max_steps=3), world=2)
