@@ -81,6 +81,7 @@ def test_flops_are_those_of_the_formula() -> None:
     assert rehearse(halves.run, halves.layout, 0).flops == pytest.approx(flops / 2, rel=0.01)
 
 
+@pytest.mark.long
 def test_many_micro_batches_are_rehearsed_with_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """The result says with how many. All of them have the same peak, apart from their tokens."""
     for case, expected in ((ALONE, 3), (Case(pp=2), 4), (Case(pp=2, virtual=2), 4)):
