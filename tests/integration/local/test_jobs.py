@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
