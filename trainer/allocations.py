@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-BUILD, FORWARD, BACKWARD, UPDATE = "build", "forward", "backward", "update"
+BUILD = "build"  # the phase before the first pass
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 GATHERED = "gathered"  # by FSDP: whole parameters, and the messages from which it copies them
 ACTIVATIONS = "activations"  # alive between the forward and the backward pass of a micro-batch

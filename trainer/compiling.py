@@ -53,13 +53,15 @@ def compiler(run: RunConfig, device: str) -> Compiler:
 
 
 def is_on(wanted: str, device: str) -> bool:
+    if wanted == "false" or (wanted == "auto" and device not in AUTO):
+        return False
     missing = missing_tools(device)
     if wanted == "true" and missing:
         raise UserError(
             f"Engine.compile is true, but this machine has no {' and no '.join(missing)}",
             "install what is missing, or use Engine.compile: auto, which then does not compile",
         )
-    return wanted == "true" or (wanted == "auto" and device in AUTO and not missing)
+    return not missing
 
 
 def missing_tools(device: str) -> list[str]:

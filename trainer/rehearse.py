@@ -24,12 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.allocations import (
     ACTIVATIONS,
-    BACKWARD,
-    FORWARD,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
-    UPDATE,
     Allocations,
     Peak,
 )
@@ -43,6 +40,7 @@ from trainer.mesh import Mesh, join_alone
 from trainer.optim import Optimizer
 from trainer.parallel import Parallel, with_memory, without_memory
 from trainer.precision import Precision
+from trainer.rank_plan import BACKWARD, FORWARD, UPDATE
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from tests.distributed.layouts import ALONE, FEW, LARGEST, LAYOUTS, MORE_FEW, Ca
 from tests.distributed.measured import train
 from tests.distributed.rehearsed import LEVELS, allocated, computed, resolved
 from trainer import rehearse as module
-from trainer.allocations import BACKWARD, FORWARD, UPDATE
 from trainer.config import Override, load
 from trainer.estimate import GB, flops_per_token
 from trainer.layout import Machines
 from trainer.memory import peak_memory
+from trainer.rank_plan import BACKWARD, FORWARD, UPDATE
 from trainer.rehearse import rehearse
 
 SIZES = {"hidden": 128, "heads": 8, "seq_len": 32}

@@ -94,8 +94,8 @@ def num_batches(samples: int, size: int, drops_last: bool) -> int:
 def samples_to_index(run: RunConfig, length: Length) -> int:
     """The samples that the index maps of a run need.
 
-    In epoch mode, those of whole epochs: the maps must not depend on the batch size, with which the
-    order of samples would change.
+    In epoch mode, those of whole epochs, so that the order of samples does not change with the
+    batch size. It does if `max_steps` ends the run in another epoch then; the log says so.
     """
     if run.Engine.run_mode == "step":
         return run.Global.global_batch_size * length.max_steps
