@@ -128,6 +128,8 @@ lint: $(READY)
 	@echo "== ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@echo "== bandit"
+	@$(BIN)/bandit -q -c pyproject.toml -r gptctl trainer docs
 
 types: $(READY)
 	@echo "== mypy"

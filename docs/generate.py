@@ -61,7 +61,8 @@ PROFILE_INTRODUCTION = """\
 A cluster profile says where jobs run. `--cluster NAME` reads the first `NAME.yaml` found in
 `./clusters`, in `~/.config/gptctl/clusters`, or among the bundled profiles. A path works too. The
 bundled `clusters/local.yaml`, `clusters/slurm-example.yaml` and `clusters/ssh-example.yaml` show
-every key of their kind. See [Slurm](slurm.md) and [ssh](ssh.md).
+every key of their kind. See [Slurm](slurm.md) and [ssh](ssh.md). A profile in `./clusters` that has
+the name of a bundled one needs `--trust` once: see [security](security.md#files-of-others).
 """
 
 HOSTS_NOTE = """\

@@ -14,6 +14,15 @@ Progress = Callable[[int], None]  # takes the number of bytes received since the
 ShowProgress = Callable[[str, int], AbstractContextManager[Progress]]  # title, total bytes
 
 
+class FetchOptions(NamedTuple):
+    """What `gptctl fetch` copies, and how much of it at most."""
+
+    target: str | None  # the folder; None: the job's own
+    checkpoints: bool
+    max_size: int  # bytes that are copied
+    max_files: int  # files and folders of each host
+
+
 class Fetched(NamedTuple):
     """The result of `gptctl fetch`: what of the job is on this machine now."""
 

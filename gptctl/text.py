@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Untrusted text (file names, values, logs) may hold escape sequences, control characters or
@@ -38,6 +38,42 @@ def plain_value(value: Any) -> str:
     return str(value)
 
 
+SIZE_UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB", "EB")
+_SIZE = re.compile(r"(\d{1,19})(\.\d{1,9})? ?([KMGTPE]?)(I?)B?", re.IGNORECASE | re.ASCII)
+
+
+def size_text(size: int) -> str:
+    """Format a number of bytes: `4.6 EB`."""
+    number, unit = float(size), 0
+    while number >= 999.95 and unit + 1 < len(SIZE_UNITS):
+        number, unit = number / 1000, unit + 1
+    return f"{number:.1f} {SIZE_UNITS[unit]}" if unit else count(size, "byte")
+
+
+def enough_for(total: int) -> str:
+    """A limit for an option that allows so many bytes, and some more."""
+    number, unit = size_text(total + total // 10).split()
+    return f"{number}{unit}" if unit in SIZE_UNITS[1:] else str(total)
+
+
+def parse_size(text: str) -> int | None:
+    """Parse a number of bytes such as 500MB, 1.5 TB or 2GiB; None if it is none."""
+    found = _SIZE.fullmatch(text.strip())
+    if not found:
+        return None
+    whole, fraction, unit, binary = found.groups()
+    if fraction and not unit:  # 1.5 bytes: probably the unit was forgotten
+        return None
+    power = " KMGTPE".index(unit.upper() or " ")
+    return int(float(f"{whole}{fraction or ''}") * (1024 if binary else 1000) ** power)
+
+
 def count(number: int, one: str, many: str = "") -> str:
     """Format a number with its noun: `1 rank`, `4 ranks`."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def some_of(names: Sequence[str], most: int) -> str:
+    """List the first names, and how many others there are: a host may have sent millions."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {count(more, 'other')}" if more > 0 else "")

@@ -30,6 +30,13 @@ for _elsewhere in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "GPTCTL_HOME"):
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def save_checkpoint(output: Path, step: int) -> None:
+    """What gptctl takes for a checkpoint: it has a manifest, which only the trainer reads."""
+    folder = output / f"step_{step}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
 @pytest.fixture
 def check(tmp_path: Path) -> Callable[..., Checked]:
     """Check the text of a run config with `-o` overrides, as `gptctl validate` does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.checkpoint.signing import current_keys
 from trainer.compiling import AUTO, is_on, missing_tools
 from trainer.config.read import paths_of
 from trainer.config.rules import value_at
@@ -134,7 +135,8 @@ def _checkpoints(run: RunConfig) -> str:
     often = f"every {number:,} {unit}s" if number > 1 else f"every {unit}"
     often = f"{often} and at the end" if number > 0 else "at the end"
     kept = f", the newest {keeping.keep_last} are kept" if keeping.keep_last else ""
-    return f"{keeping.snapshot_path or output_dir(run)}, {often}{kept}"
+    signed = ", signed" if current_keys() else ""
+    return f"{keeping.snapshot_path or output_dir(run)}, {often}{kept}{signed}"
 
 
 def memory(size: float) -> str:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.input_files import explain, open_regular
+
 READ_SIZE = 1 << 22
+LARGEST_MANIFEST = 1 << 28  # bytes; those of a thousand ranks have about ten million
 _ENTRY = struct.Struct("<Q32s")
 ENTRY_BYTES = _ENTRY.size
 
@@ -49,27 +51,28 @@ def block_facts(size: int, table: bytes) -> FileFacts:
 
 def file_facts(file: Path, sync: bool = False) -> FileFacts:
     """Size and checksum of a whole file; `sync` also waits until the file is on disk."""
-    digest, size = hashlib.sha256(), 0
-    with open(file, "rb") as stream:
+    with opened(file) as descriptor:
         if sync:
-            os.fsync(stream.fileno())
-        while block := stream.read(READ_SIZE):
-            digest.update(block)
-            size += len(block)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+            os.fsync(descriptor)
+        return {"bytes": os.fstat(descriptor).st_size, "sha256": _digest_of(descriptor)}
+
+
+def _digest_of(descriptor: int) -> str:
+    digest, place = hashlib.sha256(), 0
+    while block := os.pread(descriptor, READ_SIZE, place):
+        digest.update(block)
+        place += len(block)
+    return digest.hexdigest()
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[int]:
     """Open a file for reading. Raises Damaged if that is impossible."""
     try:
-        # Without O_NONBLOCK, a pipe in a crafted checkpoint would block forever.
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise Damaged(f"cannot read {file.name}: {error.strerror}") from None
+        descriptor = open_regular(file)
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        raise Damaged(explain(file.name, error)) from None
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Damaged(f"{file.name} is not a regular file")
         yield descriptor
     except OSError as error:
         raise Damaged(f"cannot read {file.name}: {error.strerror}") from None
@@ -120,7 +123,7 @@ def verify_file(file: Path, facts: FileFacts) -> Iterator[None]:
     with opened(file) as descriptor:
         require_size(descriptor, file.name, facts)
         if "blocks" not in facts:  # a file of version 1, or one that is not a tensor file
-            if file_facts(file)["sha256"] != facts["sha256"]:
+            if _digest_of(descriptor) != facts["sha256"]:
                 raise Damaged(f"{file.name} is damaged: wrong checksum")
             return
         blocks = read_table(descriptor, file.name, facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +16,11 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
     If the body raises, the temporary file is deleted and `file` stays as it was.
     """
-    # In the same folder, because a rename is atomic only within one file system; with the pid, so
-    # that two processes never write to the same temporary file.
-    part = file.with_name(f"{file.name}.part{os.getpid()}")
+    # In the same folder, because a rename is atomic only within one file system; with the number
+    # of the thread, which no process has: two writers never write to the same temporary file.
+    part = file.with_name(f"{file.name}.part{threading.get_native_id()}")
     try:
-        with open(part, "wb") as stream:
+        with _created(part) as stream:
             yield stream
             stream.flush()
             # Before the rename: otherwise a power failure can leave the new name with no content.
@@ -28,6 +29,15 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
     finally:
         part.unlink(missing_ok=True)
     sync_folder(file.parent)
+
+
+def _created(part: Path) -> BinaryIO:
+    try:
+        return open(part, "xb")
+    except FileExistsError:
+        # Left by a killed process, or by somebody else: a FIFO would block, a link lead elsewhere.
+        part.unlink()
+        return open(part, "xb")
 
 
 def sync_folder(folder: Path) -> None:

@@ -5,6 +5,7 @@ The only module that creates process groups.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -35,6 +36,7 @@ TORN_OVER_NODES = (
     "number of ranks per node",
 )
 TIMEOUT = 15.0  # seconds after which a rank says that it is waiting for the others
+LARGEST_MESSAGE = 1 << 28  # bytes that a rank may send in `gather`; checkpoints need 1 % of it
 _START = "start it with torchrun, or unset RANK, WORLD_SIZE and related variables"
 
 
@@ -60,7 +62,7 @@ class Mesh:
     rank: int
     local_rank: int
     device: torch.device
-    # Separate from the group of the training loop: for checkpoints, and to exchange objects.
+    # Separate from the group of the training loop: for checkpoints, and to exchange small values.
     cpu_group: dist.ProcessGroup | None = None
     # By axis, only those with more than one rank; and `tied`, see `Layout.tied`.
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
@@ -132,12 +134,14 @@ class Mesh:
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Collect the values of all ranks, on all ranks. For small objects, not in every step."""
+        """Collect the values of all ranks, on all ranks, as JSON: tuples become lists.
+
+        For small values, not in every step.
+        """
         if self.world == 1:
             return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.cpu_group)
-        return values
+        assert self.cpu_group is not None
+        return gather_json(value, self.world, self.cpu_group)
 
     def once_per_disk(self, action: Callable[[], None]) -> None:
         """Run an action on one rank per disk. If it fails there, all ranks raise the error.
@@ -280,14 +284,34 @@ def _check_same(layout: Layout, group: dist.ProcessGroup) -> None:
 
     With different ones, for example from an old config, they would wait for each other forever.
     """
-    layouts: list[Any] = [None] * layout.world
-    dist.all_gather_object(layouts, tuple(layout), group=group)
+    layouts = gather_json(list(layout), layout.world, group)
     for rank, other in enumerate(layouts):
         if other != layouts[0]:
             message = (
                 f"rank {rank} has the layout {Layout(*other)}, but rank 0 has {Layout(*layouts[0])}"
             )
             raise UserError(message, "start all ranks with the same config")
+
+
+def gather_json(value: Any, world: int, group: dist.ProcessGroup) -> list[Any]:
+    """Collect the values of all ranks of a group.
+
+    Not torch's all_gather_object, which unpickles what arrives: a crafted pickle runs any code.
+    """
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(text)]), group=group)
+    lengths = [int(size) for size in sizes]
+    longest = max(lengths)
+    if min(lengths) < 0 or longest > LARGEST_MESSAGE:
+        raise RuntimeError(f"a rank announced a message of {longest} bytes")
+    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world)]
+    padded = torch.cat([text, torch.zeros(longest - len(text), dtype=torch.uint8)])
+    dist.all_gather(texts, padded, group=group)
+    try:
+        return [json.loads(text[:n].numpy().tobytes()) for text, n in zip(texts, lengths)]
+    except (ValueError, RecursionError):
+        raise RuntimeError("a rank sent something that is not JSON") from None
 
 
 def answer_time(limit: float) -> float:

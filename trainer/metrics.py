@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import torch
 
@@ -19,6 +20,7 @@ from trainer.config.sections import RunConfig
 from trainer.device import peak_memory
 from trainer.durable import replacing
 from trainer.estimate import flops_per_token
+from trainer.input_files import open_own, parse_object
 from trainer.logline import INDENT, RESUMED_FROM, TrainLine, json_line, prefixed, rank_prefix
 from trainer.mesh import Mesh
 
@@ -35,6 +37,7 @@ GPU_PEAKS = {
 }
 GPU_PEAKS |= {"L40": 181, "L4": 121, "T4": 65, "RTX 4090": 165, "RTX 3090": 71}
 REPEATED_FILE = "metrics.repeated.jsonl"  # records of steps that were trained again later
+LONGEST_LINE = 1 << 20  # bytes of a record; ours have a few hundred
 GEMM_SIZE = 768  # large enough to reach a CPU's peak, small enough to take milliseconds
 
 
@@ -172,22 +175,45 @@ class Metrics:
 
     def _set_aside_after(self, step: int) -> None:
         assert self.file
-        lines = self.file.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if not self._is_after(line, step)]
-        if len(kept) == len(lines):
-            return
-        # In this order: if the run is killed in between, no record is lost.
-        with open(self.file.with_name(REPEATED_FILE), "ab") as stream:
-            stream.writelines(line for line in lines if self._is_after(line, step))
-        with replacing(self.file) as stream:
-            stream.writelines(kept)
+        with open(self.file, "rb", opener=open_own) as stream:
+            if self._is_foreign(stream):
+                self._rename_foreign()
+                return
+            if not any(self._is_after(line, step) for line in stream):
+                return
+            stream.seek(0)
+            # The inner file is closed first: if the run is killed in between, no record is lost.
+            with (
+                replacing(self.file) as kept,
+                open(self.file.with_name(REPEATED_FILE), "ab", opener=open_own) as repeated,
+            ):
+                for line in stream:
+                    (repeated if self._is_after(line, step) else kept).write(line)
+
+    def _is_foreign(self, stream: BinaryIO) -> bool:
+        """Whether a line is longer than any of ours. Leaves the stream at its start."""
+        # A damaged file can have any size: its lines are not read as a whole before this.
+        while line := stream.readline(LONGEST_LINE + 1):
+            if len(line) > LONGEST_LINE:
+                return True
+        stream.seek(0)
+        return False
+
+    def _rename_foreign(self) -> None:
+        assert self.file
+        names = (f"{self.file.name}.foreign{number}" for number in itertools.count(1))
+        asides = (self.file.with_name(name) for name in names)
+        aside = next(each for each in asides if not os.path.lexists(each))
+        self.file.rename(aside)
+        reason = f"has a line of more than {LONGEST_LINE >> 20} MiB"
+        self.log.warn(f"{self.file} {reason}: renamed to {aside.name}")
 
     def _is_after(self, line: bytes, step: int) -> bool:
         """Whether a record is of a later step and of this job: others may use the folder too."""
         try:
-            record = json.loads(line)
+            record = parse_object(line)
             is_later = record.get("step", 0) > step
-        except (ValueError, AttributeError, TypeError, RecursionError):
+        except (ValueError, TypeError):
             return not line.endswith(b"\n")  # killed while it was written
         return is_later and record.get("job") == self.origin.get("job")
 
@@ -202,7 +228,8 @@ class Metrics:
         fields |= {"time": round(time.time(), 3), **self.origin}
         try:
             # Opened for every line, so that nothing stays in a buffer if the run is killed.
-            with open(self.file, "a", encoding="utf-8") as stream:
+            # A FIFO would block the training, and a link lead to another file.
+            with open(self.file, "a", encoding="utf-8", opener=open_own) as stream:
                 stream.write(json.dumps(fields) + "\n")
         except OSError as error:  # a full disk must not stop the run
             self.log.warn(

@@ -20,6 +20,9 @@ from typing import Any
 MESSAGE_BYTES = 64 << 20
 REPEATS, SMALL_REPEATS = 5, 30
 TIMEOUT = 0.5  # minutes that ranks wait for each other
+STORE_TIMEOUT = 10  # seconds; a store on the same node answers at once
+LISTENING = "0A"  # state of a socket in /proc/net/tcp
+PORT_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 SIOCGIFADDR = 0x8915  # ioctl: the IPv4 address of an interface
 
 
@@ -60,6 +63,8 @@ def node_facts(folder: str) -> dict[str, Any]:
         "address": address_of(interface),
         "nccl": os.environ.get("NCCL_SOCKET_IFNAME", ""),
         "interfaces": {name: address_of(name) for _, name in socket.if_nameindex()},
+        "addresses6": ipv6_addresses(),
+        "ports": port_range(),
         "own_name": resolve(socket.gethostname()),
         "head": os.environ.get("MASTER_ADDR", ""),
         "free": space.f_bavail * space.f_frsize,
@@ -75,7 +80,7 @@ def free_port() -> int:
     import random
 
     # From the range that jobs use; as in gptctl/engine/ports.py, which the trainer cannot import.
-    for port in random.sample(range(20000, 32000), 200):
+    for port in random.SystemRandom().sample(range(20000, 32000), 200):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
@@ -97,6 +102,57 @@ def address_of(interface: str) -> str:
         except OSError:
             return ""
     return socket.inet_ntoa(answer[20:24])
+
+
+def ipv6_addresses() -> list[str]:
+    """The IPv6 addresses of this node, as the kernel lists them: 32 hexadecimal digits each."""
+    lines = read_lines("/proc/net/if_inet6")
+    return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])) for line in lines]
+
+
+def port_range() -> list[int]:
+    """The ports that sockets get which ask for none: Gloo and NCCL listen on such ones."""
+    return [int(word) for line in read_lines(PORT_RANGE) for word in line.split()]
+
+
+def read_lines(file: str) -> list[str]:
+    try:
+        with open(file, encoding="ascii") as stream:
+            return stream.read().splitlines()
+    except OSError:  # a kernel without IPv6, or no /proc
+        return []
+
+
+def listening_addresses(port: int) -> list[str]:
+    """The addresses of this node on which some program listens on that port."""
+    found = []  # type: list[str]
+    for file, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in read_lines(f"/proc/net/{file}")[1:]:
+            words = line.split()
+            address, _, number = words[1].partition(":")
+            if words[3] != LISTENING or int(number, 16) != port:
+                continue
+            # Written as numbers of 32 bits in the order of this machine's bytes.
+            parts = [address[at : at + 8] for at in range(0, len(address), 8)]
+            packed = b"".join(int(part, 16).to_bytes(4, sys.byteorder) for part in parts)
+            found.append(socket.inet_ntop(family, packed))
+    return sorted(set(found))
+
+
+def store_addresses() -> list[str]:
+    """Start a rendezvous store as torchrun does, and look where it listens."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch does not list it
+
+    port, patience = free_port(), timedelta(seconds=STORE_TIMEOUT)
+    # Whatever host it is given, it decides itself on which addresses it listens. It also connects
+    # to that host, so it must be this node, not the first one.
+    store = TCPStore("127.0.0.1", port, None, True, patience, wait_for_workers=False)
+    try:
+        return listening_addresses(port)
+    finally:
+        del store
 
 
 def resolve(name: str) -> list[str]:
@@ -122,18 +178,24 @@ def library_facts() -> dict[str, Any]:
     except (Exception, SystemExit) as error:  # a broken install may raise anything
         words = str(error).strip().splitlines()
         known["error"] = f"{type(error).__name__}: {words[0] if words else ''}"
+        return known
+    try:
+        known["listens"] = store_addresses()
+    except Exception:  # nodes that cannot open a store have a row for the all-reduce
+        known["listens"] = []
     return known
 
 
 def reduce(folder: str) -> int:
     """Run one rank of the all-reduce; it starts like a rank of a training."""
-    rank = os.environ.get("RANK", "0")
+    rank, node = os.environ.get("RANK", "0"), os.environ.get("GPTCTL_NODE", "0")
     try:
         measured = measure(os.environ.get("GPTCTL_DEVICE", "cpu"))
     except Exception as error:
         words = str(error).strip().splitlines()
         # gptctl shows the first line; the traceback goes to the log of the node.
-        with open(os.path.join(folder, f"rank.{rank}.failed"), "w", encoding="utf-8") as stream:
+        file = os.path.join(folder, f"node.{node}.rank.{rank}.failed")
+        with open(file, "w", encoding="utf-8") as stream:
             stream.write(words[0] if words else type(error).__name__)
         raise
     if rank == "0":

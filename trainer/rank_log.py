@@ -22,7 +22,9 @@ if __name__ == "__main__":
         entry for entry in sys.path if entry != os.path.dirname(os.path.abspath(__file__))
     ]
 
+import errno
 import signal
+import stat
 import time
 from collections.abc import Iterator
 
@@ -70,11 +72,7 @@ def redirect(folder: str) -> None:
     if not folder:
         return
     try:
-        file = os.open(
-            os.path.join(folder, f"workerlog.{rank()}"),
-            os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC,
-            0o600,
-        )
+        file = open_own(os.path.join(folder, f"workerlog.{rank()}"))
     except OSError as error:
         text = f"rank {rank()}: cannot open log file {error.filename}: {error.strerror}"
         print(text, file=sys.stderr)
@@ -84,8 +82,18 @@ def redirect(folder: str) -> None:
     os.close(file)
 
 
+def open_own(path: str) -> int:
+    """Open a file of ours to append. Raises OSError for a link, and for a FIFO, without waiting."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = os.open(path, flags, 0o600)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "is not a regular file", path)
+    return file
+
+
 def enable_stack_dumps(run_dir: str) -> None:
-    """Let Python import `stack_dumps.py` before the program, which removes this entry again."""
+    """Let Python import `startup.py` before the program, which removes this entry again."""
     folder = os.path.join(run_dir, "python")
     if run_dir and os.path.isdir(folder):
         before = os.environ.get("PYTHONPATH")
@@ -95,11 +103,12 @@ def enable_stack_dumps(run_dir: str) -> None:
 def ends_with_a_line() -> bool:
     """Whether this rank's log ends with a newline, so that our message starts on a new line."""
     try:
-        with open(os.path.join(os.environ["GPTCTL_LOG_DIR"], f"workerlog.{rank()}"), "rb") as file:
+        path = os.path.join(os.environ["GPTCTL_LOG_DIR"], f"workerlog.{rank()}")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             return (
                 not file.seek(0, os.SEEK_END)
                 or not file.seek(-1, os.SEEK_END)
-                or file.read() == b"\n"
+                or file.read(1) == b"\n"
             )
     except (KeyError, OSError):
         return True
@@ -257,7 +266,7 @@ def append(name: str, text: str) -> None:
     if not folder:
         return
     try:
-        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        file = open_own(os.path.join(folder, name))
         os.write(file, text.encode())  # one write with O_APPEND: lines of ranks do not mix
         os.close(file)
     except OSError as error:

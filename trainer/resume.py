@@ -103,8 +103,13 @@ def whole_model(t: Training, checkpoints: Checkpoints) -> GPT:
     model = build_model(t.run.Model, t.run.Global.seed, torch.device("cpu"))
     folder = checkpoints.store.checkpoints()[0]
     weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    manifest, shapes = read_manifest(folder), _state_shapes(t.run.Model)
-    if damage := load_tensors(folder, manifest, whole(weights), shapes):
+    try:
+        damage = load_tensors(
+            folder, read_manifest(folder), whole(weights), _state_shapes(t.run.Model)
+        )
+    except ValueError as error:
+        damage = str(error)
+    if damage:
         raise UserError(f"cannot load {folder}: {damage}", "check the disk")
     return model
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.durable import replacing
+from trainer.input_files import read_object
 from trainer.mesh import Mesh
 from trainer.metrics import Log
 
@@ -45,8 +46,8 @@ def status_file(folder: Path, mesh: Mesh, log: Log) -> Iterator[Callable[..., No
 
 def report_failure(folder: Path, reason: str) -> None:
     """Report a failure from another thread, unless the run is not running or already over."""
-    with suppress(OSError, ValueError, AttributeError):  # an unreadable file is not this run's
-        if json.loads((folder / STATUS).read_bytes()).get("state") == "running":
+    with suppress(OSError, ValueError):  # an unreadable file is not this run's
+        if read_object(folder / STATUS).get("state") == "running":
             _write(folder / STATUS, "failed", reason=reason)
 
 

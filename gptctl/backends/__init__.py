@@ -12,15 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from gptctl.deadline import Deadline
 from gptctl.engine.cause import Cause
 from gptctl.engine.contract import LAUNCH_SCRIPT
 from gptctl.engine.first_failure import cause_on_nodes
+from gptctl.engine.job_result import LOST, PENDING, UNKNOWN, Result
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import is_alive, is_here
-from gptctl.engine.run_folder import LOST, PENDING, UNKNOWN, Result, RunFolder
+from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import IN_PLACE, JobIdentity, PlanDefaults, Site, build_plan
-from gptctl.reporting import Fetched, Say, ShowProgress
+from gptctl.reporting import Fetched, FetchOptions, Say, ShowProgress
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster_kinds import KINDS
 from trainer.config import Override
@@ -64,7 +66,9 @@ class Backend(Protocol):
 
     nodes_are_here: ClassVar[bool] = False  # ports of every node are ports of this machine
 
-    def __init__(self, say: Say) -> None: ...
+    def __init__(self, say: Say, limit: Deadline | None = None) -> None:
+        """`limit`: when the command has to end, whatever other machines do."""
+        ...
 
     # Before a job is submitted
 
@@ -111,12 +115,20 @@ class Backend(Protocol):
         """Make sure that a half-submitted job never starts; return False if it has started."""
         ...
 
+    def asked_together(self, records: Sequence[JobRecord]) -> list[list[JobRecord]]:
+        """Group jobs whose states are prefetched together; groups are asked at the same time."""
+        return [[record] for record in records]
+
     def prefetch_states(self, records: Sequence[JobRecord]) -> None:
         """Prepare for `state` of these jobs: a scheduler should be asked once for all."""
 
     def state(self, record: JobRecord) -> JobState:
         """Return the state of a job that has recorded no result."""
         ...
+
+    def is_over(self, record: JobRecord) -> bool:
+        """Whether all machines confirmed that nothing of this ended job is left."""
+        return True
 
     def may_answer_later(self, record: JobRecord) -> bool:
         """Whether an UNKNOWN state can become known by waiting."""
@@ -143,8 +155,11 @@ class Backend(Protocol):
         """Keep the job's folder on this machine up to date while its logs are followed."""
         return nullcontext()
 
+    def want_logs(self, record: JobRecord, max_size: int | None) -> None:
+        """Prepare to show logs: copy all of them, or so many bytes from each node, if given."""
+
     def catch_up(self, record: JobRecord) -> list[str]:
-        """Copy new logs to this machine; return a message for each unreachable host."""
+        """Copy new logs to this machine; return messages about what is missing, and why."""
         return []
 
     def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
@@ -155,9 +170,7 @@ class Backend(Protocol):
     def remove(self, record: JobRecord) -> None:
         """Remove the job's folder on other machines; the one on this machine is removed next."""
 
-    def fetch(
-        self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
-    ) -> Fetched:
+    def fetch(self, record: JobRecord, options: FetchOptions, show: ShowProgress) -> Fetched:
         """Copy what the job wrote on its hosts to this machine."""
         message = f"the files of {record.id} are already visible from this machine"
         raise UserError(message, f"see {record.local_dir}", WRONG_USAGE)
@@ -195,8 +208,8 @@ class Backends:
     They hold open connections and answers of a scheduler, which must not outlive the command.
     """
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, say: Say, limit: Deadline | None = None) -> None:
+        self._say, self._limit = say, limit
         self._created: dict[str, Backend] = {}
 
     def of(self, kind: str) -> Backend:
@@ -206,7 +219,7 @@ class Backends:
         if kind not in self._created:
             # Imported when needed: a command for one kind must not load the others.
             module, _, name = KINDS[kind].backend.partition(":")
-            self._created[kind] = getattr(import_module(module), name)(self._say)
+            self._created[kind] = getattr(import_module(module), name)(self._say, self._limit)
         return self._created[kind]
 
     def knows(self, kind: str) -> bool:

@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from gptctl.backends import Backend, JobState, cause_in_folder, half_submitted, recorded_state
+from gptctl.deadline import Deadline
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import ENGINE_FILE, READY_VARIABLE
 from gptctl.engine.error_text import one_line
-from gptctl.engine.file_reading import read_json, read_text
+from gptctl.engine.file_reading import DamagedFile
+from gptctl.engine.first_failure import tail
+from gptctl.engine.job_result import CANCELLED, COMPLETED, FAILED, LOST, PENDING, RUNNING, UNKNOWN
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.ports import listen_error
 from gptctl.engine.processes import (
@@ -32,7 +35,7 @@ from gptctl.engine.processes import (
     processes_of,
     send,
 )
-from gptctl.engine.run_folder import CANCELLED, FAILED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder
+from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.reporting import Say
@@ -54,7 +57,7 @@ STOP_TIMEOUT = 60.0  # seconds; longer than the supervisor itself waits for its 
 class LocalBackend(Backend):
     nodes_are_here: ClassVar[bool] = True
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: Say, limit: Deadline | None = None) -> None:
         pass
 
     def plan_defaults(self, checked: Checked, site: Site, identity: JobIdentity) -> PlanDefaults:
@@ -96,7 +99,7 @@ class LocalBackend(Backend):
             # Without the claim it cannot start anything, but it must not take it later either.
             process.kill()
             process.wait()
-            log = read_text(RunFolder(plan.remote_dir).path / "supervisor.log").splitlines()
+            log = tail(RunFolder(plan.remote_dir).path / "supervisor.log").splitlines()
             # The folder and its log are removed with the job.
             hint = f"its log ends with: {one_line(log[-1])}" if log else "submit again"
             raise UserError("the job's supervisor did not start", hint, OUT_OF_REACH)
@@ -204,10 +207,13 @@ def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]
     attempt = folder.attempts() - 1
     codes = folder.exit_codes(attempt, range(record.nodes))
     if len(codes) == record.nodes:
-        nnodes = str((read_json(folder.path / "plan.json") or {}).get("nnodes", record.nodes))
+        nnodes = _nnodes(record, folder)
         result = folder.attempt_result(
             attempt, codes, nnodes, record.output_dir, since=record.created
         )
+        # Ranks that were asked to stop exit with 0, too.
+        if result.state == COMPLETED and folder.is_cancelled():
+            return JobState(CANCELLED)
         cause = cause_in_folder(record, folder) if result.state == FAILED else None
         return JobState(result.state, cause.reason() if cause else result.reason, cause)
     if folder.cancelled_file.exists():
@@ -221,6 +227,13 @@ def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]
     return JobState(LOST, f"{why}; {known}")
 
 
+def _nnodes(record: JobRecord, folder: RunFolder) -> str:
+    try:
+        return read_plan(folder.path).nnodes
+    except DamagedFile:
+        return str(record.nodes)
+
+
 def _stop(record: JobRecord, folder: RunFolder, claim: dict[str, Any], now: bool) -> None:
     if is_alive(claim):
         send(claim["pid"], signal.SIGTERM)
@@ -230,18 +243,19 @@ def _stop(record: JobRecord, folder: RunFolder, claim: dict[str, Any], now: bool
         # As long as it lives, it keeps its place in the queue.
         if is_alive(claim):
             send(claim["pid"], signal.SIGKILL)
-    elif not now:
-        _ask_torchrun(folder)
+    # Without torchrun nobody asks the ranks to save: there is nothing to wait for.
+    elif not now and _ask_torchrun(folder):
         _wait_while(lambda: bool(processes_of(record.local_dir)))
 
 
-def _ask_torchrun(folder: RunFolder) -> None:
-    """Ask torchrun to stop, which the supervisor would do if it were alive."""
+def _ask_torchrun(folder: RunFolder) -> bool:
+    """Ask torchrun to stop, as the supervisor would; return whether there is one to ask."""
     # A recorded pid may belong to another process by now.
     running = processes_of(str(folder.path))
-    for pid in folder.torchruns(folder.attempts() - 1).values():
-        if pid in running:
-            send(pid, signal.SIGTERM)
+    asked = [pid for pid in folder.torchruns(folder.attempts() - 1).values() if pid in running]
+    for pid in asked:
+        send(pid, signal.SIGTERM)
+    return bool(asked)
 
 
 def _wait_while(holds: Callable[[], bool]) -> None:

@@ -169,6 +169,24 @@ def _abandon_broken_streams() -> None:
 
 
 def _run() -> int:
+    code = _run_verb()
+    _name_damaged_files()
+    return code
+
+
+def _name_damaged_files() -> None:
+    """Say which files were ignored because they are damaged; each is named once."""
+    # Whoever read files has loaded this module: other verbs must not pay for it.
+    reading = sys.modules.get("gptctl.engine.file_reading")
+    if reading and reading.noticed:
+        from gptctl.cli import ui
+        from gptctl.jobs.damage import new_notes
+
+        for note in new_notes(reading.noticed):
+            ui.say(f"note: {note}")
+
+
+def _run_verb() -> int:
     try:
         code = cli(prog_name="gptctl", standalone_mode=False)
         return code if isinstance(code, int) else 0

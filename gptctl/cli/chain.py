@@ -6,7 +6,6 @@ is complete ends at once: see `engine/chain.py`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from gptctl.jobs.resume import ResumePoint
     from gptctl.jobs.store import JobRecord
     from gptctl.jobs.submit import Prepared
+    from gptctl.planning.user_templates import UserTemplate
     from gptctl.spec.check import Checked
     from trainer.config import Override
 
@@ -32,13 +32,13 @@ class Chain:
         session: Session,
         length: int,
         queue: bool,
-        templates: Callable[[Path | None], Sequence[Path]],
+        templates: Callable[[Path | None], Sequence[UserTemplate]],
         arguments: Mapping[str, Any],
         resumes: ResumePoint | None,
     ) -> None:
         self._session, self.length, self._queue = session, length, queue
         self._templates, self._arguments = templates, dict(arguments)
-        self._began, self._resumes = time.time(), resumes
+        self._resumes = resumes
         self.first = self._prepare_first()
         self.records: list[JobRecord] = []
 
@@ -77,7 +77,7 @@ class Chain:
         conditions = start_conditions(self._session, checked, after, self._queue)
         if before:
             folder = read_plan(before.run_folder).remote_dir
-            conditions = conditions._replace(continues=folder, chain_began=self._began)
+            conditions = conditions._replace(continues=folder, chain=tuple(self.ids))
         return prepare(
             checked,
             self._session.store,

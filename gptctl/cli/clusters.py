@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gptctl.cli.options import as_json_option, complete_cluster, examples
+from gptctl.cli.options import as_json_option, complete_cluster, examples, trust_option
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
@@ -136,8 +136,9 @@ def check_cluster(name: str, as_json: bool) -> int:
     show_default=True,
     help="On Slurm, wait this long for nodes.",
 )
+@trust_option
 @as_json_option
-def doctor(cluster: str, nodes: int | None, timeout: float, as_json: bool) -> int:
+def doctor(cluster: str, nodes: int | None, timeout: float, trust: bool, as_json: bool) -> int:
     """Check that a cluster can run jobs, and suggest fixes.
 
     A short Slurm job, or a script on ssh hosts, checks Python, torch, GPUs, network, clocks, the
@@ -151,7 +152,7 @@ def doctor(cluster: str, nodes: int | None, timeout: float, as_json: bool) -> in
     from gptctl.jobs.submit import this_site
 
     # `say` prints what is being checked to stderr: a Slurm job may take minutes to start.
-    report = examine(DoctorRequest(cluster, nodes, timeout, this_site(), ui.say))
+    report = examine(DoctorRequest(cluster, nodes, timeout, this_site(), ui.say, trust))
     if as_json:
         ui.print_json([row.as_json() for row in report.rows])
         return report.exit_code
@@ -160,6 +161,10 @@ def doctor(cluster: str, nodes: int | None, timeout: float, as_json: bool) -> in
     cells = [[row.check, row.node, row.state, row.found] for row in rows]
     title = f"{report.cluster}: {tally(rows)}"
     ui.print_table(title, ["check", "node", "state", "found"], cells)
+    # Exactly as they are: these lines are meant to be copied.
+    for row in rows:
+        if row.state == "ok" and row.fix:
+            ui.print_exactly(f"{row.fix}\n")
     # Fixes are listed below the table: they are too long for a column.
     if to_do := [row for row in rows if row.state != "ok"]:
         named = [(f"{row.check}{f' ({row.node})' if row.node else ''}", row.fix) for row in to_do]
@@ -175,8 +180,9 @@ def hosts() -> None:
 @hosts.command(epilog=examples("gptctl hosts trust lab", "gptctl hosts trust lab --json"))
 @click.argument("cluster", shell_complete=complete_cluster)
 @click.option("--yes", is_flag=True, help="Pin new keys without asking.")
+@trust_option
 @as_json_option
-def trust(cluster: str, yes: bool, as_json: bool) -> int:
+def trust(cluster: str, yes: bool, trust: bool, as_json: bool) -> int:
     """Show the host keys of a cluster's hosts, and pin new ones.
 
     Compare the fingerprints with those on the hosts themselves:
@@ -191,7 +197,7 @@ def trust(cluster: str, yes: bool, as_json: bool) -> int:
     # One connection to each jump host serves all hosts behind it.
     jump_hosts = JumpHosts()
     # Pin a jump host before the hosts behind it: they can only be reached through a trusted one.
-    for routes in by_distance(routes_of(cluster)):
+    for routes in by_distance(routes_of(cluster, trust)):
         shown = ask_keys(routes, jump_hosts, problems)
         if shown and not as_json:
             cells = [list(row_of(key).values()) for key in shown]
@@ -254,9 +260,10 @@ def row_of(shown: ShownKey) -> dict[str, str]:
     return {"host": shown.route.name, "key": fingerprint(shown.key), "state": shown.state}
 
 
-def routes_of(cluster: str) -> list[Route]:
+def routes_of(cluster: str, trust: bool) -> list[Route]:
     from gptctl.remote.connection import routes
-    from gptctl.spec.cluster import load_profile
+    from gptctl.spec.cluster import load_profile, profile_source
+    from gptctl.spec.trust import settle_trust
     from trainer.errors import errors_in
 
     profile = load_profile(cluster)
@@ -267,6 +274,8 @@ def routes_of(cluster: str) -> list[Route]:
         message = f"{cluster} is a cluster of kind {profile.cluster.kind}: it lists no hosts"
         hint = "give the name of an ssh cluster, or of one with a login host"
         raise UserError(message, hint, WRONG_USAGE)
+    # Its hosts learn who the user is, and its known_hosts is written to.
+    settle_trust([profile_source(profile, cluster, is_typed=True)], trust)
     return routes(profile.cluster)
 
 

@@ -58,10 +58,16 @@ def validate(
     # An invalid config has no job that Slurm could be asked about.
     if checked.is_valid and checked.cluster.traits.has_queue:
         from gptctl.jobs.submit import this_site
+        from gptctl.spec.trust import doubts
 
         backend = session.backends.of(checked.cluster.kind)
-        refused, starts = backend.expected_start(checked, this_site())
+        # It may ask through a login host that an untrusted profile names: that would run something.
+        if found := doubts(checked.sources):
+            ui.say(f"note: Slurm was not asked: {found[0]}; submit needs --trust")
+        refused, starts = ([], "") if found else backend.expected_start(checked, this_site())
         checked = checked._replace(findings=in_order([*checked.findings, *refused]))
+    if checked.launch.files:
+        checked = _with_copied_files(checked)
     has_warnings = any(finding.level == "warning" for finding in checked.findings)
     # --strict changes the answer, not the level of a finding: a warning stays a warning.
     valid = checked.is_valid and not (strict and has_warnings)
@@ -77,6 +83,16 @@ def validate(
         ui.print_findings(checked.findings)
         _print_summary(checked, valid, starts)
     return 0 if valid else ANSWER_IS_NO
+
+
+def _with_copied_files(checked: Checked) -> Checked:
+    """Add what is listed in Launch.files and can never be copied: pipes, devices, too much."""
+    from gptctl.jobs.preflight import check_copied_files
+    from gptctl.jobs.submit import this_site
+
+    files, run_root = checked.launch.files, checked.cluster.run_root
+    found = check_copied_files(files, this_site(), run_root)
+    return checked._replace(findings=in_order([*checked.findings, *found]))
 
 
 def _print_summary(checked: Checked, valid: bool, starts: str) -> None:

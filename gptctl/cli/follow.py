@@ -36,7 +36,7 @@ class StateReporter:
         self._last_reported = ""
 
     def is_over(self) -> bool:
-        from gptctl.engine.run_folder import RUNNING
+        from gptctl.engine.job_result import RUNNING
         from gptctl.jobs.state import is_final
 
         state = self._session.state_of(self._record)
@@ -151,7 +151,7 @@ def report_still_running(record: JobRecord) -> int:
 
 def close_plainly(session: Session, record: JobRecord) -> int:
     from gptctl.cli import ui
-    from gptctl.engine.run_folder import FAILED
+    from gptctl.engine.job_result import FAILED
     from gptctl.jobs import report
     from gptctl.jobs.state import exit_code
 
@@ -188,7 +188,8 @@ def outcome_of(
     session: Session, record: JobRecord, files: LogFiles, state: JobState, total_steps: int
 ) -> Outcome:
     from gptctl.engine.file_reading import read_json
-    from gptctl.engine.run_folder import FAILED, RunFolder
+    from gptctl.engine.job_result import FAILED
+    from gptctl.engine.run_folder import RunFolder
     from gptctl.logs.outcome import Outcome
     from gptctl.logs.rank_count import first_start
     from gptctl.logs.tables import failure_line, failure_of
@@ -196,6 +197,7 @@ def outcome_of(
     # Read from files of the run folder: they are complete once the job has ended.
     folder = RunFolder(record.local_dir)
     result, started = folder.result(), first_start(files)
+    failure = failure_of(files, is_over=folder.is_complete(state.state))
     # A job that lost its nodes has no result: it ends when gptctl notices.
     ended = result.ended if result and result.ended else time.time()
     status = (read_json(Path(record.output_dir) / "status.json") or {}) if record.output_dir else {}
@@ -204,7 +206,7 @@ def outcome_of(
         record.id,
         state.state,
         state.reason,
-        failure_line(*failure_of(files)) if state.state == FAILED else "",
+        failure_line(*failure) if state.state == FAILED else "",
         ended - (started or record.created),
         folder.attempts(),
         total_steps,

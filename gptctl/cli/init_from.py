@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gptctl.engine.file_reading import open_at_once
 from gptctl.spec.check import check_config
 from gptctl.spec.cluster import known_profiles, load_profile
 from gptctl.spec.config_text import config_text
@@ -66,7 +67,7 @@ def _text_of(source: str) -> str:
             raise UserError(f"{source} does not exist", "check the path", WRONG_USAGE)
         return source
     try:
-        with open(source, encoding="utf-8") as file:
+        with open(source, encoding="utf-8", opener=open_at_once) as file:
             return file.read(MAX_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"

@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gptctl.cli import INTERRUPTED
-from gptctl.cli.options import as_json_option, complete_job, examples, job_argument
+from gptctl.cli.options import as_json_option, byte_size, complete_job, examples, job_argument
 from gptctl.cli.session import Session, require_folder
 from gptctl.cli.table_layout import Column
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, UserError
@@ -39,6 +39,8 @@ LIST_COLUMNS = (
     Column("reason", "cut", importance=2),
 )
 RECENT = 20  # jobs that `list` shows: the state of each may need a query
+MAX_STOPPED = 8  # jobs that `cancel` stops at the same time: each asks its own hosts in parallel
+LIST_TIMEOUT = 3.0  # seconds that `list` waits for other machines: people look at it often
 
 
 @click.command("list", epilog=examples("gptctl list", "gptctl list --all --json"))
@@ -54,16 +56,19 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
     """List jobs and their states.
 
     The newest job comes last. The column `from` has the hash of the job that a job continues.
+    Hosts and schedulers have 3 seconds to answer; of the others it shows the last known state, as
+    in `RUNNING (12 min ago)`.
     """
     from gptctl.cli import ui
     from gptctl.jobs import report
-    from gptctl.jobs.progress_text import list_cells
+    from gptctl.jobs.progress_text import list_cells, state_text
     from gptctl.jobs.store import short_id
     from gptctl.text import clock_time, count
 
+    deadline = session.end_within(LIST_TIMEOUT)
     records = session.store.records(None if show_all else RECENT)
     # All at once: one query to Slurm answers for all of its jobs.
-    rows = report.rows(records, session.backends)
+    rows = report.rows(records, session.backends, deadline)
     session.report_damage()
     # JSON has the plain numbers; the columns below are formatted for people.
     if as_json:
@@ -71,7 +76,8 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
         return
     texts = [
         {
-            **{name: row[name] for name in ("job", "state", "cluster", "reason")},
+            **{name: row[name] for name in ("job", "cluster", "reason")},
+            "state": state_text(row),
             **list_cells(row),
             "ranks": f"{row['nodes']} × {row['world_size'] // row['nodes']}",
             "created": clock_time(row["created"]),
@@ -208,7 +214,7 @@ def cancel(session: Session, jobs: tuple[str, ...], now: bool, as_json: bool) ->
     """Stop jobs; the trainer saves a checkpoint first.
 
     The trainer has 30 seconds to save. The command returns when all processes of the jobs have
-    exited.
+    exited. It names hosts that do not answer, where the job may still run, and exits with code 3.
     """
     # Find all jobs before stopping one: after a typing error nothing is stopped.
     return cancel_records(session, [session.find(job) for job in jobs], now, as_json)
@@ -216,19 +222,45 @@ def cancel(session: Session, jobs: tuple[str, ...], now: bool, as_json: bool) ->
 
 def cancel_records(session: Session, records: Sequence[JobRecord], now: bool, as_json: bool) -> int:
     from gptctl.cli import ui
+    from gptctl.engine.atomic_files import private_files
     from gptctl.jobs.state import may_run
+    from gptctl.remote.parallel import in_parallel
 
-    answers = []
-    problems: list[UserError] = []
-    for record in records:
-        if may_run(record, session.backends):
-            # Stopping can take half a minute: say what the command waits for.
-            ui.say(f"stopping {record.id} …")
-            try:
-                session.backend_of(record).cancel(record, now)
-            except UserError as error:  # stop the other jobs anyway
-                problems.append(error)
-        answers.append({"job": record.id, "state": session.state_of(record).state})
+    records = list({record.id: record for record in records}.values())  # each once
+    asked, ended = set[str](), set[str]()
+
+    def stop(record: JobRecord) -> UserError | None:
+        problem = stop_running(record)
+        ended.add(record.id)
+        return problem
+
+    def stop_running(record: JobRecord) -> UserError | None:
+        if not may_run(record, session.backends):
+            return None
+        # Stopping can take half a minute: say what the command waits for.
+        ui.say(f"stopping {record.id} …")
+        asked.add(record.id)
+        try:
+            session.backend_of(record).cancel(record, now)
+        except UserError as error:  # stop the other jobs anyway
+            return error
+        return None
+
+    # All at once: one on hosts that do not answer must not delay the others. The umask belongs to
+    # the process, not to a thread.
+    try:
+        with private_files():
+            results = in_parallel(stop, records, MAX_STOPPED)
+    except KeyboardInterrupt:  # it ends the waiting; a job that was asked stops anyway
+        left = [record.id for record in records if record.id not in ended]
+        # An empty line first: the terminal has written ^C.
+        ui.say("\n".join(["", *(_interrupted_cancel(job, job in asked) for job in left)]))
+        return INTERRUPTED
+    for result in results:
+        if isinstance(result, Exception) and not isinstance(result, UserError):
+            raise result
+    problems = [result for result in results if isinstance(result, UserError)]
+    answers = [{"job": each.id, "state": session.state_of(each).state} for each in records]
     if as_json:
         ui.print_json(answers)
     else:
@@ -238,6 +270,12 @@ def cancel_records(session: Session, records: Sequence[JobRecord], now: bool, as
         ui.print_error(problem)
     # The most serious problem decides, as if the jobs had been stopped one by one.
     return max((problem.exit_code for problem in problems), default=0)
+
+
+def _interrupted_cancel(job: str, was_asked: bool) -> str:
+    if was_asked:
+        return f"{job} was asked to stop. Check it: gptctl status {job}"
+    return f"{job} was not asked to stop yet. Stop it: gptctl cancel {job}"
 
 
 @click.command(epilog=examples("gptctl wait", "gptctl wait gpt-3f9a2c --timeout 600 && echo done"))
@@ -289,7 +327,7 @@ def wait_for(
 
 def _wait_until_final(session: Session, record: JobRecord, timeout: float | None) -> JobState:
     from gptctl.cli import ui
-    from gptctl.engine.run_folder import PENDING, UNKNOWN
+    from gptctl.engine.job_result import PENDING, UNKNOWN
     from gptctl.jobs.state import is_final
 
     deadline = time.monotonic() + timeout if timeout is not None else None
@@ -323,11 +361,18 @@ def _wait_until_final(session: Session, record: JobRecord, timeout: float | None
 @click.option(
     "--checkpoints/--no-checkpoints", default=True, help="Also copy checkpoints (default)."
 )
+@click.option(
+    "--max-size", type=byte_size, metavar="SIZE", help="Copy at most this much (default: 1TB)."
+)
+@click.option(
+    "--max-files",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Copy at most N files from each host (default: 100000).",
+)
 @as_json_option
 @click.pass_obj
-def fetch(
-    session: Session, job: str | None, target: str | None, checkpoints: bool, as_json: bool
-) -> int:
+def fetch(session: Session, /, job: str | None, as_json: bool, **options: Any) -> int:
     """Copy the files that a job wrote on other machines to this one.
 
     These are logs, metrics and checkpoints, or what a script wrote to its folder. Files that are
@@ -335,12 +380,20 @@ def fetch(
     the latest job of this folder, or else your latest.
     """
     from gptctl.cli import ui
+    from gptctl.remote.limits import MAX_FETCHED, MAX_FILES
+    from gptctl.reporting import FetchOptions
     from gptctl.text import count
 
     record = session.find(job)
     require_folder(record)
     # The backend reports through `ui.progress`: only `ui` may print.
-    fetched = session.backend_of(record).fetch(record, target, checkpoints, ui.progress)
+    wanted = FetchOptions(
+        options["target"],
+        options["checkpoints"],
+        MAX_FETCHED if options["max_size"] is None else options["max_size"],
+        options["max_files"] or MAX_FILES,
+    )
+    fetched = session.backend_of(record).fetch(record, wanted, ui.progress)
     if as_json:
         ui.print_json(fetched._asdict())
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gptctl.cli.options import examples, job_argument
+from gptctl.cli.options import byte_size, examples, job_argument
 from gptctl.cli.session import Session, files_of, require_folder
 from trainer.errors import WRONG_USAGE, UserError
 
@@ -67,6 +67,12 @@ REPORT_OPTIONS = ("failed", "list_them", "metrics")
 )
 @click.option("--all-attempts", is_flag=True, help="Show every attempt.")
 @click.option("--list", "list_them", is_flag=True, help="List the log files and their ranks.")
+@click.option(
+    "--max-size",
+    type=byte_size,
+    metavar="SIZE",
+    help="Copy at most this much of the logs of each remote node (default: 10GB).",
+)
 @click.option("--raw", is_flag=True, help="Print the files as they are, without prefixes.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON: one object per line, or one report."
@@ -94,6 +100,7 @@ def logs(session: Session, /, job: str | None, **options: Any) -> int:
 
     record = session.find(job)
     files = files_of(record)
+    session.backend_of(record).want_logs(record, options["max_size"])
     # Following starts before the folder check: a pending job has no folder yet.
     if options["follow"] and not is_removed(record):
         return follow_job(
@@ -126,7 +133,8 @@ def say_result(record: JobRecord) -> None:
     """Close the logs of a failed job with the reason: torchrun's last lines may name another."""
     from gptctl.backends import recorded_state
     from gptctl.cli import ui
-    from gptctl.engine.run_folder import FAILED, RunFolder
+    from gptctl.engine.job_result import FAILED
+    from gptctl.engine.run_folder import RunFolder
 
     # Only what is recorded here: the state of a running job would cost a query.
     result = RunFolder(record.local_dir).result()
@@ -295,13 +303,17 @@ def print_failure(
     attempt: int | None = None,
     as_json: bool = False,
     job: str = "JOB",
+    is_over: bool = False,
     **of_job: Any,
 ) -> bool:
-    """Print the failure report, and return whether anything has failed."""
+    """Print the failure report, and return whether anything has failed.
+
+    `is_over`: the job has ended, and all records are here.
+    """
     from gptctl.cli import ui
     from gptctl.logs.tables import failure_report
 
-    report = failure_report(files, attempt, of_job.get("state", ""))
+    report = failure_report(files, attempt, of_job.get("state", ""), is_over)
     # The state of the job explains failures that no rank caused, such as a time limit.
     if as_json:
         ui.print_json({**of_job, **report.as_json()})
@@ -315,11 +327,14 @@ def show_failure(
 ) -> int:
     """Print the state of the job, then which rank failed first."""
     from gptctl.cli import ui
+    from gptctl.engine.run_folder import RunFolder
 
     # The state comes first: the first rank to exit did not cause a time limit or a cancellation.
     state = session.state_of(record)
     if not options["as_json"]:
         ui.print_state(record.id, str(state))
-    print_failure(files, options["attempt"], options["as_json"], record.id, **state.as_json())
+    is_over = RunFolder(record.local_dir).is_complete(state.state)
+    how = options["attempt"], options["as_json"], record.id, is_over
+    print_failure(files, *how, **state.as_json())
     # The report was printed, so the command succeeded, whatever the job did.
     return 0

@@ -67,6 +67,11 @@ wait_option = click.option(
 queue_option = click.option(
     "--queue", is_flag=True, help="Wait until the machines are free, instead of starting at once."
 )
+trust_option = click.option(
+    "--trust",
+    is_flag=True,
+    help="Trust the files that this command refused to use, as they are now.",
+)
 override_option = click.option(
     "-o",
     "--override",
@@ -82,6 +87,18 @@ cluster_option = click.option(
     help="Use this cluster profile: a name or a path.",
     shell_complete=complete_cluster,
 )
+
+
+def byte_size(text: str) -> int:
+    """The type of options that take a number of bytes, such as 500MB, 2TB or 3GiB."""
+    from gptctl.text import parse_size
+
+    size = parse_size(text)
+    if size is None:
+        raise click.BadParameter(
+            f"{text!r} is not a size; use a number of bytes such as 20GB, 1.5TB or 5000"
+        )
+    return size
 
 
 class OptionWithAliases(click.Option):
@@ -141,7 +158,7 @@ SECTIONS = {
         *("follow", "wait_for_it", "name", "time", "max_restarts", "resume", "queue", "after"),
         *("chain", "code", "parallel", "skip_invalid", "config_option"),
     ),
-    "Run": ("dry_run", "variables", "log_dir", "style", "template", "node", "as_json"),
+    "Run": ("dry_run", "variables", "log_dir", "style", "template", "trust", "node", "as_json"),
     "Slurm": (
         *("partition", "account", "qos", "constraint", "mem", "nodelist", "exclude"),
         *("reservation", "comment", "requeue", "sbatch_options"),

@@ -14,6 +14,8 @@ from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
 if TYPE_CHECKING:
     from gptctl.jobs.store import JobRecord
 
+MAX_REMOVED = 8  # jobs at the same time: each asks its own hosts in parallel
+
 
 @click.command(epilog=examples("gptctl rm gpt-3f9a2c", "gptctl rm gpt-3f9a2c gpt-77b010 --yes"))
 @click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
@@ -30,7 +32,9 @@ def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_j
     one needs.
     """
     from gptctl.cli import ui
+    from gptctl.engine.atomic_files import private_files
     from gptctl.jobs.remove import check_removable, folders_outside, remove, removed_before
+    from gptctl.remote.parallel import in_parallel
 
     # Check all jobs before removing one: after a typing error nothing is removed.
     records = list({record.id: record for record in map(session.find, jobs)}.values())
@@ -40,20 +44,23 @@ def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_j
     if not yes and not agrees(records):
         ui.say("nothing was removed")
         return ANSWER_IS_NO
-    answers: list[dict[str, Any]] = []
-    problems: list[UserError] = []
-    for record in records:
-        answer: dict[str, Any] = {
+    facts = [
+        {
             "job": record.id,
             "run_dir": record.local_dir,
             "kept": folders_outside(record),
             "already_removed": removed_before(record) is not None,
         }
-        try:
-            answers.append({**answer, "removed": remove(record, session.backends, here_only)})
-        except UserError as error:  # remove the others anyway
-            problems.append(error)
-            answers.append({**answer, "removed": None, "error": error.message})
+        for record in records
+    ]
+    # All at once: one on hosts that do not answer must not delay the others. The umask belongs to
+    # the process, not to a thread.
+    with private_files():
+        results = in_parallel(
+            lambda record: remove(record, session.backends, here_only), records, MAX_REMOVED
+        )
+    answers = [removal(*pair) for pair in zip(facts, results)]
+    problems = [result for result in results if isinstance(result, UserError)]
     if as_json:
         ui.print_json(answers)
     else:
@@ -62,6 +69,15 @@ def rm(session: Session, jobs: tuple[str, ...], yes: bool, here_only: bool, as_j
         ui.print_error(problem)
     # The most serious problem decides, as if the jobs had been removed one by one.
     return max((problem.exit_code for problem in problems), default=0)
+
+
+def removal(facts: dict[str, Any], result: float | Exception) -> dict[str, Any]:
+    """What became of one job: when it was removed, or why it was not."""
+    if isinstance(result, UserError):
+        return {**facts, "removed": None, "error": result.message}
+    if isinstance(result, Exception):
+        raise result
+    return {**facts, "removed": result}
 
 
 def described(answer: dict[str, Any]) -> str:

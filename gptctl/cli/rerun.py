@@ -16,6 +16,7 @@ from gptctl.cli.options import (
     launch_options,
     layout_options,
     queue_option,
+    trust_option,
     wait_option,
 )
 from gptctl.cli.overrides import launch_overrides
@@ -34,6 +35,7 @@ def rerun_options(verb: F) -> F:
         as_json_option,
         wait_option,
         follow_option,
+        trust_option,
         click.option("--dry-run", is_flag=True, help="Print what would run; start nothing."),
         click.option(
             "--code",
@@ -99,6 +101,7 @@ def start_again(
     resume: bool,
     code: str,
     dry_run: bool,
+    trust: bool,
     follow: bool,
     wait_for_it: bool,
     as_json: bool,
@@ -112,16 +115,17 @@ def start_again(
         refuse_contradiction,
         show_dry_run,
         submit_and_follow,
-        template_places,
+        templates_of,
     )
     from gptctl.jobs.rerun import Changes, prepare_rerun
+    from gptctl.spec.trust import settle_trust
 
     refuse_contradiction(dry_run, follow, wait_for_it)
     # Parse before searching for the job: a mistake in -o is reported without touching the store.
     typed = launch_overrides(session, script=(), **arguments)
     record = session.find(job)
     overrides = [*program_overrides(script, record), *typed]
-    changes = Changes(overrides, resume, code == "now", template_places(template, None))
+    changes = Changes(overrides, resume, code == "now", templates_of(template, None))
 
     def conditions(checked: Checked) -> StartConditions:
         refuse_foreign(session, arguments["after"], checked)
@@ -129,8 +133,9 @@ def start_again(
 
     prepared = prepare_rerun(record, session.store, session.backends, changes, conditions)
     if dry_run:
-        show_dry_run(prepared, as_json)
+        show_dry_run(prepared, as_json, trust)
         return 0
+    settle_trust(prepared.sources, trust)
     return submit_and_follow(session, prepared, as_json, follow, wait_for_it)
 
 

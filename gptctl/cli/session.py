@@ -10,18 +10,33 @@ from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from gptctl.backends import Backend, Backends, JobState
+    from gptctl.deadline import Deadline
     from gptctl.jobs.store import JobRecord, Store
     from gptctl.logs.files import LogFiles
 
+# Of the time that a command has. The rest is for what hosts said: an error that names the host must
+# arrive before the command stops waiting.
+SHARE_OF_HOSTS = 0.8
+
 
 class Session:
+    def __init__(self) -> None:
+        self._limit: Deadline | None = None
+
+    def end_within(self, seconds: float) -> Deadline:
+        """Let no other machine keep this command waiting for longer; call it first."""
+        from gptctl.deadline import Deadline
+
+        self._limit = Deadline(SHARE_OF_HOSTS * seconds)
+        return Deadline(seconds)
+
     # Both are created when first used: `gptctl keys` needs neither the store nor a backend.
     @cached_property
     def backends(self) -> Backends:
         from gptctl.backends import Backends
         from gptctl.cli import ui
 
-        return Backends(ui.say)
+        return Backends(ui.say, self._limit)
 
     @cached_property
     def store(self) -> Store:

@@ -21,10 +21,12 @@ from gptctl.cli.options import (
     follow_option,
     launch_options,
     queue_option,
+    trust_option,
     wait_option,
 )
 from gptctl.cli.overrides import check_job
 from gptctl.cli.session import Session
+from gptctl.cli.trusting import announce_files, show_doubts
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from gptctl.jobs.resume import ResumePoint
     from gptctl.jobs.store import JobRecord
     from gptctl.jobs.submit import Prepared
+    from gptctl.planning.user_templates import UserTemplate
     from gptctl.spec.check import Checked
 
 
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     help="Submit N jobs, each of which resumes the one before.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would run; start nothing.")
+@trust_option
 @follow_option
 @wait_option
 @as_json_option
@@ -67,6 +71,7 @@ def submit(
     queue: bool,
     chain: int | None,
     dry_run: bool,
+    trust: bool,
     follow: bool,
     wait_for_it: bool,
     as_json: bool,
@@ -83,16 +88,22 @@ def submit(
     from gptctl.cli.chain import Chain
     from gptctl.cli.dependencies import start_conditions
     from gptctl.jobs.submit import prepare, this_site
+    from gptctl.spec.trust import settle_trust
 
     refuse_contradiction(dry_run, follow, wait_for_it)
     point = resume_point(session, resume) if resume is not None else None
     more = point.overrides if point else ()
     if chain:
-        places = partial(template_places, template)
+        places = partial(templates_of, template)
         members = Chain(session, chain, queue, places, {**arguments, "more": more}, point)
-        return submit_chain(members, session, dry_run, as_json, follow, wait_for_it)
+        if dry_run:
+            show_dry_run(members.first, as_json, trust)
+            show_length(members)
+            return 0
+        settle_trust(members.first.sources, trust)
+        return submit_chain(members, session, as_json, follow, wait_for_it)
     checked, overrides = check_job(session, **arguments, more=more)
-    templates = template_places(template, checked.path)
+    templates = templates_of(template, checked.path)
     # A dry run prepares the job exactly as a submit does, so that it shows what would really run.
     conditions = start_conditions(session, checked, arguments["after"], queue)
     prepared = prepare(
@@ -106,8 +117,9 @@ def submit(
         resumes=point,
     )
     if dry_run:
-        show_dry_run(prepared, as_json)
+        show_dry_run(prepared, as_json, trust)
         return 0
+    settle_trust(prepared.sources, trust)
     return submit_and_follow(session, prepared, as_json, follow, wait_for_it)
 
 
@@ -158,7 +170,7 @@ def render(
         raise UserError(f"there is no node {node}", f"use 0 to {plan.nodes - 1}", WRONG_USAGE)
     ui.note_machine_findings(checked)
     # Findings go to stderr below: stdout can be saved as a script.
-    text = rendered(plan, script_of(plan.style), template_places(template, checked.path), node)
+    text = rendered(plan, script_of(plan.style), templates_of(template, checked.path), node)
     if as_json:
         ui.print_json({"style": plan.style, "plan": plan.as_json(), "text": text})
     else:
@@ -166,19 +178,12 @@ def render(
         ui.print_exactly(text)
 
 
-def template_places(template: str | None, config: Path | None) -> list[Path]:
-    """Find the user's templates: the named one, then the folder `templates` beside the config."""
-    # A named template must exist and be used: falling back to the bundled one would hide a typo.
-    if template is not None and not Path(template).exists():
-        hint = "give a file such as launch.sh.j2, or a folder"
-        raise UserError(f"unknown template: {template}", hint, WRONG_USAGE)
-    if template and Path(template).is_dir() and not any(Path(template).glob("*.j2")):
-        hint = "put a file such as launch.sh.j2 there"
-        raise UserError(f"{template} contains no templates", hint, WRONG_USAGE)
-    # Any project may have a folder `templates`: without *.j2 files it is not meant for gptctl.
-    beside = config.parent / "templates" if config else None
-    named = [Path(template)] if template else []
-    return [*named, *([beside] if beside and any(beside.glob("*.j2")) else [])]
+def templates_of(template: str | None, config: Path | None) -> list[UserTemplate]:
+    """Read the user's templates: the named ones, then the folder `templates` beside the config."""
+    from gptctl.planning.user_templates import found_templates, named_templates
+
+    named = named_templates(Path(template)) if template is not None else []
+    return [*named, *(found_templates(config.parent / "templates") if config else [])]
 
 
 def refuse_invalid(checked: Checked) -> None:
@@ -225,11 +230,12 @@ def resume_point(session: Session, job: str) -> ResumePoint:
     return find_resume_point(session.find(job), session.store, session.backends)
 
 
-def show_dry_run(prepared: Prepared, as_json: bool) -> None:
+def show_dry_run(prepared: Prepared, as_json: bool, trust: bool) -> None:
     from gptctl.cli import ui
 
     plan = prepared.plan
     ui.note_machine_findings(prepared.checked)
+    show_doubts(prepared.sources, trust)
     if as_json:
         facts = {"plan": plan.as_json(), "scripts": prepared.scripts}
         ui.print_json({**facts, "continues": prepared.continues, "notes": prepared.notes})
@@ -244,22 +250,25 @@ def show_dry_run(prepared: Prepared, as_json: bool) -> None:
 def print_notes(prepared: Prepared) -> None:
     from gptctl.cli import ui
 
+    announce_files(prepared.sources)
     ui.print_findings(prepared.findings, to_stderr=True)
     for note in prepared.notes:
         ui.say(note)
 
 
+def show_length(chain: Chain) -> None:
+    from gptctl.cli import ui
+
+    ui.say(f"# and {chain.length - 1} more, each of which resumes the one before")
+
+
 def submit_chain(
-    chain: Chain, session: Session, dry_run: bool, as_json: bool, follow: bool, wait_for_it: bool
+    chain: Chain, session: Session, as_json: bool, follow: bool, wait_for_it: bool
 ) -> int:
     """Submit a chain, say what was submitted, and follow or wait if asked to."""
     from gptctl.cli import ui
     from gptctl.cli.chain import follow_chain, partial_failure
 
-    if dry_run:
-        show_dry_run(chain.first, as_json)
-        ui.say(f"# and {chain.length - 1} more, each of which resumes the one before")
-        return 0
     print_notes(chain.first)
     try:
         is_complete = chain.submit()

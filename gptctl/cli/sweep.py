@@ -18,6 +18,7 @@ from gptctl.cli.options import (
     examples,
     launch_options,
     layout_options,
+    trust_option,
 )
 from gptctl.cli.session import Session
 from gptctl.cli.table_layout import Column
@@ -26,6 +27,7 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from gptctl.jobs.sweep_submit import SubmittedRun
     from gptctl.jobs.sweeps import SweepMember, SweepRecord
+    from gptctl.spec.trust import Source
 
 sweep_argument = click.argument("name", metavar="[SWEEP]", required=False)
 
@@ -54,6 +56,7 @@ def sweep() -> None:
 @click.option("--parallel", type=click.IntRange(1), metavar="N", help="Run at most N jobs at once.")
 @click.option("--skip-invalid", is_flag=True, help="Leave out runs whose config is invalid.")
 @click.option("--dry-run", is_flag=True, help="Print the runs; start nothing.")
+@trust_option
 @as_json_option
 @click.pass_obj
 def submit(
@@ -63,6 +66,7 @@ def submit(
     parallel: int | None,
     skip_invalid: bool,
     dry_run: bool,
+    trust: bool,
     as_json: bool,
     template: str | None,
     **arguments: Any,
@@ -75,11 +79,12 @@ def submit(
     from gptctl.cli.sweep_runs import planned_sweep, refuse_templates
 
     refuse_templates(template)
-    planned = startable(planned_sweep(session, Path(file), parallel, arguments), skip_invalid)
+    described, sources = planned_sweep(session, Path(file), parallel, arguments)
+    planned = startable(described, skip_invalid)
     if dry_run:
         print_runs(planned, as_json)
         return 0
-    return announce(*submit_sweep(session, planned), as_json)
+    return announce(*submit_sweep(session, planned, sources, trust), as_json)
 
 
 def startable(planned: SweepRecord, skip_invalid: bool) -> SweepRecord:
@@ -141,16 +146,21 @@ def result_columns(keys: Sequence[str], metric: str) -> list[Column]:
 
 
 def submit_sweep(
-    session: Session, planned: SweepRecord
+    session: Session, planned: SweepRecord, sources: Sequence[Source], trust: bool
 ) -> tuple[SweepRecord, Sequence[SubmittedRun]]:
     from gptctl.cli.sweep_runs import not_submitted, prepared_runs, submit_runs
+    from gptctl.cli.trusting import announce_files
     from gptctl.jobs.sweeps import SweepStore, has_jobs
+    from gptctl.spec.trust import settle_trust
 
     sweeps = SweepStore()
     record = sweeps.add(planned)
     with sweeps.locked(record):
         try:
             prepared = prepared_runs(session, record, range(len(record.runs)))
+            used = [*sources, *(each for run in prepared.values() for each in run.sources)]
+            settle_trust(used, trust)
+            announce_files(used)
             done = submit_runs(session, record, prepared, ())
         finally:
             # Nothing was submitted: the same file can be submitted again after a fix.
@@ -312,9 +322,10 @@ def draw(jobs: list[str], metric: str, session: Session) -> None:
 
 @sweep.command(epilog=examples("gptctl sweep resume lr-3f9a2c", "gptctl sweep resume lr --json"))
 @click.argument("name", metavar="SWEEP")
+@trust_option
 @as_json_option
 @click.pass_obj
-def resume(session: Session, name: str, as_json: bool) -> int:
+def resume(session: Session, name: str, trust: bool, as_json: bool) -> int:
     """Submit the runs of a sweep that did not complete.
 
     These are runs without a job, and runs whose job ended in another way. A run that saved a
@@ -324,6 +335,7 @@ def resume(session: Session, name: str, as_json: bool) -> int:
     from gptctl.cli.sweep_runs import continue_runs, prepared_runs, submit_runs, unfinished
     from gptctl.jobs.report import prefetch_states
     from gptctl.jobs.sweeps import SweepStore, members
+    from gptctl.spec.trust import settle_trust
 
     sweeps = SweepStore()
     record = sweeps.find(name)
@@ -336,6 +348,7 @@ def resume(session: Session, name: str, as_json: bool) -> int:
             ui.say("nothing to submit: every run is complete, pending or running")
         active = unfinished(session, known)
         prepared = prepared_runs(session, record, fresh)
+        settle_trust([each for run in prepared.values() for each in run.sources], trust)
         done = continue_runs(session, record, failed, active) if failed else []
         if fresh and all(each.record for each in done):
             before = [*active, *(each.record for each in done if each.record)]
@@ -347,7 +360,7 @@ def missing_runs(
     session: Session, known: Sequence[SweepMember]
 ) -> tuple[list[int], list[SweepMember]]:
     """The runs that start from the beginning, and those that continue a job that has ended."""
-    from gptctl.engine.run_folder import COMPLETED
+    from gptctl.engine.job_result import COMPLETED
     from gptctl.jobs.state import is_final
 
     fresh, failed = [], []

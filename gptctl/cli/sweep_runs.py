@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from gptctl.jobs.sweep_submit import SubmittedRun
     from gptctl.jobs.sweeps import SweepMember, SweepRecord
     from gptctl.spec.check import Checked
+    from gptctl.spec.trust import Source
     from trainer.config import Override
-    from trainer.config.tree import Map
+    from trainer.config.tree import Map, ReadFile
     from trainer.errors import Finding
 
 DEPENDENCY = "Launch.slurm.extra.dependency"
@@ -36,16 +37,17 @@ def refuse_templates(template: str | None) -> None:
 
 def planned_sweep(
     session: Session, file: Path, parallel: int | None, arguments: dict[str, Any]
-) -> SweepRecord:
-    """Read the sweep file; the record has no id yet, only the start of one."""
+) -> tuple[SweepRecord, list[Source]]:
+    """Read the sweep file and its config. The record has no id yet, only the start of one."""
     from gptctl.cli import ui
     from gptctl.jobs.submit import this_site
     from gptctl.jobs.sweeps import new_sweep
     from gptctl.jobs.written_config import as_json as written_json
-    from gptctl.spec.check import find_config
+    from gptctl.spec.check import config_sources, find_config
     from gptctl.spec.sweep import expand, load_sweep, name_of, overruled, require_valid
 
-    described = require_valid(load_sweep(file), file)
+    loaded = load_sweep(file)
+    described = require_valid(loaded, file)
     if arguments["after"]:
         raise UserError("sweep does not take --after", "wait for that job first", WRONG_USAGE)
     typed = launch_overrides(session, **arguments)
@@ -55,7 +57,8 @@ def planned_sweep(
     # A path in the sweep file is relative to the file, as in _base_.
     named = str(file.parent / described.config) if described.config else None
     site, config = this_site(), find_config(named)
-    return new_sweep(
+    files: list[ReadFile] = []
+    planned = new_sweep(
         id=described.name or name_of(file),
         file=site.absolute(str(file)),
         folder=site.folder,
@@ -65,17 +68,20 @@ def planned_sweep(
         parallel=parallel or described.parallel,
         metric=described.metric.name,
         goal=described.metric.goal,
-        written=written_json(common_tree(config, typed), site.folder),
+        written=written_json(common_tree(config, typed, files), site.folder),
     )
+    return planned, [loaded.source, *config_sources(files)]
 
 
-def common_tree(config: Path, typed: Sequence[Override]) -> Map:
+def common_tree(
+    config: Path, typed: Sequence[Override], files: list[ReadFile] | None = None
+) -> Map:
     """What the config and the options say, for all runs."""
     from trainer.config import load_tree
     from trainer.errors import errors_in
 
     found: list[Finding] = []
-    tree = load_tree(config, typed, found)
+    tree = load_tree(config, typed, found, files)
     if tree is None or errors_in(found):
         raise UserError(f"{config} is invalid", findings=found)
     return tree
@@ -220,7 +226,7 @@ def prepared_run(
     index: int,
     before: Sequence[JobRecord] = (),
 ) -> Prepared:
-    from gptctl.cli.submit import template_places
+    from gptctl.cli.submit import templates_of
     from gptctl.jobs.submit import prepare, this_site
     from gptctl.jobs.sweep_submit import sweep_conditions
 
@@ -232,7 +238,7 @@ def prepared_run(
         session.store,
         session.backends,
         site,
-        templates=template_places(None, checked.path),
+        templates=templates_of(None, checked.path),
         conditions=sweep_conditions(record, checked.cluster.traits.has_queue),
     )
     return prepared._replace(sweep=record.id, sweep_index=index)
@@ -245,7 +251,8 @@ def unfinished(session: Session, known: Sequence[SweepMember]) -> list[JobRecord
     jobs = [each.job for each in known if each.job]
     active = [job for job in jobs if not is_final(session.state_of(job))]
     # A new job takes the place of an earlier one: the order of the runs is another one.
-    return sorted(active, key=lambda job: (job.created, job.id))
+    places = {job_id: number for number, job_id in enumerate(session.store.ids())}
+    return sorted(active, key=lambda job: places.get(job.id, -1))
 
 
 def continue_runs(

@@ -161,9 +161,9 @@ def print_box(title: str, body: str | Sequence[tuple[str, str]], colour: str = "
 
 
 def print_exactly(text: str) -> None:
-    """Print a script byte for byte."""
-    # Not cleaned: the values it was rendered from were checked for control characters.
-    sys.stdout.write(text)
+    """Print a script byte for byte, so that it can be saved; to a terminal without controls."""
+    # The file may have been damaged since it was written.
+    sys.stdout.write(clean(text) if sys.stdout.isatty() else text)
 
 
 def say(text: str) -> None:

@@ -36,7 +36,8 @@ from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.planning.build import Site
 from gptctl.reporting import Say
 from gptctl.spec.check import check_config
-from gptctl.spec.cluster import Cluster, Profile, find_profile, load_profile
+from gptctl.spec.cluster import Cluster, Profile, load_profile, profile_source
+from gptctl.spec.trust import settle_trust
 from gptctl.spec.visible_gpus import count_visible_gpus
 from gptctl.text import count
 from trainer.config import Override
@@ -57,6 +58,9 @@ class DoctorRequest(NamedTuple):
     timeout: float
     site: Site
     say: Say
+    trust: bool = False  # whether to trust the profile as it is now
+    # As it was read when it was trusted: its file may have changed since.
+    profile: Profile | None = None
 
 
 class DoctorReport(NamedTuple):
@@ -77,6 +81,9 @@ def examine(request: DoctorRequest) -> DoctorReport:
     rows = [*_profile_rows(request.name, profile)]
     if is_wrong(rows):  # what follows would fail for the same reasons
         return DoctorReport(cluster.name, rows)
+    source = profile_source(profile, request.name, is_typed=True)
+    settle_trust([source], request.trust)
+    request = request._replace(profile=profile)
     with signals_interrupt():
         report = EXAMINATIONS.get(cluster.kind, _examine_profile_only)(request, cluster)
     return report._replace(rows=[*rows, *report.rows])
@@ -84,11 +91,12 @@ def examine(request: DoctorRequest) -> DoctorReport:
 
 def _profile_rows(name: str, profile: Profile) -> Iterator[Row]:
     """What `validate` finds in the profile, including its environment."""
-    file = str(find_profile(name))
+    file = profile.file.path
     found = list(profile.findings)
     # A profile with errors has no values that could be checked further.
     if not any(finding.level == "error" for finding in found):
-        checked = check_config(None, [Override("Launch.cluster", name, "--cluster", verbatim=True)])
+        named = Override("Launch.cluster", name, "--cluster", verbatim=True)
+        checked = check_config(None, [named], profile)
         found += [each for each in checked.findings if each not in found and _is_about(each, file)]
     yield from map(profile_row, found)
     if not any(finding.level in ("error", "warning") for finding in found):
@@ -135,7 +143,7 @@ def _local_rows(request: DoctorRequest, cluster: Cluster, folder: Path) -> list[
     gpus, host = count_visible_gpus(), local_node.host_name()
     per_node = cluster.gpus_per_node or gpus or 1
     device = "gpu" if gpus else "cpu"
-    plan = plan_probe(request.name, request.site, folder, 1, per_node, device)
+    plan = plan_probe(request.name, request.profile, request.site, folder, 1, per_node, device)
     write_scripts(folder, plan, request.site)
     request.say("checking this machine …")
     local_node.run_script(folder, "facts")
@@ -166,7 +174,9 @@ def _examine_ssh(request: DoctorRequest, cluster: Cluster) -> DoctorReport:
         folder = Path(place)
         run_dir = f"{cluster.run_root}/.doctor-{secrets.token_hex(4)}"
         fewest = min(host.gpus or cluster.gpus_per_node or 1 for host in cluster.hosts[:nodes])
-        plan = plan_probe(request.name, request.site, Path(run_dir), nodes, fewest, "cpu")
+        plan = plan_probe(
+            request.name, request.profile, request.site, Path(run_dir), nodes, fewest, "cpu"
+        )
         write_scripts(folder, plan, request.site)
         try:
             rows += hosts.create_folders(run_dir, folder)
@@ -199,7 +209,8 @@ def _ssh_rows(
     expected = ExpectedNode(per_node if has_gpus else 0, per_node, has_peers=plan.nodes > 1)
     # A host that cannot be reached has a row that says so: the others would only repeat it.
     lost = {name for number, name in enumerate(names) if number not in hosts.connections}
-    rows += collect_rows(folder, names, None, expected)
+    others = [host.host for host in hosts.cluster.hosts[plan.nodes :]]  # with --nodes
+    rows += collect_rows(folder, names, None, expected, others=others)
     return [row for row in rows if row.node not in lost]
 
 
@@ -287,7 +298,9 @@ def _slurm_rows(
         # More than a node has is a problem already reported: check the rest with what there is.
         per_node = min(per_node, available)
     device, here = "gpu" if is_gpu else "cpu", folder.here
-    plan = plan_probe(request.name, request.site, Path(folder.there), nodes, per_node, device)
+    plan = plan_probe(
+        request.name, request.profile, request.site, Path(folder.there), nodes, per_node, device
+    )
     write_scripts(here, plan, request.site, BATCH_SCRIPT, ENGINE_SCRIPT)
     folder.push()
     tracker = ArrivalTracker(here, nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import tempfile
 import time
@@ -17,6 +18,8 @@ from gptctl.doctor.ssh_hosts import unpack
 from gptctl.remote.archive import pack
 from gptctl.remote.scripts import remote_command
 
+# What the job writes on all its nodes; they share one folder, and one user.
+FILES = re.compile(r"ended|hosts|head\.failed|no_access|(node|reduce)\.[a-z0-9.]{1,60}")
 PULL_INTERVAL = 1.0  # seconds between two copies
 
 
@@ -44,7 +47,7 @@ class FolderCopy:
             return
         done = self.access.run(remote_command("doctor_files.sh", self.there))
         self._pulled = time.monotonic()
-        unpack(done.out, self.here)
+        unpack(done.out, self.here, FILES)
 
     def remove(self) -> None:
         # If the connection is lost for good, the folder stays there.

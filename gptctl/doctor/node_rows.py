@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gptctl.doctor.exposure import firewall_row, listening_row
 from gptctl.doctor.rows import Row, notice, ok, warning, wrong
 from gptctl.engine.ports import PORTS
 from gptctl.spec.env_lint import Interfaces
@@ -54,17 +55,29 @@ class EnginePython(NamedTuple):
 
 
 def rows_for_nodes(
-    nodes: Sequence[NodeFacts], engines: Sequence[EnginePython], expected: ExpectedNode
+    nodes: Sequence[NodeFacts],
+    engines: Sequence[EnginePython],
+    expected: ExpectedNode,
+    others: Sequence[str] = (),
 ) -> list[Row]:
-    rows = [row for node in nodes for row in _rows_for_node(node, expected)]
+    """The rows of all nodes. `others` are hosts of the profile that were not examined."""
+    rows = [
+        row
+        for number, node in enumerate(nodes)
+        for row in _rows_for_node(node, expected, is_first=number == 0)
+    ]
     rows += map(engine_row, engines)
     # By check, not by node: equal rows of all nodes are then merged into one line.
     order = list(dict.fromkeys(row.check for row in rows))
     rows.sort(key=lambda row: order.index(row.check))
+    if len(nodes) > 1:
+        missing = [*(node.name for node in nodes if not node.facts), *others]
+        closed = firewall_row([node.facts for node in nodes if node.facts], missing)
+        rows += [closed] if closed else []
     return [*rows, *_same_versions(nodes)] if len(nodes) > 1 else rows
 
 
-def _rows_for_node(node: NodeFacts, expected: ExpectedNode) -> Iterator[Row]:
+def _rows_for_node(node: NodeFacts, expected: ExpectedNode, is_first: bool) -> Iterator[Row]:
     facts = node.facts
     if node.no_access:
         fix = "run_root must be one folder that every node can see and write to"
@@ -82,6 +95,8 @@ def _rows_for_node(node: NodeFacts, expected: ExpectedNode) -> Iterator[Row]:
     if expected.has_peers:
         yield _network_row(node.name, facts)
         yield _host_name_row(node.name, facts)
+    if where := listening_row(node.name, facts, is_first):
+        yield where
     # If it is the interface of Gloo, the row above is about it.
     nccl = facts["nccl"].strip()
     if nccl and not (expected.has_peers and nccl.removeprefix("=") == facts["interface"]):

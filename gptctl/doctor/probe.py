@@ -27,12 +27,13 @@ from gptctl.doctor.node_rows import (
 from gptctl.doctor.rows import Row
 from gptctl.doctor.signals import signals_blocked
 from gptctl.engine.atomic_files import private_files
-from gptctl.engine.error_text import last_line
+from gptctl.engine.error_text import is_consequence, last_line
 from gptctl.engine.file_reading import read_json, read_text
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import render
 from gptctl.spec.check import check_config
+from gptctl.spec.cluster import Profile
 from trainer.config import Override
 from trainer.errors import UserError
 
@@ -71,7 +72,13 @@ def _remove(folder: Path) -> None:
 
 
 def plan_probe(
-    cluster: str, site: Site, folder: Path, nodes: int, per_node: int, device: str
+    cluster: str,
+    profile: Profile | None,
+    site: Site,
+    folder: Path,
+    nodes: int,
+    per_node: int,
+    device: str,
 ) -> LaunchPlan:
     """The plan of a job for this cluster, so that ranks are started exactly like a job's."""
     keys = {
@@ -86,7 +93,7 @@ def plan_probe(
         Override(key, value, "gptctl doctor", verbatim=key == "Launch.cluster")
         for key, value in keys.items()
     ]
-    checked = check_config(None, overrides)
+    checked = check_config(None, overrides, profile)
     if not checked.is_valid:
         raise UserError(
             "this profile cannot run the check job of gptctl doctor", findings=checked.findings
@@ -196,10 +203,14 @@ def collect_rows(
     tracker: ArrivalTracker | None,
     expected: ExpectedNode,
     root: str = "",
+    others: Sequence[str] = (),
 ) -> list[Row]:
-    """The rows for everything that the nodes wrote to the folder; `root`: its parent there."""
+    """The rows for everything that the nodes wrote to the folder; `root`: its parent there.
+
+    `others` are hosts of the profile that were not examined.
+    """
     nodes = read_nodes(folder, names, tracker, root)
-    rows = rows_for_nodes(nodes, read_engines(folder, names), expected)
+    rows = rows_for_nodes(nodes, read_engines(folder, names), expected, others)
     if measured := _read_json(folder / "reduce.json"):
         return [*rows, *reduce_rows(measured, names)]
     is_possible = all(node.facts and "gpus" in node.facts for node in nodes)
@@ -208,6 +219,10 @@ def collect_rows(
 
 def _reduce_failure(folder: Path) -> str:
     """The error of the rank that failed first: the others failed because of it."""
-    files = sorted(folder.glob("rank.*.failed"), key=lambda file: file.stat().st_mtime)
-    first = [f"rank {file.name.split('.')[1]}: {read_text(file).strip()}" for file in files[:1]]
+    # By what they say, and only then by time: clocks of hosts may differ.
+    errors = [
+        (is_consequence(text := read_text(file).strip()), file.stat().st_mtime, file.name, text)
+        for file in folder.glob("node.*.rank.*.failed")
+    ]
+    first = [f"rank {name.split('.')[3]}: {text}" for _, _, name, text in sorted(errors)[:1]]
     return "; ".join(filter(None, [*first, read_text(folder / "reduce.failed").strip()]))

@@ -18,7 +18,7 @@ class Row(NamedTuple):
     node: str  # empty: the check is not about one node
     state: State
     found: str
-    fix: str = ""  # never empty unless the state is ok
+    fix: str = ""  # never empty unless the state is ok; of `firewall`, lines for a root shell
 
     def as_json(self) -> dict[str, Any]:
         return self._asdict()

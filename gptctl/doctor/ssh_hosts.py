@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 import tarfile
 import time
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from gptctl.doctor.node_rows import Arrival, clock_row
@@ -21,6 +22,7 @@ from gptctl.remote.scripts import remote_command
 from gptctl.spec.cluster import Cluster
 from trainer.errors import UserError
 
+CREATE_TIMEOUT = 60.0  # seconds: a host may wait until it sees a folder that another one created
 TIMEOUT = 120  # seconds for the facts of a host, and for the all-reduce
 REPLY_TIME = 20  # seconds more, for the files to get here
 MAX_FILE_SIZE = 1 << 20  # bytes; larger files of a host are ignored
@@ -80,7 +82,8 @@ class DoctorHosts:
             # On a shared file system the first host creates it, and the others wait for it.
             is_shared = self.cluster.shared_fs and number > 0
             command = remote_command("doctor_create.sh", run_dir, "shared" if is_shared else "")
-            return connection.run(command, b"" if is_shared else archive)
+            sent = b"" if is_shared else archive
+            return connection.run(command, sent, CREATE_TIMEOUT)
 
         for number, done in self._on_each(create):
             if isinstance(done, UserError) or done.code:
@@ -110,9 +113,9 @@ class DoctorHosts:
             command = remote_command("doctor_run.sh", plan.remote_dir, str(TIMEOUT), action)
             return connection.run(["env", *assignments, *command], timeout=TIMEOUT + REPLY_TIME)
 
-        for _, done in self._on_each(run):
+        for number, done in self._on_each(run):
             if not isinstance(done, UserError):  # a host without facts gets a row of its own
-                unpack(done.out, folder)
+                unpack(done.out, folder, files_of(number))
 
     def remove_folders(self, run_dir: str) -> None:
         """Remove the folders and their processes, and close the connections."""
@@ -132,16 +135,24 @@ class DoctorHosts:
         return list(zip(numbers, results))
 
 
-def unpack(archive: bytes, folder: Path) -> None:
-    """Write the small plain files of an archive to a folder."""
+def files_of(number: int) -> re.Pattern[str]:
+    """The names of files that this node may write; the first one runs rank 0, which measures."""
+    own = rf"node\.{number}\.[a-z0-9.]{{1,60}}"
+    return re.compile(own if number else rf"{own}|reduce\.json")
+
+
+def unpack(archive: bytes, folder: Path, accepted: re.Pattern[str]) -> None:
+    """Write the small plain files of an archive that have accepted names to a folder."""
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as entries:
+        # Never compressed: a few bytes could become gigabytes.
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as entries:
             for entry in entries:
                 # A host is not trusted to choose where it writes here, nor how much.
-                is_bare = PurePosixPath(entry.name).name == entry.name
-                is_accepted = entry.isreg() and is_bare and entry.size <= MAX_FILE_SIZE
+                is_file = entry.isreg() and entry.size <= MAX_FILE_SIZE
+                is_accepted = is_file and accepted.fullmatch(entry.name)
                 content = entries.extractfile(entry) if is_accepted else None
                 if content:
                     (folder / entry.name).write_bytes(content.read())
-    except tarfile.TarError:
+    # The others: numbers in its headers that are none, or too large.
+    except (tarfile.TarError, ValueError, OverflowError):
         return

@@ -10,17 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from gptctl.engine.file_reading import DamagedFile
+from gptctl.engine.job_result import CANCELLED, COMPLETED, LOST, Result
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.log import os_error_text, say
 from gptctl.engine.processes import is_alive, is_here, processes_of
-from gptctl.engine.run_folder import (
-    CANCELLED,
-    COMPLETED,
-    LOST,
-    Result,
-    RunFolder,
-    read_plan,
-)
+from gptctl.engine.run_folder import RunFolder, read_plan
 
 POLL = 0.1  # seconds between two checks
 
@@ -136,7 +131,7 @@ def _without_supervisor(folder: RunFolder) -> str:
     """How a job ended whose supervisor was killed: ranks run on, and record their exit codes."""
     try:
         plan = read_plan(folder.path)
-    except KeyError:
+    except DamagedFile:
         return LOST
     attempt = folder.attempts() - 1
     codes = folder.exit_codes(attempt, range(plan.nodes))

@@ -6,6 +6,7 @@ The trainer has its own copy of this code: neither package can import the other 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,13 +24,19 @@ def private_files() -> Iterator[None]:
         os.umask(before)
 
 
+def private(path: str, flags: int) -> int:
+    """An opener: a file that it creates can be read only by the user, whatever the umask is."""
+    return os.open(path, flags, 0o600)
+
+
 @contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
     """Open a stream whose content replaces the file once it is complete and on disk."""
-    # The process id keeps two writers apart: each renames its own complete file.
-    part = file.with_name(f"{file.name}.part{os.getpid()}")
+    # The number of the thread keeps two writers apart: each renames its own complete file. No
+    # process has the same one.
+    part = file.with_name(f"{file.name}.part{threading.get_native_id()}")
     try:
-        with open(part, "wb") as stream:
+        with _created(part) as stream:
             yield stream
             # The content must be on disk before the name points to it.
             stream.flush()
@@ -42,6 +49,15 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
     finally:
         part.unlink(missing_ok=True)
     _sync_folder(file.parent)
+
+
+def _created(part: Path) -> BinaryIO:
+    try:
+        return open(part, "xb", opener=private)
+    except FileExistsError:
+        # Left by a killed process, or by somebody else: a FIFO would block, a link lead elsewhere.
+        part.unlink()
+        return open(part, "xb", opener=private)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gptctl.engine.file_reading import is_time, read_json
+from gptctl.engine.file_reading import read_json
+from gptctl.engine.job_result import CANCELLED, COMPLETED, FAILED, Result
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import CANCELLED, COMPLETED, FAILED, Result, RunFolder
+from gptctl.engine.run_folder import RunFolder
 
 
 def chain_result(plan: LaunchPlan) -> Result | None:
@@ -31,12 +32,7 @@ def chain_result(plan: LaunchPlan) -> Result | None:
 
 def _is_trained(plan: LaunchPlan) -> bool:
     """Whether a job of this chain has finished the training."""
-    status = read_json(Path(plan.output_dir) / "status.json") if plan.output_dir else None
-    # A status from before the chain belongs to an earlier run in the same folder.
-    began = plan.chain_began or 0.0
-    return (
-        status is not None
-        and status.get("state") == "finished"
-        and is_time(status.get("time"))
-        and status["time"] >= began
-    )
+    status = (read_json(Path(plan.output_dir) / "status.json") if plan.output_dir else None) or {}
+    # By name, not by time: an earlier run in the same folder may have finished, and the clocks of
+    # the hosts that wrote these times may differ.
+    return status.get("job") in plan.chain and status.get("state") == "finished"

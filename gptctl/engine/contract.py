@@ -15,6 +15,8 @@ BATCH_ENVIRONMENT_VARIABLE = "GPTCTL_BATCH_ENVIRONMENT"
 CONTINUES_VARIABLE = "GPTCTL_CONTINUES"
 # Set while an agent must remove the files that gptctl sent to its host.
 ROLL_BACK_VARIABLE = "GPTCTL_ROLL_BACK"
+# The secret with which the trainer signs checkpoints.
+CHECKPOINT_KEY_VARIABLE = "GPTCTL_CHECKPOINT_KEY"
 
 # Exit codes of launch.sh, job.sbatch and agents, besides those of torchrun.
 NO_ENGINE_PYTHON = 72  # job.sbatch found no Python that can run the engine
@@ -33,7 +35,7 @@ RESULT = "result.json"
 PLAN = "plan.json"
 CANCELLED_FILE = "cancelled"
 WAITING = "waiting"
-TOKEN = ".token"
+TOKEN = ".token"  # nosec B105  # the name of a file
 ENGINE_FILE = "engine.pyz"  # the engine, as it was when the job was submitted
 STARTUP_FOLDER = "python"  # first in the search path of the ranks while their Python starts
 LAUNCH_SCRIPT, BATCH_SCRIPT, AGENT_SCRIPT = "launch.sh", "job.sbatch", "agent.sh"

@@ -1,71 +1,239 @@
-"""Read small files that may be missing, incomplete or damaged, or come from another host."""
+"""Read small files that may be missing, incomplete or damaged, or come from another host.
+
+The only place in gptctl that opens and parses such files. Whatever a file is, reading it returns at
+once, takes bounded memory, and gives values that can be formatted, sorted and written again.
+`trainer` has a reader of its own that behaves in the same way.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import re
 import stat
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 LATEST_TIME = 1e11  # seconds since the epoch; some platforms have no date after the year 5000
+LARGEST = 16 << 20  # bytes; more than any record of a job has, and parsed within a second
+DEEPEST = 100  # levels of JSON; a config may have 32, which `written.json` wraps twice
+MOST_INVALID = 1000  # lines of a JSON-lines file; a killed writer leaves one or two
+# Problems that say nothing about the content: the file is missing, or was removed meanwhile.
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+# Not a file at all: gptctl writes no links, FIFOs, sockets or folders under the names of its files.
+NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
+MOST_NOTICED = 100  # files; more would not be read, and a bad disk may have millions
+Opener = Callable[[str, int], int]
+
+# Only such texts can have an integer of more than 64 bits or an infinite number.
+_LARGE_NUMBER = re.compile(r"\d{19}|[eE]\+?\d{3}")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# Every escape from the left, so that `\\ud800` (an escaped backslash) is not mistaken for one.
+_ESCAPE = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a pair: one character
+    r"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+    r"|\\.",
+    re.DOTALL,
+)
+_LINE = re.compile(rb"^\{.*", re.MULTILINE)  # of a JSON-lines file: an object
 
 
-def read_text(file: Path) -> str:
-    # A missing file counts as empty: most files exist only in a part of a job's life.
-    try:
-        with open(file, encoding="utf-8", errors="replace", opener=open_at_once) as stream:
-            return stream.read()
-    except OSError:
-        return ""
+class DamagedFile(ValueError):
+    """A file that is not what gptctl writes. The text says what is wrong with it."""
 
 
-def read_bytes(file: Path) -> bytes:
-    try:
-        with open(file, "rb", opener=open_at_once) as stream:
-            return stream.read()
-    except OSError:
-        return b""
+# Damaged files that this process has ignored, with the reason, so that a command can name them.
+noticed: dict[str, str] = {}
+
+
+def notice(file: Path | str, reason: str) -> None:
+    """Remember a damaged file that was ignored."""
+    if len(noticed) < MOST_NOTICED:
+        noticed.setdefault(str(file), reason)
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open a file as `open` does, but raise OSError for a FIFO, which would block forever."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+    """Open a file as `open` does, but raise OSError for anything that is not a regular file.
+
+    A FIFO would block forever, and a device such as /dev/zero never ends.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "a folder, not a file", path)
+    raise OSError(errno.ENXIO, "not a regular file", path)
+
+
+def open_no_link(path: str, flags: int) -> int:
+    """As `open_at_once`, but raise OSError for a symbolic link, too."""
+    return open_at_once(path, flags | os.O_NOFOLLOW)
+
+
+def append_line(file: Path, line: str) -> None:
+    """Append a line in one write, so that those of two processes do not mix. Raises OSError."""
+    descriptor = open_no_link(str(file), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        # With a line end before it, too: a crash may have left a part of the last line.
+        os.write(descriptor, f"\n{line}\n".encode())
+    finally:
         os.close(descriptor)
-        raise OSError(errno.ENXIO, "is a FIFO", path)
-    return descriptor
 
 
-def read_json(file: Path) -> dict[str, Any] | None:
-    return parse_json(read_text(file))
+def read_text(file: Path, most: int = LARGEST) -> str:
+    """Return the start of a text file; empty if it is missing, unreadable or not a file."""
+    return read_bytes(file, most).decode("utf-8", "replace")
 
 
-def parse_json(text: str) -> dict[str, Any] | None:
+def read_bytes(file: Path, most: int = LARGEST) -> bytes:
+    # A missing file counts as empty: most files exist only in a part of a job's life.
+    try:
+        with open(file, "rb", opener=open_at_once) as stream:
+            return stream.read(most)
+    except OSError as error:
+        _notice_error(file, error)
+        return b""
+
+
+def read_tail(file: Path, most: int, start: int = 0) -> bytes:
+    """Return the end of a file, from `start` on at the earliest; empty if it cannot be read."""
+    try:
+        with open(file, "rb", opener=open_at_once) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(start if 0 <= start <= size else 0, size - most))
+            return stream.read(most)
+    except OSError as error:
+        _notice_error(file, error)
+        return b""
+
+
+def size_of(file: Path) -> int:
+    """Return the size of a file in bytes; 0 if it is missing."""
+    try:
+        return os.stat(file).st_size
+    except OSError:
+        return 0
+
+
+def load_bytes(file: Path, most: int = LARGEST, opener: Opener = open_at_once) -> bytes:
+    """Return a whole file. Raise OSError if it cannot be read, DamagedFile if it is too large."""
+    with open(file, "rb", opener=opener) as stream:
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise DamagedFile(f"larger than {most:,} bytes")
+    return data
+
+
+def read_json(file: Path, most: int = LARGEST) -> dict[str, Any] | None:
+    """Return the JSON object in a file, or None if it is missing or damaged."""
+    try:
+        return load_json(file, most)
+    except DamagedFile as error:
+        notice(file, str(error))
+    except OSError as error:
+        _notice_error(file, error)
+    return None
+
+
+def load_json(file: Path, most: int = LARGEST, opener: Opener = open_at_once) -> dict[str, Any]:
+    """Return the JSON object in a file; raise OSError or DamagedFile."""
+    value = load_value(load_bytes(file, most, opener))
+    if not isinstance(value, dict):
+        raise DamagedFile("not a JSON object")
+    return value
+
+
+def parse_json(text: str | bytes) -> dict[str, Any] | None:
     """Return a JSON object, or None if the text is anything else."""
     try:
-        value = json.loads(text)
-    # RecursionError: deeply nested JSON, which another host may have sent.
-    except (ValueError, RecursionError):
+        value = load_value(text)
+    except DamagedFile:
         return None
     return value if isinstance(value, dict) else None
 
 
+def load_value(text: str | bytes) -> Any:
+    """Return any JSON value; raise DamagedFile unless everything in it can be used safely."""
+    text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+    # Lone surrogates are valid in JSON, but can be neither printed nor written.
+    if _SURROGATE.search(text):
+        text = _ESCAPE.sub(lambda found: r"\ufffd" if found[1] else found[0], text)
+    hooks: dict[str, Any] = {"parse_constant": _refuse_constant}
+    if _LARGE_NUMBER.search(text):
+        hooks |= {"parse_int": _integer, "parse_float": _float}
+    try:
+        value = json.loads(text, **hooks)
+    except DamagedFile:
+        raise
+    except RecursionError:
+        raise DamagedFile(f"nested more than {DEEPEST} levels deep") from None
+    except ValueError:
+        raise DamagedFile("empty" if not text.strip() else "not valid JSON") from None
+    # Python can parse about a thousand levels, but whatever walks through them may not.
+    if text.count("[") + text.count("{") > DEEPEST and _is_too_deep(value):
+        raise DamagedFile(f"nested more than {DEEPEST} levels deep")
+    return value
+
+
 def json_lines(data: bytes) -> list[dict[str, Any]]:
     """Return the objects of a JSON-lines file; skip incomplete and invalid lines."""
-    found = []
-    for line in data.splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
+    found, invalid = [], 0
+    for line in _LINE.finditer(data):
+        if (value := parse_json(line[0])) is not None:
             found.append(value)
+        elif (invalid := invalid + 1) > MOST_INVALID:
+            break
     return found
 
 
 def is_time(value: object) -> TypeGuard[float]:
     """Whether this is a number that can be a time, in seconds since the epoch."""
     # Other values, such as NaN or 1e400, cannot be formatted as a date.
-    return isinstance(value, (int, float)) and 0 <= value < LATEST_TIME
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 <= value < LATEST_TIME  # type: ignore[operator]
+
+
+def is_whole(value: object, low: int, below: int) -> TypeGuard[int]:
+    """Whether this is an integer in a range; `true` is not."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value < below
+
+
+def _is_too_deep(value: Any) -> bool:
+    # Level by level: a recursive function would need the depth that it must not find.
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [item for each in level for item in _inside(each) if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _integer(digits: str) -> int:
+    # By length first: converting a million digits would take minutes.
+    if len(digits) > 20 or not -(1 << 63) <= (value := int(digits)) < 1 << 63:
+        raise DamagedFile("a number has more than 64 bits")
+    return value
+
+
+def _float(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise DamagedFile("a number is infinite")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise DamagedFile(f"{name} is not a number")
+
+
+def _notice_error(file: Path, error: OSError) -> None:
+    if error.errno not in MISSING:
+        notice(file, error.strerror or str(error))

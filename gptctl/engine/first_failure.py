@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gptctl.engine.cause import Cause
 from gptctl.engine.error_text import about_itself, describe_exit, is_consequence
+from gptctl.engine.file_reading import read_tail
 from gptctl.engine.rank_runs import RankRun, failed_runs, rank_runs
 from gptctl.engine.run_folder import RunFolder
 
@@ -17,18 +17,26 @@ SIGNAL_BASE = 128  # a shell reports a program killed by signal N as 128 + N
 
 
 def cause_on_nodes(
-    folder: RunFolder, attempt: int, log_dir: str, codes: dict[int, int], first: int
+    folder: RunFolder,
+    attempt: int,
+    log_dir: str,
+    codes: dict[int, int],
+    first: int,
+    is_shared: bool = False,
 ) -> Cause | None:
     """Find the first failure on these nodes, whose files this machine can read.
 
     `codes`: exit codes of their launch scripts; `first`: the node that failed first, as far as the
-    caller knows. It is named if no rank explains the failure.
+    caller knows. It is named if no rank explains the failure. `is_shared`: the nodes wrote these
+    files themselves, to a file system that has one clock; they are not copies.
     """
     if not any(codes.values()):
         return None
     logs = Path(log_dir) / f"attempt-{attempt}"
     killed_nodes = {node for node, code in codes.items() if code > SIGNAL_BASE}
-    runs = [run for run in rank_runs(folder.records(attempt, codes)) if run.node in codes]
+    records = folder.records(attempt, codes)
+    changed = folder.change_times(attempt, records) if is_shared else {}
+    runs = [run for run in rank_runs(records, changed) if run.node in codes]
     # If torchrun was killed, the kernel killed its ranks with it: they are not the cause.
     failed = [run for run in failed_runs(runs) if not (run.was_killed and run.node in killed_nodes)]
     cause = first_of_ranks(failed, lambda run: _log_of(logs, run))
@@ -66,7 +74,8 @@ def _left_early(runs: Iterable[RankRun], cause: Cause | None) -> Cause | None:
     run = min(earlier, key=lambda each: (each.ended, each.rank))
     text = "exited with code 0 while other ranks were running"
     # A failure on another node explains more.
-    return Cause(text, run.node or 0, run.rank, run.host, 0, None, run.ended, is_consequence=True)
+    known = Cause(text, run.node or 0, run.rank, run.host, exit=0, time=run.ended)
+    return known._replace(is_consequence=True, clock=run.clock)
 
 
 def _cause_of_rank(run: RankRun, log: str) -> Cause:
@@ -77,7 +86,8 @@ def _cause_of_rank(run: RankRun, log: str) -> Cause:
     follows = run.is_victim or is_consequence(text, run.rank)
     own = about_itself(text, run.rank)
     node = 0 if run.node is None else run.node
-    return Cause(own, node, run.rank, run.host, run.exit, run.signal, run.ended, follows)
+    how = run.exit, run.signal, run.ended
+    return Cause(own, node, run.rank, run.host, *how, is_consequence=follows, clock=run.clock)
 
 
 def cause_of_node(node: int, code: int, log: str, time: float | None = None) -> Cause:
@@ -94,10 +104,4 @@ def _log_of(logs: Path, run: RankRun) -> str:
 
 def tail(file: Path, start: int = 0) -> str:
     """Read the end of a log, from `start` on at the earliest; empty if it cannot be read."""
-    try:
-        with open(file, "rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(start if start <= size else 0, size - TAIL))
-            return stream.read(TAIL).decode("utf-8", "replace")
-    except OSError:
-        return ""
+    return read_tail(file, TAIL, start).decode("utf-8", "replace")

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.engine.file_reading import read_json
+from gptctl.engine.guard import AGENT_LEASE
 from gptctl.engine.processes import boot_id, is_alive, kill_all, processes_of, send
 from gptctl.engine.run_folder import RunFolder
 
 STOP_TIMEOUT = 50.0  # seconds; longer than an agent itself needs to stop its ranks
+KILL_TIMEOUT = 3.0  # seconds for an agent whose ranks do not save
 
 
 def status(folder: RunFolder) -> dict[str, Any]:
@@ -51,16 +53,33 @@ def end(folder: RunFolder, now: bool) -> dict[str, Any]:
     """
     # First forbid new attempts: an agent may be about to start one.
     folder.cancel(now)
-    alive = [agent for agent in agents(folder) if is_alive(agent)]
+    found = agents(folder)
+    alive = [agent for agent in found if is_alive(agent)]
     for agent in alive:
         send(agent["pid"], signal.SIGTERM)
-    deadline = time.monotonic() + STOP_TIMEOUT
-    while any(map(is_alive, alive)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        send(agent["pid"], signal.SIGCONT)  # somebody may have stopped it
     # An agent that hangs must not start anything after its ranks were killed.
-    for agent in filter(is_alive, alive):
+    for agent in _outlasting(alive, KILL_TIMEOUT if now else STOP_TIMEOUT):
         send(agent["pid"], signal.SIGKILL)
+    # Guards also find processes that have lost the mark of the job.
+    guards = [agent["guard"] for agent in found if is_guarded(agent)]
+    for guard in guards:
+        send(guard["pid"], signal.SIGCONT)
+    _outlasting(guards, AGENT_LEASE)
     return {"left": kill_all(str(folder.path))}
+
+
+def is_guarded(agent: dict[str, Any]) -> bool:
+    # An agent of an older gptctl has no guard.
+    return isinstance(agent.get("guard"), dict) and is_alive(agent["guard"])
+
+
+def _outlasting(processes: list[dict[str, Any]], timeout: float) -> list[dict[str, Any]]:
+    """Wait for these processes; return those that are alive after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [process for process in processes if is_alive(process)]
 
 
 def abandon(folder: RunFolder) -> dict[str, Any]:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from gptctl.engine.file_reading import DamagedFile
+from gptctl.engine.typed_fields import typed
+
+MOST_NODES = 1_000_000  # more than any cluster has: counting to a larger number would take forever
+_NNODES = re.compile(r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", re.ASCII)
 
 
 class StartConditions(NamedTuple):
@@ -15,9 +22,9 @@ class StartConditions(NamedTuple):
     group_limit: int = 0
     # Jobs that must end first: `job` (its id), `when` (ok, any or fail) and `run_dir` on its node.
     after: tuple[Mapping[str, str], ...] = ()
-    # Of a chain: the folder of the job before this one, and when the chain began.
+    # Of a chain: the folder of the job before this one, and the ids of all jobs before it.
     continues: str = ""
-    chain_began: float = 0.0
+    chain: tuple[str, ...] = ()
 
 
 class LaunchPlan(NamedTuple):
@@ -68,7 +75,7 @@ class LaunchPlan(NamedTuple):
     group_limit: int = 0
     after: tuple[Mapping[str, str], ...] = ()
     continues: str = ""
-    chain_began: float = 0.0
+    chain: tuple[str, ...] = ()
 
     @property
     def is_in_container(self) -> bool:
@@ -99,12 +106,19 @@ class LaunchPlan(NamedTuple):
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> LaunchPlan:
-        """Ignore fields that a newer gptctl added. Raise KeyError if a field is missing."""
-        complete = {**LaunchPlan._field_defaults, **values, "remote_dir": values["run_dir"]}
-        known = [complete[name] for name in LaunchPlan._fields]
-        return LaunchPlan._make(
-            tuple(value) if isinstance(value, list) else value for value in known
-        )
+        """Ignore fields that a newer gptctl added. Raise DamagedFile if a field is invalid."""
+        # Older versions wrote null for some fields that have a default now.
+        optional = LaunchPlan._field_defaults
+        given = {
+            name: value
+            for name, value in values.items()
+            if value is not None or name not in optional
+        }
+        plan = typed(LaunchPlan, {**given, "remote_dir": values.get("run_dir")})
+        is_valid = 1 <= plan.nodes <= MOST_NODES and _NNODES.fullmatch(plan.nnodes)
+        if not is_valid or not plan.remote_dir.startswith("/") or "\0" in plan.remote_dir:
+            raise DamagedFile("nodes, nnodes or run_dir is invalid")
+        return plan
 
 
 def seconds_of(time: str) -> int:

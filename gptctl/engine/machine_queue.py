@@ -12,13 +12,13 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from gptctl.engine.atomic_files import replacing
-from gptctl.engine.file_reading import open_at_once, parse_json, read_json
+from gptctl.engine.file_reading import DamagedFile, load_json, open_at_once, read_json
 from gptctl.engine.gpus import gpu_use, numbered, visible_gpus
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.log import os_error_text
@@ -26,6 +26,7 @@ from gptctl.engine.node import Node
 from gptctl.engine.processes import boot_id, is_alive, processes_of, this_process
 from gptctl.engine.queue_rules import Decision, GpuUse, Ticket, decide
 from gptctl.engine.state_home import state_home
+from gptctl.engine.typed_fields import check_fields, typed
 
 LOCK_TIMEOUT = 10.0  # seconds; the lock is held for milliseconds
 RECHECK = 2.0  # seconds after which tickets are read again although the folder has not changed
@@ -33,8 +34,7 @@ OLD_QUEUE = 30 * 86400.0  # seconds without a change
 CLOCK_STEP = 50_000_000  # nanoseconds; longer than the steps of a file system's clock
 GPU_RECHECK = 10.0  # the same, if the job waits for GPUs that other programs use
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-LARGEST_TICKET = 1 << 20  # characters; a damaged one may be of any size
-EMPTY_TICKET = Ticket(0, "", "")
+LARGEST_TICKET = 1 << 20  # bytes; a damaged one may be of any size
 
 
 def machine_name() -> str:
@@ -98,7 +98,7 @@ class MachineQueue:
         for file in sorted(self.folder.glob("*.ticket")):
             # A folder of such a name is not a ticket; a file may just have been removed.
             with suppress(FileNotFoundError, IsADirectoryError):
-                if ticket := _valid_ticket(_content(file)):
+                if ticket := _valid_ticket(file):
                     found.append(ticket)
                 else:
                     file.unlink()
@@ -230,33 +230,23 @@ def wanted(plan: LaunchPlan) -> Ticket:
     )
 
 
-def _content(file: Path) -> str:
+def _valid_ticket(file: Path) -> Ticket | None:
+    """The ticket, if its job still waits or runs; None if not, or if it is damaged."""
     try:
-        with open(file, encoding="utf-8", errors="replace", opener=open_at_once) as stream:
-            return stream.read(LARGEST_TICKET)
+        values = load_json(file, LARGEST_TICKET)
+        # All fields: one without them is of no version of gptctl.
+        if missing := [name for name in (*Ticket._fields, "process") if name not in values]:
+            raise DamagedFile(f"{missing[0]} is missing")
+        check_fields(values, {"process": Mapping[str, Any]})
+        ticket, process = typed(Ticket, values), values["process"]
     except (FileNotFoundError, IsADirectoryError):
         raise
+    except DamagedFile:
+        return None
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a FIFO or a socket: gptctl writes neither
-            return ""
+        if error.errno == errno.ENXIO:  # a FIFO, a socket or a device: gptctl writes none
+            return None
         raise UnreadableTicket(error.errno, error.strerror, str(file)) from None
-
-
-def _valid_ticket(text: str) -> Ticket | None:
-    """The ticket, if its job still waits or runs; None if not, or if it is damaged."""
-    values = parse_json(text) or {}
-    process = values.get("process")
-    if not isinstance(process, dict) or not set(Ticket._fields) <= set(values):
-        return None
-    ticket = _ticket(values)
-    types_differ = any(type(one) is not type(other) for one, other in zip(ticket, EMPTY_TICKET))
-    if types_differ or not all(isinstance(device, str) for device in ticket.devices):
-        return None
     # Ranks outlive a supervisor that is killed, and use the machine as before.
     is_valid = is_alive(process) or (ticket.is_running and bool(processes_of(ticket.run_dir)))
     return ticket if is_valid else None
-
-
-def _ticket(values: dict[str, Any]) -> Ticket:
-    known: Sequence[Any] = [values[name] for name in Ticket._fields]
-    return Ticket._make(tuple(value) if isinstance(value, list) else value for value in known)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptctl.engine.cause import Cause
 from gptctl.engine.contract import LAUNCH_SCRIPT, RUN_DIR_VARIABLE
-from gptctl.engine.file_reading import read_text
-from gptctl.engine.first_failure import cause_on_nodes
+from gptctl.engine.file_reading import size_of
+from gptctl.engine.first_failure import cause_on_nodes, tail
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import kill_all, processes_of, send
 from gptctl.engine.run_folder import RunFolder
@@ -62,7 +62,7 @@ class Node:
         self._folder.forget_node(attempt, self.number)
         log_file = node_log(self._plan, attempt, self.number)
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        self._log_start = len(read_text(log_file))
+        self._log_start = size_of(log_file)
         own = {
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
@@ -118,16 +118,25 @@ class Node:
             send(pid, signal.SIGCONT)
         send(torchrun, signal.SIGTERM)
 
-    def kill(self) -> None:
-        """Kill every process of the job on this machine; return when none is left."""
+    def begin_kill(self) -> None:
+        """Ask for what `kill` does, without waiting: nothing to ask for here."""
+
+    def kill(self) -> bool:
+        """Kill every process of the job on this machine; return whether none is left."""
         # Also descendants of this process: they may have removed the variable that marks them.
-        kill_all(self._plan.remote_dir, os.getpid())
-        if self._process:
+        left = kill_all(self._plan.remote_dir, os.getpid())
+        if self._process and self._process.pid not in left:
             self._process.wait()
+        return not left
+
+    def is_lost(self) -> bool:
+        """Whether its host is lost, so that no attempt can start there."""
+        return False
 
     def output(self) -> str:
         """Return what launch.sh has printed since this start."""
-        return read_text(node_log(self._plan, self._attempt, self.number))[self._log_start :]
+        log = node_log(self._plan, self._attempt, self.number)
+        return tail(log, self._log_start)
 
 
 def node_log(plan: LaunchPlan, attempt: int, node: int) -> Path:

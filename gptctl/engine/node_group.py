@@ -29,7 +29,11 @@ class NodeHandle(Protocol):
 
     def request_stop(self) -> None: ...
 
-    def kill(self) -> None: ...
+    def begin_kill(self) -> None: ...
+
+    def kill(self) -> bool: ...
+
+    def is_lost(self) -> bool: ...
 
     def output(self) -> str: ...
 
@@ -80,9 +84,17 @@ class NodeGroup:
             time.sleep(TICK)
         self.kill()
 
-    def kill(self) -> None:
+    def kill(self) -> list[int]:
+        """Kill all nodes; return those that did not confirm that nothing is left there."""
+        # Ask all of them first: otherwise hosts would kill their ranks one after the other, and
+        # each that does not answer would delay the rest.
         for node in self._nodes:
-            node.kill()
+            node.begin_kill()
+        return [node.number for node in self._nodes if not node.kill()]
+
+    def lost(self) -> list[int]:
+        """Return the nodes that cannot take part in another attempt."""
+        return [node.number for node in self._nodes if node.is_lost()]
 
     def have_ranks(self) -> bool:
         """Whether any rank of the attempt has started."""

@@ -7,15 +7,18 @@ from contextlib import suppress
 
 # Below the range from which Linux takes the ports of outgoing connections.
 PORTS = range(20000, 32000)
+ATTEMPTS = 200  # ports that are tried before giving up
 
 
 def free_port(host: str) -> int:
     """Return a port that is free now; another program may take it before it is used."""
     import random
 
-    # Random, so that jobs that start at the same time rarely choose the same port.
-    for port in random.sample(PORTS, 200):
-        with socket.socket() as probe, suppress(OSError):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Random, so that jobs that start at the same time rarely choose the same port; and not
+    # predictable, since torch's store lets in whoever connects.
+    for port in random.SystemRandom().sample(PORTS, min(ATTEMPTS, len(PORTS))):
+        with socket.socket(family) as probe, suppress(OSError):
             probe.bind((host, port))
             return port
     raise OSError(98, "no free port", f"{host}:{PORTS.start}-{PORTS.stop - 1}")

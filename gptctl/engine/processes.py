@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gptctl.engine.contract import CHECKPOINT_KEY_VARIABLE
+
 PROC = Path("/proc")
 PARENT_VARIABLE = "GPTCTL_PARENT"  # the process that a command on a node must not outlive
 
@@ -21,7 +23,7 @@ _JOB_PREFIXES = tuple(
     "GPTCTL_ SLURM_ SBATCH_ SRUN_ SALLOC_ SQUEUE_ SACCT_ SINFO_ SCANCEL_ SCONTROL_ "
     "PMI_ PMIX_ PMI2_ PET_ TORCHELASTIC_".split()
 )
-_NOT_JOB_VARIABLES = ("GPTCTL_HOME", "SLURM_CONF")
+_NOT_JOB_VARIABLES = ("GPTCTL_HOME", "SLURM_CONF", CHECKPOINT_KEY_VARIABLE)
 _JOB_VARIABLES = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE "
     "ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT "
@@ -73,8 +75,19 @@ def _start_time(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+def seconds_since_start(process: Mapping[str, Any]) -> float | None:
+    """How long ago a process of this machine started, even if it has exited; None: unknown.
+
+    By the clock that counts from the start of the machine, which nobody sets.
+    """
+    started = process.get("started")
+    if not isinstance(started, int) or not is_same_boot(process):
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
 def processes_of(run_dir: str) -> list[int]:
-    """Return the pids of all processes of a job except this one."""
+    """Return the pids of all processes of a job except this one and its parent."""
     # Each rank has its own session and process group, so only the environment identifies them.
     mark = b"\0GPTCTL_RUN_DIR=" + os.fsencode(run_dir) + b"\0"
     found = []
@@ -84,7 +97,8 @@ def processes_of(run_dir: str) -> list[int]:
             with suppress(OSError):
                 if mark in b"\0" + (PROC / entry / "environ").read_bytes():
                     found.append(int(entry))
-    return [pid for pid in found if pid != os.getpid()]
+    # The parent of an agent is its guard, which must outlive it.
+    return [pid for pid in found if pid not in (os.getpid(), os.getppid())]
 
 
 def descendants(ancestor: int) -> list[int]:
@@ -134,19 +148,27 @@ def exit_with_parent() -> None:
         os._exit(128 + signal.SIGHUP)
 
 
-def kill_all(run_dir: str, ancestor: int | None = None, timeout: float = 10.0) -> list[int]:
+def kill_all(
+    run_dir: str, ancestor: int | None = None, *spared: int, timeout: float = 10.0
+) -> list[int]:
     """Kill every process of a job; return the pids that are alive after `timeout` seconds."""
     from signal import SIGKILL
 
     deadline = time.monotonic() + timeout
     # Repeat: a process may have started another one between listing and killing.
     while True:
-        left = {*processes_of(run_dir), *(descendants(ancestor) if ancestor else ())}
+        left = jobs_processes(run_dir, ancestor, *spared)
         if not left or time.monotonic() > deadline:
-            return sorted(left)
+            return left
         for pid in left:
             send(pid, SIGKILL)
         time.sleep(0.02)
+
+
+def jobs_processes(run_dir: str, ancestor: int | None, *spared: int) -> list[int]:
+    """Return the pids of a job's processes: those with its mark, and descendants of `ancestor`."""
+    found = {*processes_of(run_dir), *(descendants(ancestor) if ancestor else ())}
+    return sorted(found - {*spared})
 
 
 def send(pid: int, number: int) -> None:
@@ -157,7 +179,7 @@ def send(pid: int, number: int) -> None:
 
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without variables that a job would take for its own."""
-    # GPTCTL_HOME and SLURM_CONF say where records and the cluster are, not which job this is.
+    # Those are of the user: where records and the cluster are, and what signs checkpoints.
     kept = {
         name: value
         for name, value in os.environ.items()

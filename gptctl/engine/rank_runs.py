@@ -6,12 +6,18 @@ Pure: records in, data out.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from gptctl.engine.contract import PEER_FAILED
+from gptctl.engine.contract import OUTCOME, PEER_FAILED
 from gptctl.engine.error_text import signal_name
-from gptctl.engine.file_reading import json_lines
+from gptctl.engine.file_reading import json_lines, parse_json
+from gptctl.engine.rank_owners import node_in_name
+
+Event = dict[str, Any]
+NO_TIMES: Mapping[str, float] = MappingProxyType({})
+SAME_CLOCK = 1.0  # seconds by which clocks of hosts may differ; synchronized ones do by less
 
 
 class RankRun(NamedTuple):
@@ -23,6 +29,7 @@ class RankRun(NamedTuple):
     pid: int | None = None
     started: float | None = None
     ended: float | None = None
+    clock: float | None = None  # when it ended, by the steady clock of its host
     exit: int | None = None
     signal: int | None = None
     max_rss_mb: float | None = None
@@ -83,20 +90,61 @@ def node_exits(records: Mapping[str, bytes]) -> dict[int, int]:
     return codes
 
 
-def rank_runs(records: Mapping[str, bytes]) -> list[RankRun]:
-    """Return the processes of all ranks; those of one rank in the order of their starts."""
+def unrecorded_exits(outcome: Mapping[str, Any]) -> dict[int, int]:
+    """Return the exit codes of nodes that recorded none, from the outcome of an attempt."""
+    exits = outcome.get("exits")
+    pairs = exits.items() if isinstance(exits, dict) else ()
+    # A host of an ssh job may have sent this file.
+    return {
+        int(node): code
+        for node, code in pairs
+        if node.isdecimal() and len(node) < 8 and type(code) is int
+    }
+
+
+def rank_runs(
+    records: Mapping[str, bytes], changed: Mapping[str, float] = NO_TIMES
+) -> list[RankRun]:
+    """Return the processes of all ranks; those of one rank in the order of their starts.
+
+    `changed`: when each file was written last, by the clock of the file system that all hosts
+    share. With it, times of hosts whose clocks differ can be compared.
+    """
     finished = node_exits(records)
-    runs: list[RankRun] = []
     clocks: dict[str, float] = {}
-    for name in records:
-        if name.startswith("ranks."):
-            events = json_lines(records[name])
-            runs += _runs_of_node([_on_steady_clock(event, clocks) for event in events])
-    runs.sort(key=lambda run: (run.rank, run.started or 0.0))
-    return [run._replace(was_killed=not run.is_over and run.node in finished) for run in runs]
+    names = {node: name for name in records if (node := node_in_name(name)) is not None}
+    nodes = {
+        node: [_on_steady_clock(event, clocks) for event in json_lines(records[name])]
+        for node, name in sorted(names.items())
+    }
+    # The nodes of one host have the same clock, which is better than any other.
+    shared = changed if len(clocks) > 1 else NO_TIMES
+    runs: list[RankRun] = []
+    for node, events in nodes.items():
+        found = _runs_of_node(node, _on_shared_clock(events, shared.get(names[node])))
+        runs += [run._replace(was_killed=not run.is_over and node in finished) for run in found]
+    outcome = parse_json(records.get(OUTCOME, b"")) or {}
+    runs = _without_other_claims(runs, {*finished, *unrecorded_exits(outcome)})
+    return sorted(runs, key=lambda run: (run.rank, run.started or 0.0))
 
 
-def _on_steady_clock(event: dict[str, Any], clocks: dict[str, float]) -> dict[str, Any]:
+def _without_other_claims(runs: Iterable[RankRun], finished: Collection[int]) -> list[RankRun]:
+    """Let a rank move to another node only if its process on the first one has failed.
+
+    That happens in elastic jobs: the nodes that are left are numbered again.
+    """
+    latest: dict[int, RankRun] = {}
+    kept = []
+    for run in runs:
+        known = latest.get(run.rank, run)
+        is_left = known.has_failed or (not known.is_over and known.node in finished)
+        if run.node == known.node or is_left:
+            latest[run.rank] = run
+            kept.append(run)
+    return kept
+
+
+def _on_steady_clock(event: Event, clocks: dict[str, float]) -> Event:
     """Correct the time of an event, in case the clock of its host was set meanwhile."""
     time, steady = _number(event.get("time")), _number(event.get("clock"))
     if time is None or steady is None:
@@ -106,7 +154,22 @@ def _on_steady_clock(event: dict[str, Any], clocks: dict[str, float]) -> dict[st
     return {**event, "time": steady + offset}
 
 
-def _runs_of_node(events: Iterable[Mapping[str, Any]]) -> list[RankRun]:
+def _on_shared_clock(events: list[Event], changed: float | None) -> list[Event]:
+    """Correct the times of a node whose clock differs from that of the file system."""
+    times = [_number(event.get("time")) for event in events]
+    last = times[-1] if times else None
+    # The last event is the last write to the file. Below a second, it tells the order of
+    # writes on several hosts no better than their clocks do.
+    if last is None or changed is None or abs(changed - last) < SAME_CLOCK:
+        return events
+    shift = changed - last
+    return [
+        event if time is None else {**event, "time": time + shift}
+        for event, time in zip(events, times)
+    ]
+
+
+def _runs_of_node(node: int, events: Iterable[Mapping[str, Any]]) -> list[RankRun]:
     done: list[RankRun] = []
     current: dict[int, RankRun] = {}
     for event in events:
@@ -118,13 +181,14 @@ def _runs_of_node(events: Iterable[Mapping[str, Any]]) -> list[RankRun]:
             begun = current.get(rank)
             if begun:
                 done.append(begun)
-            current[rank] = _described(rank, event, 0 if begun is None else begun.round + 1)
+            current[rank] = _described(rank, node, event, 0 if begun is None else begun.round + 1)
         elif event.get("event") == "end":
             # The record of the start may be lost: keep the exit anyway.
-            run = current.get(rank) or _described(rank, event, 0)._replace(started=None)
+            run = current.get(rank) or _described(rank, node, event)._replace(started=None)
             oom = event.get("oom")
             current[rank] = run._replace(
                 ended=_number(event.get("time")),
+                clock=_number(event.get("clock")),
                 exit=_whole(event.get("exit")),
                 signal=_whole(event.get("signal")),
                 max_rss_mb=_number(event.get("max_rss_mb")),
@@ -133,11 +197,11 @@ def _runs_of_node(events: Iterable[Mapping[str, Any]]) -> list[RankRun]:
     return done + list(current.values())
 
 
-def _described(rank: int, event: Mapping[str, Any], number: int) -> RankRun:
+def _described(rank: int, node: int, event: Mapping[str, Any], number: int = 0) -> RankRun:
     host = event.get("host")
     return RankRun(
         rank,
-        node=_whole(event.get("node")),
+        node=node,  # of the file: a host may write anything into its own
         host=host if isinstance(host, str) else "?",
         pid=_whole(event.get("pid")),
         started=_number(event.get("time")),
@@ -153,7 +217,7 @@ def _whole(value: Any) -> int | None:
 
 def _number(value: Any) -> float | None:
     """Return a finite number, else None."""
-    # Python's JSON parser accepts NaN and Infinity, and times that no date can show.
+    # A time that is larger cannot be shown as a date.
     is_number = (
         isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
     )

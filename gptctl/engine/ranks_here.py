@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 from gptctl.engine.contract import RUN_DIR_VARIABLE
-from gptctl.engine.file_reading import json_lines
+from gptctl.engine.file_reading import json_lines, read_bytes
 from gptctl.engine.processes import PROC
 from gptctl.engine.run_folder import RunFolder
 
@@ -23,7 +23,7 @@ def live_ranks(folder: RunFolder) -> list[LiveRank]:
     """The ranks of the latest attempt on this machine, by number."""
     started: dict[int, LiveRank] = {}
     for file in sorted(folder.attempt(folder.attempts() - 1).glob("ranks.*.jsonl")):
-        for event in json_lines(file.read_bytes()):
+        for event in json_lines(read_bytes(file)):
             match event:
                 # torchrun may have restarted the rank: the last start counts.
                 case {"event": "start", "rank": int(rank), "node": int(node), "pid": int(pid)}:

@@ -1,4 +1,4 @@
-"""A node on another host, controlled from the first host through its agent (`agent.py`)."""
+"""A node on another host, controlled from the first host through its agent (`peer_agent.py`)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import time
 from typing import Any
 
 from gptctl.engine.admission import NeverStarts
-from gptctl.engine.cause import Cause, cause_in_message
-from gptctl.engine.messages import INVALID_MESSAGE, ConnectionLost, MessageStream
+from gptctl.engine.cause import Cause, cause_in_message, on_clock_of_receiver
+from gptctl.engine.file_reading import is_time, is_whole
+from gptctl.engine.job_result import FAILED, Result
+from gptctl.engine.messages import (
+    INVALID_MESSAGE,
+    MAX_BURST,
+    ConnectionLost,
+    MessageStream,
+)
 from gptctl.engine.node import TICK, NodeExit
-from gptctl.engine.run_folder import FAILED, Result
 
 HEARTBEAT = 2.0  # seconds after which an agent that has nothing else to send sends a heartbeat
 HEARTBEAT_TIMEOUT = 90.0  # seconds without any message after which a host counts as lost
 KILL_TIMEOUT = 5.0  # seconds in which another host must kill its ranks
+MAX_STARTS = 1 << 31  # of one node
+MAX_EXIT = 1 << 16  # an exit code; a shell's has 8 bits
 MAX_REASON = 300  # characters of what a host says that the job waits for
 
 
@@ -36,6 +44,7 @@ class RemoteNode:
         self._exit: NodeExit | None = NodeExit(0)
         self._has_ranks = self._stop_is_requested = self._is_killed = False
         self._kill_timeout = KILL_TIMEOUT
+        self._killing_since: float | None = None  # when it was asked to kill its ranks
         self._lost = ""  # why the host is lost
 
     def poll(self) -> str:
@@ -73,6 +82,10 @@ class RemoteNode:
     def can_stop_gracefully(self) -> bool:
         return self.has_ranks()
 
+    def is_lost(self) -> bool:
+        self._receive()
+        return bool(self._lost)
+
     def output(self) -> str:
         return ""  # its log is on its host
 
@@ -81,15 +94,23 @@ class RemoteNode:
             self._stop_is_requested = True
             self._send(request_stop=True)
 
-    def kill(self) -> None:
-        # Wait for the confirmation: ranks of two attempts must not run at the same time.
-        self._is_killed = False
+    def begin_kill(self) -> None:
+        self._is_killed, self._killing_since = False, time.monotonic()
         self._send(kill=True)
-        deadline = time.monotonic() + self._kill_timeout
+
+    def kill(self) -> bool:
+        if self._killing_since is None:
+            self.begin_kill()
+        # Wait for the confirmation: ranks of two attempts must not run at the same time. Count
+        # from the request, so that many hosts without an answer take as long as one.
+        deadline = (self._killing_since or 0.0) + self._kill_timeout
+        self._receive()
         while not self._is_killed and not self._lost and time.monotonic() < deadline:
             self._receive(TICK)
+        self._killing_since = None
         # Do not wait again for a host that did not answer.
         self._kill_timeout = KILL_TIMEOUT if self._is_killed else 0.0
+        return self._is_killed
 
     def shut_down(self) -> None:
         self._send(shut_down=True)
@@ -109,7 +130,9 @@ class RemoteNode:
         if time.monotonic() - self._stream.last_sent > HEARTBEAT:
             self._send(heartbeat=True)
         try:
-            while not self._lost and (message := self._stream.receive(timeout)):
+            for _ in range(MAX_BURST):
+                if self._lost or not (message := self._stream.receive(timeout)):
+                    break
                 self._handle(message)
         except ConnectionLost as lost:
             self._mark_lost(str(lost))
@@ -117,24 +140,29 @@ class RemoteNode:
             self._mark_lost(f"no message from it for {HEARTBEAT_TIMEOUT:.0f} s")
 
     def _handle(self, message: dict[str, Any]) -> None:
-        self._is_killed |= "killed" in message
+        self._is_killed |= message.get("killed") is True
         if isinstance(reason := message.get("waits_for"), str):
             self._waits_for = f"{reason[:MAX_REASON]} on node {self.number}" if reason else ""
         if isinstance(fault := message.get("cannot_queue"), str):
             self._refusal = fault[:MAX_REASON]
-        if message.get("start") == self._start_number:
+        # Not only equal: 1.0 and true equal 1, but are not valid start numbers.
+        if is_whole(start := message.get("start"), 1, MAX_STARTS) and start == self._start_number:
             self._has_ranks |= "ranks" in message
             if "exit" in message:
-                self._exit = _exit_of(message["exit"])
+                self._exit = _exit_of(message["exit"], self.number)
 
     def _mark_lost(self, why: str) -> None:
         self._lost = why
         self._exit = self._exit or NodeExit(255, Cause(f"its host is lost: {why}", self.number))
 
 
-def _exit_of(fields: Any) -> NodeExit:
+def _exit_of(fields: Any, node: int) -> NodeExit:
     match fields:
-        case [int(), cause, bool(), int() | float(), bool(), bool()]:
-            return NodeExit(*fields)._replace(cause=cause_in_message(cause))
+        case [int(code), cause, bool(), moment, bool(), bool()]:
+            if is_whole(code, 0, MAX_EXIT) and is_time(moment):
+                if found := cause_in_message(cause):
+                    # It reports on itself: a broken host must not blame another one.
+                    found = on_clock_of_receiver(found, time.monotonic())._replace(node=node)
+                return NodeExit(*fields)._replace(cause=found)
     # The agent there is broken, or is not ours: this must not end the job's supervisor.
     raise ConnectionLost(INVALID_MESSAGE)

@@ -6,7 +6,7 @@ claim.json            who runs it (a supervisor, a Slurm job), or that it was ab
 slurm-job             the number of the Slurm job that runs it
 attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  unrecoverable
                       hosts  start-checkpoint (the newest checkpoint at its start)  failed
-                      outcome.json (how it ended, and its first failure)
+                      outcome.json (how it ended, its first failure, stopped nodes)
                       node.<n>.stop-requested (the node was asked to stop)
 logs/attempt-<k>/     workerlog.<rank>  node.<n>.log  batch.log
 output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
@@ -23,14 +23,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from gptctl.engine.atomic_files import replacing
-from gptctl.engine.cause import Cause, cause_from
+from gptctl.engine.atomic_files import private, replacing
+from gptctl.engine.cause import Cause
 from gptctl.engine.contract import (
     CANCELLED_FILE,
     CLAIM,
@@ -40,29 +41,34 @@ from gptctl.engine.contract import (
     WAITING,
 )
 from gptctl.engine.error_text import one_line
-from gptctl.engine.file_reading import is_time, read_bytes, read_json, read_text
+from gptctl.engine.file_reading import (
+    DamagedFile,
+    is_time,
+    notice,
+    read_bytes,
+    read_json,
+    read_text,
+)
+from gptctl.engine.job_result import (
+    COMPLETED,
+    FAILED,
+    FINAL,
+    LONGEST_REASON,
+    STOPPED,
+    Result,
+    parse_result,
+)
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.rank_owners import own_records
+from gptctl.engine.typed_fields import check_fields
 
-COMPLETED, FAILED, CANCELLED = "COMPLETED", "FAILED", "CANCELLED"
-TIMEOUT, STOPPED = "TIMEOUT", "STOPPED"
-LOST, UNKNOWN, PENDING, RUNNING = "LOST", "UNKNOWN", "PENDING", "RUNNING"
-# Only a scheduler reports these.
-OUT_OF_MEMORY, PREEMPTED, NODE_FAIL = "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL"
-LONGEST_REASON = 500  # characters
-# States in which gptctl does not wait for the job any longer.
-FINAL = (COMPLETED, FAILED, CANCELLED, TIMEOUT, STOPPED, LOST, OUT_OF_MEMORY, PREEMPTED, NODE_FAIL)
-
-
-class Result(NamedTuple):
-    """How a job ended."""
-
-    state: str  # one of FINAL
-    reason: str = ""
-    ended: float = 0.0  # seconds since the epoch
-    failure: Cause | None = None  # the first failure, if it is known
-
-    def as_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "failure": self.failure.as_json() if self.failure else None}
+SHORT = 4096  # bytes of a file that has one line
+LARGEST_LIST = 1 << 20  # bytes of a list of hosts; ten thousand have a fifth of it
+LONGEST_NAME = 255  # characters of a host's name
+# A process of `processes.identity`, or a job of Slurm: what is there must have these types.
+CLAIM_FIELDS = {"host": str, "boot": str, "pid": int, "started": int | None}
+_SCHEDULER_ID = re.compile(r"\d{1,18}(_\d{1,18})?", re.ASCII)
+NEVER = float("inf")
 
 
 class RunFolder:
@@ -91,7 +97,7 @@ class RunFolder:
         """Forbid new attempts; with `now`, running ranks get no time to save either."""
         if not self._cancelled_by_file.exists():
             with suppress(OSError):
-                self._cancelled_by_file.write_text(_user(), encoding="utf-8")
+                _write(self._cancelled_by_file, _user())
         with replacing(self.cancelled_file) as stream:
             stream.write(b"now" if now else b"gently")
 
@@ -101,15 +107,27 @@ class RunFolder:
             when = self._cancelled_by_file.stat().st_mtime
         except OSError:
             return None
-        return one_line(read_text(self._cancelled_by_file)), when
+        return one_line(read_text(self._cancelled_by_file, SHORT)), when
 
     @property
     def _cancelled_by_file(self) -> Path:
         # Not in the file `cancelled`: the engine of an older job reads that one.
         return self.path / "cancelled-by"
 
+    def not_ended(self) -> list[str]:
+        """Return the hosts on which processes of an ended job may still be running."""
+        return [one_line(name) for name in read_text(self._not_ended_file).split()]
+
+    def set_not_ended(self, hosts: Iterable[str]) -> None:
+        """Record where the job must still be stopped; no hosts: nothing is left anywhere."""
+        if names := "\n".join(hosts):
+            with replacing(self._not_ended_file) as stream:
+                stream.write(names.encode())
+        else:
+            self._not_ended_file.unlink(missing_ok=True)
+
     @property
-    def not_ended_file(self) -> Path:
+    def _not_ended_file(self) -> Path:
         return self.path / "not-ended"
 
     @property
@@ -120,9 +138,14 @@ class RunFolder:
     def not_copied_file(self) -> Path:
         return self.path / "not-copied"
 
+    def is_complete(self, state: str) -> bool:
+        """Whether a job in this state has ended, and all its records are here."""
+        # Until those of remote hosts are copied, a rank without a last one may still be running.
+        return state in FINAL and not self.not_copied_file.exists()
+
     def is_cancelled_now(self) -> bool:
         """Whether the job was cancelled without time to save."""
-        return read_text(self.cancelled_file) == "now"
+        return read_text(self.cancelled_file, SHORT) == "now"
 
     def set_waiting(self, reason: str) -> None:
         """Record what the job waits for; an empty reason: it starts now."""
@@ -134,7 +157,7 @@ class RunFolder:
 
     def waiting_for(self) -> str:
         # One line: a host must not be able to forge rows of `gptctl list`.
-        return " ".join(read_text(self.path / WAITING).split())
+        return one_line(read_text(self.path / WAITING, SHORT), LONGEST_REASON)
 
     def attempt(self, number: int) -> Path:
         return self.path / f"attempt-{number}"
@@ -150,6 +173,11 @@ class RunFolder:
         entries = [(entry.name[8:], entry) for entry in self.path.glob("attempt-*")]
         return {int(number): entry for number, entry in entries if _is_number(number)}
 
+    def hosts(self, attempt: int) -> list[str]:
+        """Return the hosts of an attempt, in node order."""
+        names = read_text(self.attempt(attempt) / "hosts", LARGEST_LIST).split()
+        return [name for name in names if name.isprintable() and len(name) <= LONGEST_NAME]
+
     def begin_attempt(self) -> int:
         """Create the folder of the next attempt, and return its number."""
         while True:
@@ -164,7 +192,7 @@ class RunFolder:
         # Linking is atomic, also on NFS: of several processes exactly one succeeds, and readers
         # never see a part of the file.
         part = self.path / f".claim.{os.getpid()}"
-        part.write_text(json.dumps(claim), encoding="utf-8")
+        _write(part, json.dumps(claim))
         try:
             os.link(part, self.claim_file)
         except FileExistsError:
@@ -176,17 +204,27 @@ class RunFolder:
     def claimed_by(self) -> dict[str, Any] | None:
         """Return the claim, or None if there is none or it is damaged."""
         claim = read_json(self.claim_file)
-        if not claim or claim.get("abandoned"):
+        if not claim or claim == {"abandoned": True}:
             return claim
+        try:
+            check_fields(claim, CLAIM_FIELDS)
+        except DamagedFile as error:
+            notice(self.claim_file, str(error))
+            return None
         # The id becomes an argument of Slurm's commands: accept nothing but a number.
-        is_valid = isinstance(claim.get("host"), str) and is_scheduler_id(
-            claim.get("scheduler_id", "0")
-        )
+        is_valid = "host" in claim and is_scheduler_id(claim.get("scheduler_id", "0"))
         return claim if is_valid else None
 
-    def finish(self, state: str, reason: str, failure: Cause | None = None) -> None:
+    def finish(
+        self,
+        state: str,
+        reason: str,
+        failure: Cause | None = None,
+        not_ended: Iterable[int] | None = None,
+    ) -> None:
         """Record the result of the job."""
-        result = Result(state, one_line(reason, LONGEST_REASON), time.time(), failure)
+        left = None if not_ended is None else tuple(not_ended)
+        result = Result(state, one_line(reason, LONGEST_REASON), time.time(), failure, left)
         with replacing(self.path / RESULT) as stream:
             stream.write(json.dumps(result.as_json()).encode() + b"\n")
 
@@ -197,8 +235,8 @@ class RunFolder:
         """Return the exit codes that these nodes have recorded."""
         codes = {}
         for node in nodes:
-            text = read_text(self._node_file(attempt, node, "exit")).strip()
-            if text.isdecimal():
+            text = read_text(self._node_file(attempt, node, "exit"), SHORT).strip()
+            if _is_number(text):
                 codes[node] = int(text)
         return codes
 
@@ -206,7 +244,26 @@ class RunFolder:
         """Read what ranks and launch scripts of these nodes have recorded, by file name."""
         names = [name for node in nodes for name in (f"ranks.{node}.jsonl", f"node.{node}.exit")]
         found = {name: read_bytes(self.attempt(attempt) / name) for name in names}
-        return {name: data for name, data in found.items() if data}
+        return self.own_records(attempt, {name: data for name, data in found.items() if data})
+
+    def own_records(self, attempt: int, found: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Drop from records of an attempt what nodes recorded about ranks of other nodes."""
+        try:
+            plan = read_plan(self.path)
+        except DamagedFile:
+            plan = None
+        records, forged = own_records(found, plan)
+        for name in forged:
+            notice(self.attempt(attempt) / name, "lines about ranks that its node does not have")
+        return records
+
+    def change_times(self, attempt: int, names: Iterable[str]) -> dict[str, float]:
+        """When these files of an attempt were written last, by the clock of their file system."""
+        found = {}
+        for name in names:
+            with suppress(OSError):
+                found[name] = (self.attempt(attempt) / name).stat().st_mtime
+        return found
 
     def exit_time(self, attempt: int, node: int) -> float:
         # launch.sh writes this file as its last action.
@@ -230,27 +287,30 @@ class RunFolder:
 
     def record_start(self, attempt: int, checkpoint: int) -> None:
         """Record the newest checkpoint at the start of an attempt."""
-        (self.attempt(attempt) / "start-checkpoint").write_text(f"{checkpoint}\n", encoding="utf-8")
+        _write(self.attempt(attempt) / "start-checkpoint", f"{checkpoint}\n")
 
     def num_stalled(self, attempt: int, checkpoint: int) -> int:
         """Count the attempts, backwards from this one, that began with the newest checkpoint."""
         # There is no attempt -1, so the loop ends at the first attempt.
         number, stalled = attempt, 0
-        while read_text(self.attempt(number) / "start-checkpoint").strip() == str(checkpoint):
+        while self._start_checkpoint(number) == str(checkpoint):
             # The trainer saves when it is asked to stop, except before its first step: such an
             # attempt had no chance to make progress.
             stalled += not self._stopped_file(number).exists()
             number -= 1
         return stalled
 
+    def _start_checkpoint(self, attempt: int) -> str:
+        return read_text(self.attempt(attempt) / "start-checkpoint", SHORT).strip()
+
     def record_clean_stop(self, attempt: int) -> None:
-        self._stopped_file(attempt).touch()
+        self._stopped_file(attempt).touch(0o600)
 
     def _stopped_file(self, attempt: int) -> Path:
         return self.attempt(attempt) / "stopped"
 
     def record_failure(self, attempt: int) -> None:
-        (self.attempt(attempt) / "failed").touch()
+        (self.attempt(attempt) / "failed").touch(0o600)
 
     def num_failures(self) -> int:
         return sum(1 for folder in self._attempts().values() if (folder / "failed").exists())
@@ -260,18 +320,18 @@ class RunFolder:
         numbers = {}
         for file in self.attempt(attempt).glob("node.*.pid"):
             # The file is empty while launch.sh writes it.
-            node, pid = file.name.split(".")[1], read_text(file).strip()
-            if node.isdecimal() and pid.isdecimal():
+            node, pid = file.name.split(".")[1], read_text(file, SHORT).strip()
+            if _is_number(node) and _is_number(pid):
                 numbers[int(node)] = int(pid)
         return numbers
 
     def has_ranks(self, attempt: int) -> bool:
         """Whether any rank has started."""
-        return any(read_text(file) for file in self.attempt(attempt).glob("ranks.*.jsonl"))
+        return any(read_bytes(file, 1) for file in self.attempt(attempt).glob("ranks.*.jsonl"))
 
     def mark_unrecoverable(self, attempt: int) -> None:
         """Record here what a rank reported on another machine."""
-        (self.attempt(attempt) / UNRECOVERABLE_FILE).touch()
+        (self.attempt(attempt) / UNRECOVERABLE_FILE).touch(0o600)
 
     def is_unrecoverable(self, attempt: int) -> bool:
         """Whether a rank reported that a restart would fail in the same way."""
@@ -283,7 +343,7 @@ class RunFolder:
         codes: Mapping[int, int],
         nnodes: str,
         output_dir: str,
-        since: float,
+        since: float = NEVER,
     ) -> Result:
         """Decide how an attempt ended, after all its nodes exited; name the first that failed."""
         failed = {node: code for node, code in codes.items() if code}
@@ -302,8 +362,11 @@ class RunFolder:
         node, code = next(iter(failed.items()))
         return Result(FAILED, f"node {node}: exit code {code}")
 
-    def has_stopped_on_purpose(self, attempt: int, output_dir: str, since: float) -> bool:
-        """Whether the trainer recorded a clean stop, which torchrun reports as a failure."""
+    def has_stopped_on_purpose(self, attempt: int, output_dir: str, since: float = NEVER) -> bool:
+        """Whether the trainer recorded a clean stop, which torchrun reports as a failure.
+
+        `since`: for the trainer of an older version, which did not say who wrote its status.
+        """
         status = read_json(Path(output_dir) / "status.json") if output_dir else None
         # A status of an earlier attempt, or of the job that was resumed, does not count.
         if status is None or status.get("state") != "stopped":
@@ -315,25 +378,22 @@ class RunFolder:
 
     def endpoint(self) -> str:
         """Return the rendezvous address of the latest attempt."""
-        found = read_json(self.attempt(self.attempts() - 1) / "endpoint.json")
-        return f"{found.get('host')}:{found.get('port')}" if found else ""
+        match read_json(self.attempt(self.attempts() - 1) / "endpoint.json"):
+            case {"host": str(host), "port": int(port)}:
+                return f"{one_line(host)}:{port}"
+        return ""
+
+
+def _write(file: Path, text: str) -> None:
+    with open(file, "w", encoding="utf-8", opener=private) as stream:
+        stream.write(text)
 
 
 def read_plan(folder: Path) -> LaunchPlan:
-    """Read plan.json; raise KeyError if it is missing or damaged."""
-    return LaunchPlan.from_json(read_json(folder / PLAN) or {})
-
-
-def parse_result(found: Mapping[str, Any] | None) -> Result | None:
-    """Return the content of result.json, or None if it is missing or damaged."""
-    # Hosts of an ssh job send this file: use nothing of it that has the wrong type.
-    if not found or found.get("state") not in FINAL:
-        return None
-    reason, ended = found.get("reason"), found.get("ended")
-    # One line: a host must not be able to forge rows of `gptctl list`.
-    text = one_line(reason, LONGEST_REASON) if isinstance(reason, str) else ""
-    when = ended if is_time(ended) else 0.0
-    return Result(found["state"], text, when, cause_from(found.get("failure")))
+    """Read plan.json; raise DamagedFile if it is missing or damaged."""
+    if (values := read_json(folder / PLAN)) is None:
+        raise DamagedFile("missing, or not valid JSON")
+    return LaunchPlan.from_json(values)
 
 
 def newest_checkpoint(output_dir: str) -> int:
@@ -349,13 +409,12 @@ def checkpoint_steps(names: Iterable[str]) -> list[int]:
     """Return the steps of the trainer's checkpoints among the names in its output folder."""
     # A checkpoint that is being written or removed has a suffix after its number.
     steps = [name[len("step_") :] for name in names if name.startswith("step_")]
-    return [int(step) for step in steps if step.isdecimal()]
+    return [int(step) for step in steps if step.isdecimal() and len(step) < 16]
 
 
 def is_scheduler_id(value: object) -> bool:
     """Whether this can be an id of Slurm: `17`, or `17_3` for a task of an array."""
-    job, _, task = value.partition("_") if isinstance(value, str) else ("", "", "")
-    return job.isdecimal() and (task.isdecimal() or value == job)
+    return isinstance(value, str) and bool(_SCHEDULER_ID.fullmatch(value))
 
 
 def _is_number(text: str) -> bool:

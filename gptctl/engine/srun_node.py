@@ -20,13 +20,14 @@ from pathlib import Path
 
 from gptctl.engine.cause import Cause
 from gptctl.engine.contract import BATCH_ENVIRONMENT_VARIABLE, LAUNCH_SCRIPT
-from gptctl.engine.file_reading import read_text
-from gptctl.engine.first_failure import cause_on_nodes
+from gptctl.engine.file_reading import read_text, size_of
+from gptctl.engine.first_failure import cause_on_nodes, tail
+from gptctl.engine.job_result import FAILED
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.log import say, write_log
 from gptctl.engine.node import NodeExit, node_log
 from gptctl.engine.processes import disregard
-from gptctl.engine.run_folder import FAILED, RunFolder, read_plan
+from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.engine.supervisor import STOP_SIGNALS, Supervisor
 
 START_TIMEOUT = 60  # seconds for which srun may wait for the nodes of its own allocation
@@ -59,7 +60,7 @@ class Step:
             self.folder.forget_node(attempt, number)
         logs = node_log(self.plan, attempt, 0).parent
         logs.mkdir(parents=True, exist_ok=True)
-        self._log_start = len(read_text(node_log(self.plan, attempt, 0)))
+        self._log_start = size_of(node_log(self.plan, attempt, 0))
         # As words: variables of a container's image would override those of srun.
         own = f"MASTER_ADDR={host}", f"MASTER_PORT={port}", f"GPTCTL_ATTEMPT={attempt}"
         script = os.path.join(self.plan.remote_dir, LAUNCH_SCRIPT)
@@ -105,7 +106,10 @@ class Step:
         failed = sorted((end.time, number) for number, end in exits.items() if codes.get(number))
         if failed:
             log_dir, first = self.plan.log_dir, failed[0][1]
-            cause = cause_on_nodes(self.folder, self.attempt, log_dir, codes, first)
+            # A rank of a node that srun stopped, because of another one, may have failed before.
+            asked = {number: 1 for number in exits if self._was_asked(number)}
+            where = self.folder, self.attempt, log_dir
+            cause = cause_on_nodes(*where, asked | codes, first, is_shared=True)
             number = cause.node if cause and cause.node in exits else first
             # What a node prints while srun stops it, because of another one, is not the cause.
             if cause and cause.rank is None and self._was_asked(number):
@@ -139,7 +143,7 @@ class Step:
 
     def output(self) -> str:
         """Return what node 0 has printed since this start."""
-        return read_text(node_log(self.plan, self.attempt, 0))[self._log_start :]
+        return tail(node_log(self.plan, self.attempt, 0), self._log_start)
 
     def request_stop(self) -> None:
         """Send SIGUSR1 to srun, which passes it to launch.sh and torchrun on every node."""
@@ -190,9 +194,16 @@ class SrunNode:
         if self.number == 0:
             self._step.request_stop()
 
-    def kill(self) -> None:
+    def begin_kill(self) -> None:
+        return  # one srun kills all nodes at the same time
+
+    def kill(self) -> bool:
         if self.number == 0:
             self._step.kill()
+        return True  # Slurm ends what is left when the job ends
+
+    def is_lost(self) -> bool:
+        return False  # Slurm replaces a node by a requeue
 
     def output(self) -> str:
         return self._step.output() if self.number == 0 else ""
@@ -251,6 +262,14 @@ STATE = re.compile(r"[A-Z_]+")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm, once more if a signal has killed it."""
+    # `scancel` sends its signal to every process of the job, but what the command would say
+    # decides how the job ends.
+    done = _run(*command)
+    return _run(*command) if done.returncode < 0 else done
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command,

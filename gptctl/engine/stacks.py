@@ -1,7 +1,7 @@
 """Print the Python stacks of the ranks on this machine: engine.pyz stacks RUN_DIR NODE [RANK]
 
 Nothing is stopped. Where py-spy is installed, it reads the stacks. Otherwise each rank gets SIGURG
-and writes them to its own file: see `trainer/stack_dumps.py`. Prints one JSON object.
+and writes them to its own file: see `trainer/startup.py`. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gptctl.engine.file_reading import LARGEST, load_value, read_tail
 from gptctl.engine.processes import PROC, send
 from gptctl.engine.ranks_here import LiveRank, environment_of, live_ranks
 from gptctl.engine.run_folder import RunFolder
@@ -51,7 +52,7 @@ def parse_py_spy(text: str, pid: int) -> list[Thread]:
             "is_main": thread.get("os_thread_id") == pid or thread["thread_name"] == "MainThread",
             "frames": [[each["filename"], each["line"], each["name"]] for each in thread["frames"]],
         }
-        for thread in json.loads(text)
+        for thread in load_value(text)
     ]
     return sorted(threads, key=lambda thread: not thread["is_main"])
 
@@ -108,9 +109,7 @@ def by_signal(folder: Path, ranks: Sequence[LiveRank]) -> dict[int, list[Thread]
 
 
 def _text_from(file: Path, start: int) -> str:
-    with open(file, "rb") as stream:
-        stream.seek(start)
-        return stream.read().decode(errors="replace")
+    return read_tail(file, LARGEST, start).decode(errors="replace")
 
 
 def collect(folder: RunFolder, node: int, only: int | None = None) -> dict[str, Any]:

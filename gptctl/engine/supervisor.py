@@ -22,11 +22,13 @@ from gptctl.engine.attempt_outcome import (
     failed_attempt,
     outcome_of,
     record_outcome,
+    without_nodes,
     without_progress,
 )
 from gptctl.engine.chain import chain_result
 from gptctl.engine.contract import READY_VARIABLE
 from gptctl.engine.error_text import is_killed_for_memory
+from gptctl.engine.job_result import CANCELLED, COMPLETED, FAILED, STOPPED, TIMEOUT, Result
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
 from gptctl.engine.log import os_error_text, say
 from gptctl.engine.machine_queue import MachinePlace
@@ -34,17 +36,7 @@ from gptctl.engine.node import TICK, Node, NodeExit
 from gptctl.engine.node_group import NodeGroup, NodeHandle
 from gptctl.engine.ports import free_port
 from gptctl.engine.processes import adopt_orphans, disregard, this_process
-from gptctl.engine.run_folder import (
-    CANCELLED,
-    COMPLETED,
-    FAILED,
-    STOPPED,
-    TIMEOUT,
-    Result,
-    RunFolder,
-    newest_checkpoint,
-    read_plan,
-)
+from gptctl.engine.run_folder import RunFolder, newest_checkpoint, read_plan
 from gptctl.engine.scheduler import Scheduler
 from gptctl.engine.spare_space import free_space, keep_space, with_spare_space
 
@@ -83,7 +75,7 @@ class Supervisor:
         self.host = host or plan.master_addr
         self.hosts = hosts or plan.hosts
         self.scheduler, self.log, self.admission = scheduler, log, admission
-        self.number, self.began = -1, 0.0  # of the current attempt
+        self.number = -1  # of the current attempt
         self.port: int | None = None  # chosen, but not used yet
         self.stop_request: StopRequested | None = None
         self.deadline: float | None = None
@@ -116,9 +108,9 @@ class Supervisor:
         except OSError as error:
             result = Result(FAILED, os_error_text(error))
         finally:
-            self.nodes.kill()
+            not_ended = self.nodes.kill()
             free_space(self.folder.path)
-            self._record(result)
+            self._record(result, not_ended)
             if self.admission:
                 self.admission.release()
             # A job that failed at once exists, too.
@@ -139,7 +131,7 @@ class Supervisor:
             name = signal.Signals(number).name
             self.stop_request = StopRequested(STOPPED, f"the supervisor received {name}")
 
-    def _record(self, result: Result | None) -> None:
+    def _record(self, result: Result | None, not_ended: Sequence[int]) -> None:
         """Record how the job ended, unless the scheduler is stopping it."""
         # The scheduler's signal may have reached the ranks before it reached the supervisor.
         if result is None or (
@@ -150,7 +142,7 @@ class Supervisor:
         # A disk that is full must not turn a completed job into a failed one: a scheduler still
         # gets the exit code.
         try:
-            self.folder.finish(result.state, result.reason, result.failure)
+            self.folder.finish(result.state, result.reason, result.failure, not_ended)
         except OSError as error:
             say(f"cannot record the result: {os_error_text(error)}")
 
@@ -166,7 +158,7 @@ class Supervisor:
     def _begin_attempt(self) -> None:
         """Create the next attempt, numbered across requeues, and choose its endpoint."""
         self._stop_if_cancelled()
-        self.number, self.began = self.folder.begin_attempt(), time.time()
+        self.number = self.folder.begin_attempt()
         folder = self.folder.attempt(self.number)
         if self.scheduler:
             self.scheduler.begin_attempt(self.number)
@@ -242,14 +234,15 @@ class Supervisor:
             self.folder.mark_unrecoverable(self.number)
         if self.folder.is_unrecoverable(self.number):
             return result._replace(reason=f"{result.reason}; a restart would fail in the same way")
-        return result if self.folder.num_failures() >= self.plan.attempts else None
+        is_last = self.folder.num_failures() >= self.plan.attempts
+        return result if is_last else without_nodes(result, self.nodes.lost(), self.hosts)
 
     def _record_outcome(self, result: Result, exits: dict[int, NodeExit]) -> None:
         # A full disk must not end the job: this record is for people.
         try:
             with with_spare_space(self.folder.path):
                 record_outcome(self.folder, self.number, result, exits)
-            if self.folder.has_stopped_on_purpose(self.number, self.plan.output_dir, self.began):
+            if self.folder.has_stopped_on_purpose(self.number, self.plan.output_dir):
                 self.folder.record_clean_stop(self.number)
         except OSError as error:
             say(f"cannot record how attempt {self.number} ended: {os_error_text(error)}")
@@ -311,7 +304,7 @@ class Supervisor:
     def _attempt_result(self, exits: dict[int, NodeExit]) -> Result:
         codes = {node: end.code for node, end in exits.items()}
         result = self.folder.attempt_result(
-            self.number, codes, self.plan.nnodes, self.plan.output_dir, self.began
+            self.number, codes, self.plan.nnodes, self.plan.output_dir
         )
         if result.state == COMPLETED:
             return result
@@ -322,7 +315,7 @@ class Supervisor:
             return Result(STOPPED, "the scheduler asked the job to stop")
         if result.state != FAILED:
             return result
-        return failed_attempt(exits.values(), tuple(self.hosts)) or result
+        return failed_attempt(exits.values(), tuple(self.hosts), self.plan) or result
 
     def _start_and_wait(self) -> dict[int, NodeExit]:
         self._stop_if_cancelled()

@@ -24,5 +24,6 @@ def remove_unused_folder(record: JobRecord) -> None:
         return
     # Each line: the folders of a job. The list is written before the array is submitted.
     jobs = [line.partition("\t")[0] for line in read_text(folder / ARRAY_MEMBERS).splitlines()]
-    if not any(job and os.path.lexists(job) for job in jobs):
+    # Without the list nobody knows whether a task still needs the folder: it stays.
+    if any(jobs) and not any(job and os.path.lexists(job) for job in jobs):
         shutil.rmtree(folder, ignore_errors=True)

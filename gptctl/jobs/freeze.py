@@ -10,20 +10,24 @@ import ast
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import cache_from_source
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import trainer
 from gptctl import engine
 from gptctl.engine.contract import ENGINE_FILE, STARTUP_FOLDER
+from gptctl.engine.file_reading import load_bytes
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.jobs.code_files import NOT_CODE, CodeCopy, CodeFiles
 from gptctl.jobs.module_source import module_source
+from gptctl.jobs.preflight import SCRIPT
 from gptctl.jobs.written_config import WRITTEN
 from gptctl.jobs.written_config import as_json as written_json
 from gptctl.planning.build import Site, cluster_as_json
+from gptctl.planning.user_templates import UserTemplate, effective
 from gptctl.spec.check import NO_PATH, Checked
 from gptctl.spec.summary import as_json
 from trainer.config.kinds import FilePath, Section, keys_of
@@ -31,16 +35,12 @@ from trainer.config.resolve import NOT_BUILT_YET
 from trainer.config.sections import RunConfig
 from trainer.errors import UserError
 
-MAX_CODE = 200 << 20  # bytes of a user's script and files: more is data by mistake
-MAX_DIFF = 1 << 20  # characters of `git diff` that are kept
-# Without the user's diff tools and colours: the diff must apply again.
-PLAIN_DIFF = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
 # The engine runs on hosts where gptctl is not installed.
 ENGINE = (
     "gptctl/__init__.py",
     *(f"gptctl/engine/{file.name}" for file in sorted(Path(engine.__file__).parent.glob("*.py"))),
 )
-_NOT_CODE = shutil.ignore_patterns("__pycache__", ".git", ".venv*", "*.pyc")
+LARGEST_SOURCE = 1 << 20  # bytes of a Python file whose imports are followed
 
 
 def freeze(
@@ -49,7 +49,7 @@ def freeze(
     checked: Checked,
     site: Site,
     scripts: dict[str, str],
-    templates: Sequence[Path],
+    templates: Sequence[UserTemplate],
     git: Mapping[str, Any],
 ) -> None:
     """Write everything into a new folder; the caller's umask sets the modes."""
@@ -129,13 +129,11 @@ def _make_private(folder: Path) -> None:
             entry.chmod(0o700 if entry.is_dir() or entry.stat().st_mode & 0o100 else 0o600)
 
 
-def _copy_templates(target: Path, templates: Sequence[Path]) -> None:
-    """Copy the user's own templates, so that a rerun has them."""
+def _copy_templates(target: Path, templates: Sequence[UserTemplate]) -> None:
+    """Write the user's own templates, so that a rerun has them."""
     target.mkdir()
-    # Of two templates with one name the first counts, so it is copied last.
-    for place in reversed(templates):
-        for file in sorted(place.glob("*.j2")) if place.is_dir() else [place]:
-            shutil.copyfile(file, target / file.name)
+    for name, template in effective(templates).items():
+        (target / name).write_bytes(template.file.data)
 
 
 def _copy_code(code: Path, checked: Checked, site: Site) -> None:
@@ -145,7 +143,7 @@ def _copy_code(code: Path, checked: Checked, site: Site) -> None:
     shutil.copyfile(os.path.join(site.trainer, "rank_log.py"), code / "rank_log.py")
     _copy_startup(code.parent / STARTUP_FOLDER)
     if checked.launch.entrypoint == "trainer":
-        shutil.copytree(site.trainer, code / "trainer", ignore=_NOT_CODE)
+        shutil.copytree(site.trainer, code / "trainer", ignore=NOT_CODE)
         return
     launch = checked.launch
     listed = [Path(site.absolute(file)) for file in launch.files]
@@ -153,30 +151,32 @@ def _copy_code(code: Path, checked: Checked, site: Site) -> None:
     if launch.module:
         program = module_source(launch.module, listed, Path(site.folder))
     # A file may be both listed and imported: copy it once. An installed module has no files here.
-    own = [program, *imported_beside(program)] if program else []
-    wanted = dict.fromkeys([*own, *listed])
-    _check_size(wanted)
+    own = chain([program], imported_beside(program)) if program else []
+    wanted = list(_checked(chain(own, listed), code.parent.parent))
+    copier = CodeCopy()
     for source in wanted:
-        _copy(source, code)
+        _copy(source, code, copier)
 
 
 def _copy_startup(folder: Path) -> None:
-    """rank_log.py adds this folder to the search path: Python runs sitecustomize.py first."""
+    """launch.sh and rank_log.py put this folder first: Python runs its sitecustomize.py."""
     folder.mkdir()
     # Ours, not the one of the job's own code, which may be older: it belongs to the engine.
-    source = Path(trainer.__file__).parent / "stack_dumps.py"
+    source = Path(trainer.__file__).parent / "startup.py"
     shutil.copyfile(source, folder / "sitecustomize.py")
 
 
-def _copy(source: Path, code: Path) -> None:
+def _copy(source: Path, code: Path, copier: CodeCopy) -> None:
     try:
         if source.is_dir():
-            shutil.copytree(source, code / source.name, symlinks=True, ignore=_ignored(code))
+            ignored = _ignored(code)
+            target = code / source.name
+            shutil.copytree(source, target, True, ignored, copy_function=copier.copy)
         else:
-            shutil.copy(source, code / source.name)
+            copier.copy(str(source), str(code / source.name))
     except (shutil.Error, shutil.SpecialFileError) as error:
         hint = "remove it from Launch.files, or fix it"
-        raise UserError(f"cannot copy {source}: {_first_fault(error)}", hint) from None
+        raise _refusal(source, f"cannot copy {source}: {_first_fault(error)}", hint) from None
 
 
 def _ignored(code: Path) -> Callable[[str, list[str]], set[str]]:
@@ -185,7 +185,7 @@ def _ignored(code: Path) -> Callable[[str, list[str]], set[str]]:
     runs = code.parent.parent
 
     def ignored(folder: str, names: list[str]) -> set[str]:
-        return {*_NOT_CODE(folder, names), *(name for name in names if Path(folder, name) == runs)}
+        return {*NOT_CODE(folder, names), *(name for name in names if Path(folder, name) == runs)}
 
     return ignored
 
@@ -196,17 +196,23 @@ def _first_fault(error: OSError) -> str:
     return f"{listed[0][0]}: {listed[0][2]}" if listed else str(error)
 
 
-def _check_size(sources: Iterable[Path]) -> None:
-    """Raise UserError before gigabytes of data are copied as code."""
-    size = 0
+def _refusal(source: Path, message: str, hint: str) -> UserError:
+    found = SCRIPT.found("Launch.files", str(source), message, hint)
+    return UserError("the job was not submitted", findings=[found])
+
+
+def _checked(sources: Iterable[Path], runs: Path) -> Iterator[Path]:
+    """Each source once; raise UserError before gigabytes, or something endless, are copied."""
+    # `preflight` has checked what is listed; here are the modules that the program imports, too.
+    # One by one: a program is checked before its imports are read.
+    files, seen = CodeFiles([str(runs)]), set()
     for source in sources:
-        for file in source.rglob("*") if source.is_dir() else [source]:
-            size += file.stat().st_size if file.is_file() else 0
-            if size > MAX_CODE:
-                hint = "list only code in Launch.files; give data as a path in args"
-                raise UserError(
-                    f"with {source}, the code to copy is larger than {MAX_CODE >> 20} MiB", hint
-                )
+        if source in seen:
+            continue
+        seen.add(source)
+        for problem in files.problems(str(source)):
+            raise _refusal(source, problem.message, problem.hint)
+        yield source
 
 
 def imported_beside(program: Path) -> Iterator[Path]:
@@ -225,10 +231,12 @@ def imported_beside(program: Path) -> Iterator[Path]:
 
 
 def _imports(file: Path) -> set[str]:
-    # A file that does not parse fails when it runs, with Python's own message.
+    # A file that does not parse fails when it runs, with Python's own message. Imports of a huge
+    # one are not followed: it is data, and parsing takes seconds per MiB.
     try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        tree = ast.parse(load_bytes(file, LARGEST_SOURCE))
+    # Deep nesting is a MemoryError of the parser, or a RecursionError when the tree is built.
+    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError):
         return set()
     names = {
         alias.name
@@ -240,29 +248,3 @@ def _imports(file: Path) -> set[str]:
         node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
     }
     return {name.partition(".")[0] for name in names}
-
-
-def git_state(folder: str) -> dict[str, Any]:
-    """Commit, branch and uncommitted changes; empty outside of a repository."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if not commit:
-        return {}
-    changed, diff = _git(folder, "status", "--porcelain"), _git(folder, "diff", *PLAIN_DIFF, "HEAD")
-    return {
-        "commit": commit.strip(),
-        "branch": (_git(folder, "branch", "--show-current") or "").strip(),
-        "changed": None if changed is None else changed.splitlines(),
-        "diff": diff and diff[:MAX_DIFF],
-        "diff_is_complete": diff is not None and len(diff) <= MAX_DIFF,
-    }
-
-
-def _git(folder: str, *arguments: str) -> str | None:
-    """The output of git, or None if it failed."""
-    # No locks: a submit must not disturb git commands that run at the same time.
-    command = ["git", "-C", folder, "--no-optional-locks", *arguments]
-    try:
-        result = subprocess.run(command, capture_output=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.decode(errors="replace") if result.returncode == 0 else None

@@ -14,13 +14,40 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.engine.atomic_files import private_files, replacing
-from gptctl.engine.attempt_outcome import stopped_nodes
-from gptctl.engine.file_reading import is_time, read_json, read_text
+from gptctl.engine.attempt_outcome import exits_and_stopped
+from gptctl.engine.file_reading import DamagedFile, is_time, notice, read_json
+from gptctl.engine.job_result import FINAL
 from gptctl.engine.run_folder import RunFolder
+from gptctl.engine.typed_fields import check_fields
 from gptctl.jobs.store import ENDED, REMOVED, JobRecord
 from gptctl.spec.resources import home
 from gptctl.text import clock_time
 from trainer.errors import OUT_OF_REACH, UserError
+
+# The types of what is kept: verbs calculate with it, and show it.
+FACTS = {
+    "attempts": int,
+    "hosts": tuple[str, ...],
+    "endpoint": str,
+    "ended": float | None,
+    "exit_codes": Mapping[str, int],
+    "stopped_nodes": tuple[int, ...],
+    "not_ended": tuple[str, ...],
+    "trainer": Mapping[str, Any] | None,
+    "duration": float | None,
+    "progress": Mapping[str, Any] | None,
+}
+PROGRESS = {
+    "step": int,
+    "total": int | None,
+    "percent": int | None,
+    "loss": float | None,
+    "valid_loss": float | None,
+    "tokens_per_second": float | None,
+    "seconds_per_step": float | None,
+    "seconds_left": float | None,
+    "updated": float,
+}
 
 
 class History:
@@ -54,13 +81,28 @@ class History:
     def state(self, record: JobRecord) -> dict[str, Any] | None:
         """Return the fields of the kept state, or None if none is kept."""
         found = (self._read(record) or {}).get("state")
-        has_state = isinstance(found, dict) and isinstance(found.get("state"), str)
-        return found if has_state else None
+        return found if isinstance(found, dict) and found.get("state") in FINAL else None
 
     def facts(self, record: JobRecord) -> dict[str, Any]:
         """Return what the run folder told when the job was seen to have ended."""
         found = (self._read(record) or {}).get("facts")
         return found if isinstance(found, dict) else {}
+
+    def _check(self, file: Path, found: Mapping[str, Any]) -> bool:
+        """Whether all that is kept has its type; what does not is noticed."""
+        kept, progress = found.get("facts"), None
+        try:
+            check_fields(found, {"state": Mapping[str, Any], "facts": Mapping[str, Any]})
+            check_fields(kept or {}, FACTS)
+            ended = (kept or {}).get("ended")
+            if ended is not None and not is_time(ended):
+                raise DamagedFile("ended is invalid")
+            progress = (kept or {}).get("progress")
+            check_fields(progress or {}, PROGRESS)
+        except DamagedFile as error:
+            notice(file, str(error))
+            return False
+        return progress is None or set(PROGRESS) <= set(progress)
 
     def mark_removed(self, record: JobRecord, moment: float) -> None:
         facts = {"token": record.token, "removed": moment}
@@ -74,9 +116,11 @@ class History:
         return moment if found.get("token") == record.token and is_time(moment) else None
 
     def _read(self, record: JobRecord) -> dict[str, Any] | None:
-        found = read_json(self._file(record, ENDED))
+        file = self._file(record, ENDED)
+        found = read_json(file)
         # The id may have belonged to a job that was never started.
-        return found if found and found.get("token") == record.token else None
+        is_own = found is not None and found.get("token") == record.token
+        return found if found and is_own and self._check(file, found) else None
 
     def _file(self, record: JobRecord, suffix: str) -> Path:
         return self.folder / f"{record.id}{suffix}"
@@ -99,19 +143,16 @@ def facts_of(record: JobRecord) -> dict[str, Any]:
     folder = RunFolder(record.local_dir)
     attempt = folder.attempts() - 1  # the latest; -1 before the first has started
     result = folder.result()
+    unrecorded, stopped = exits_and_stopped(folder, attempt)
+    # What the nodes recorded, else what gptctl saw.
+    codes = {**unrecorded, **folder.exit_codes(attempt, range(record.nodes))}
     return {
         "attempts": folder.attempts(),
-        "hosts": read_text(folder.attempt(attempt) / "hosts").split(),
+        "hosts": folder.hosts(attempt),
         "endpoint": folder.endpoint(),
         "ended": result.ended if result else None,
-        "exit_codes": _exit_codes(folder, attempt, record.nodes),
-        "stopped_nodes": sorted(stopped_nodes(folder, attempt)),
-        "not_ended": read_text(folder.not_ended_file).split(),
+        "exit_codes": dict(sorted(codes.items())),
+        "stopped_nodes": stopped,
+        "not_ended": folder.not_ended(),
         "trainer": trainer_status(record),
     }
-
-
-def _exit_codes(folder: RunFolder, attempt: int, nodes: int) -> dict[int, int]:
-    """The exit codes of all nodes: those that they recorded, else those that gptctl saw."""
-    codes = {**stopped_nodes(folder, attempt), **folder.exit_codes(attempt, range(nodes))}
-    return dict(sorted(codes.items()))

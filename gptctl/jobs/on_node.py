@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import zipfile
 from collections.abc import Sequence
@@ -10,8 +9,9 @@ from typing import Any
 
 from gptctl.backends import Backend, JobState
 from gptctl.engine.contract import ENGINE_FILE
+from gptctl.engine.file_reading import load_value
+from gptctl.engine.job_result import PENDING, RUNNING, UNKNOWN
 from gptctl.engine.processes import clean_environment
-from gptctl.engine.run_folder import PENDING, RUNNING, UNKNOWN
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.parallel import in_parallel
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, UserError
@@ -114,7 +114,7 @@ def _ranks_of(command: Sequence[str]) -> list[dict[str, Any]]:
     # A login shell may have printed something before the answer.
     answer = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
     try:
-        return [_checked(each) for each in json.loads(answer)["ranks"]]
+        return [_checked(each) for each in load_value(answer)["ranks"]]
     # A host may be broken: what it says is only shown.
     except (ValueError, LookupError, TypeError):
         message = stderr_text(done.stderr) or f"{command[0]} exited with code {done.returncode}"

@@ -5,14 +5,18 @@ Looks for scripts, data, secrets, the interpreter and run_root. Changes nothing.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
+import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gptctl.backends import Backend
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.jobs.code_files import KINDS as FILE_KINDS
+from gptctl.jobs.code_files import CodeFiles
 from gptctl.jobs.module_source import is_installed, is_runnable, module_source
 from gptctl.planning.build import Site, python_of
 from gptctl.spec.check import Checked
@@ -22,7 +26,7 @@ from gptctl.spec.machine_rules import check_cache_here, check_cores_here
 from trainer.config.sections import SaveLoad
 from trainer.errors import Finding, Rule
 
-SCRIPT = Rule("S001", "the script and the files copied with it must exist")
+SCRIPT = Rule("S001", "the script and the files copied with it must exist, and be files")
 DATA = Rule("S002", "the data and the checkpoint that a run starts from must exist")
 PYTHON = Rule("S003", "the interpreter of the ranks must exist and have torch")
 OUTPUT = Rule("S005", "a run must not write into the checkpoints of another run")
@@ -50,9 +54,14 @@ def run_preflight(
     ]
     # These findings have no line in a file, so the message says where the value came from.
     return [
-        finding._replace(message=_with_origin(finding, places.get(finding.key, "")))
+        finding._replace(message=_with_origin(finding, _origin(finding.key, places)))
         for finding in found
     ]
+
+
+def _origin(key: str, places: Mapping[str, str]) -> str:
+    # A mapping such as Launch.secrets has one place for all of its names.
+    return places.get(key) or places.get(key.rpartition(".")[0], "")
 
 
 def _with_origin(finding: Finding, origin: str) -> str:
@@ -62,8 +71,9 @@ def _with_origin(finding: Finding, origin: str) -> str:
 def check_program(checked: Checked, plan: LaunchPlan, site: Site) -> Iterator[Finding]:
     """Check that the script or module exists, and that its files can be copied."""
     launch = checked.launch
-    # The bundled trainer is always there.
+    # The bundled trainer is always there, and needs no other files; `validate` refuses the same.
     if launch.entrypoint == "trainer":
+        yield from check_copied_files(launch.files, site, checked.cluster.run_root)
         return
     if launch.module:
         listed = [Path(site.absolute(file)) for file in launch.files]
@@ -75,12 +85,13 @@ def check_program(checked: Checked, plan: LaunchPlan, site: Site) -> Iterator[Fi
     if program and program.stem == "rank_log":
         message = "gptctl copies its own rank_log.py into the same folder"
         yield SCRIPT.found("Launch.entrypoint", launch.entrypoint, message, "rename the program")
-    yield from _check_files(launch.files, program, site)
+    yield from _check_files(launch.files, program, site, checked.cluster.run_root)
 
 
 def _check_script(entrypoint: str, script: Path) -> Iterator[Finding]:
     if not script.is_file():
         what = "is a folder" if script.is_dir() else "does not exist"
+        what = "is not a regular file" if script.exists() and not script.is_dir() else what
         hint = "use a Python script; for the bundled trainer: -m trainer"
         yield SCRIPT.found("Launch.entrypoint", entrypoint, f"{script} {what}", hint)
 
@@ -101,7 +112,9 @@ def _check_module(
         yield SCRIPT.found("Launch.entrypoint", f"-m {module}", message, hint)
 
 
-def _check_files(files: Sequence[str], program: Path | None, site: Site) -> Iterator[Finding]:
+def _check_files(
+    files: Sequence[str], program: Path | None, site: Site, run_root: str
+) -> Iterator[Finding]:
     # All files are copied into one folder: two of the same name would overwrite each other.
     taken = {"rank_log.py": "gptctl's own rank_log.py"}
     taken |= {program.name: str(program)} if program else {}
@@ -112,10 +125,20 @@ def _check_files(files: Sequence[str], program: Path | None, site: Site) -> Iter
             yield SCRIPT.found(
                 "Launch.files", file, f"{file} does not exist in {site.folder}", "check the path"
             )
-        elif taken.setdefault(name, path) != path:
+            continue
+        if taken.setdefault(name, path) != path:
             message = f"{path} has the same name as {taken[name]}"
             hint = "rename one of them: all files are copied into one folder"
             yield SCRIPT.found("Launch.files", file, message, hint)
+    yield from check_copied_files(files, site, run_root)
+
+
+def check_copied_files(files: Sequence[str], site: Site, run_root: str) -> Iterator[Finding]:
+    """Report what is listed, or is in a listed folder, and is not a file that can be copied."""
+    code = CodeFiles([site.absolute(run_root)])
+    for file in files:
+        for problem in code.problems(site.absolute(file)):
+            yield SCRIPT.found("Launch.files", file, problem.message, problem.hint)
 
 
 def _check_data(checked: Checked, site: Site, continues: bool) -> Iterator[Finding]:
@@ -177,17 +200,24 @@ def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
     # A job inherits this environment. A file can be checked only if the job runs here.
     for name, source in plan.secrets.items():
         if "file" in source:
-            missing = plan.is_one_machine and not os.access(source["file"], os.R_OK)
+            problem = _secret_file_problem(source["file"]) if plan.is_one_machine else ""
         else:
-            missing = source["env"] not in os.environ
-        if missing:
-            what = (
-                f"{source['file']} cannot be read"
-                if "file" in source
-                else f"{source['env']} is not set"
-            )
+            problem = "" if source["env"] in os.environ else f"{source['env']} is not set"
+        if problem:
             hint = "fix it, or use another {file: path} or {env: NAME}"
-            yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, what, hint)
+            yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, problem, hint)
+
+
+def _secret_file_problem(file: str) -> str:
+    """Why a secret cannot be read from a file, or an empty string."""
+    # Not opened: the job's shell would wait forever for the other end of a named pipe.
+    try:
+        kind = stat.S_IFMT(os.stat(file).st_mode)
+    except OSError as error:
+        return f"cannot read {file}: {error.strerror}"
+    if kind != stat.S_IFREG:
+        return f"{file} is {FILE_KINDS.get(kind, 'a folder')}, not a regular file"
+    return "" if os.access(file, os.R_OK) else f"cannot read {file}: {os.strerror(errno.EACCES)}"
 
 
 def _check_endpoint(plan: LaunchPlan) -> Iterator[Finding]:

@@ -26,6 +26,21 @@ def list_cells(facts: Facts) -> dict[str, str]:
     }
 
 
+def state_text(facts: Facts) -> str:
+    """The state of a job; while nobody tells it, the last known one with its age."""
+    if facts["last_state"] is None:
+        return str(facts["state"])
+    return f"{facts['last_state']} ({age_text(facts['age'])} ago)"
+
+
+def age_text(seconds: float) -> str:
+    """Format an age in its largest unit: `40 s`, `12 min`, `3 h`, `2 d`."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def status_pairs(facts: Facts, now: float) -> list[tuple[str, str]]:
     """The lines of `gptctl status` that tell how far a job is."""
     progress, cells = facts["progress"] or {}, list_cells(facts)

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from gptctl.backends import Backends
 from gptctl.engine.contract import TOKEN
-from gptctl.engine.file_reading import read_text
-from gptctl.engine.run_folder import PENDING, RUNNING, RunFolder, read_plan
+from gptctl.engine.file_reading import DamagedFile, read_text
+from gptctl.engine.job_result import PENDING, RUNNING
+from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.jobs.array_folders import remove_unused_folder
 from gptctl.jobs.history import History
-from gptctl.jobs.state import is_final, is_removed, state_of
+from gptctl.jobs.state import is_final, is_removed, refuse_if_not_ended, state_of
 from gptctl.jobs.store import NEWEST, JobRecord, Store
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, UserError
 
@@ -31,9 +32,7 @@ def check_removable(record: JobRecord, store: Store, backends: Backends) -> None
     if not is_final(state):
         hint = f"try again when its state is known: gptctl status {record.id}"
         raise UserError(f"{record.id} may still be running: {state}", hint, OUT_OF_REACH)
-    if RunFolder(record.local_dir).not_ended_file.exists():
-        hint = f"stop it there first: gptctl cancel {record.id}"
-        raise UserError(f"{record.id} may still be running on some hosts", hint, OUT_OF_REACH)
+    refuse_if_not_ended(record)
     if os.path.lexists(record.local_dir) and not _is_own(record):
         message = f"{record.local_dir} is not the folder of {record.id}: it has another token"
         raise UserError(message, "check what it is, and delete it by hand", ANSWER_IS_NO)
@@ -55,7 +54,7 @@ def _uses(other: JobRecord, record: JobRecord) -> bool:
         return False
     try:
         plan, root = read_plan(other.run_folder), read_plan(record.run_folder).remote_dir
-    except KeyError:
+    except DamagedFile:
         return False
     waits = any(dependency.get("job") == record.id for dependency in plan.after)
     # The jobs of a chain train in the output folder of the first one.
@@ -126,7 +125,7 @@ def folders_outside(record: JobRecord) -> list[str]:
     """Return the folders of the job that are outside of its run folder."""
     try:
         plan = read_plan(record.run_folder)
-    except KeyError:  # the folder is already missing, or damaged
+    except DamagedFile:  # the folder is already missing, or damaged
         return []
     root = plan.remote_dir
     where = "" if root == record.local_dir else " (on its hosts)"

@@ -12,46 +12,99 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.backends import Backend, Backends, JobState
+from gptctl.deadline import Deadline
+from gptctl.engine.atomic_files import private_files
 from gptctl.engine.file_reading import read_json, read_text
+from gptctl.engine.job_result import FINAL, UNKNOWN
 from gptctl.engine.rank_runs import rank_runs
-from gptctl.engine.run_folder import FINAL, RunFolder
+from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.hints import hint_of
 from gptctl.jobs.history import History, facts_of
+from gptctl.jobs.last_state import last_state
 from gptctl.jobs.progress_text import status_pairs
 from gptctl.jobs.resume import Lineage
 from gptctl.jobs.state import needs_backend, state_of
 from gptctl.jobs.store import JobRecord
 from gptctl.jobs.training_progress import progress_facts
 from gptctl.logs.local_files import LocalLogFiles
+from gptctl.remote.parallel import in_parallel, successful
 from gptctl.text import clock_time, count
 
 
-def rows(records: Sequence[JobRecord], backends: Backends) -> list[dict[str, Any]]:
-    """The rows of `gptctl list`."""
-    prefetch_states(records, backends)
-    return [row(record, backends) for record in records]
+def rows(
+    records: Sequence[JobRecord], backends: Backends, deadline: Deadline | None = None
+) -> list[dict[str, Any]]:
+    """The rows of `gptctl list`. At the deadline, who has not answered is not waited for."""
+    states = states_of(records, backends, deadline)
+    return [row_in_state(record, state) for record, state in zip(records, states)]
+
+
+def states_of(
+    records: Sequence[JobRecord], backends: Backends, deadline: Deadline | None
+) -> list[JobState]:
+    """Ask for the states of all jobs at the same time."""
+    groups = _groups(records, backends)
+
+    def ask(group: Sequence[JobRecord]) -> dict[str, JobState]:
+        backends.of(group[0].kind).prefetch_states(group)
+        return {record.id: state_of(record, backends) for record in group}
+
+    # Around all threads: the umask belongs to the process, not to a thread.
+    with private_files():
+        answers = in_parallel(ask, groups, deadline=deadline)
+    known: dict[str, JobState] = {}
+    for group, answer in zip(groups, answers):
+        if isinstance(answer, TimeoutError):
+            late = JobState(UNKNOWN, "no answer about its state in time")
+            known |= {record.id: late for record in group}
+        elif isinstance(answer, Exception):
+            raise answer
+        else:
+            known |= answer
+    return [known.get(record.id) or state_of(record, backends) for record in records]
+
+
+def _groups(records: Sequence[JobRecord], backends: Backends) -> list[list[JobRecord]]:
+    """The unfinished jobs, grouped by whom to ask."""
+    unfinished = [
+        record for record in records if backends.knows(record.kind) and needs_backend(record)
+    ]
+    return [
+        group
+        for kind in dict.fromkeys(record.kind for record in unfinished)
+        for group in backends.of(kind).asked_together(
+            [record for record in unfinished if record.kind == kind]
+        )
+    ]
 
 
 def prefetch_states(records: Sequence[JobRecord], backends: Backends) -> None:
     """Give each backend all its unfinished jobs, to answer with one request for all."""
-    unfinished = [record for record in records if needs_backend(record)]
-    for kind in {record.kind for record in unfinished}:
-        if backends.knows(kind):
-            backends.of(kind).prefetch_states(
-                [record for record in unfinished if record.kind == kind]
-            )
+    with private_files():
+        answers = in_parallel(
+            lambda group: backends.of(group[0].kind).prefetch_states(group),
+            _groups(records, backends),
+        )
+    successful(answers)
 
 
 def row(record: JobRecord, backends: Backends) -> dict[str, Any]:
+    return row_in_state(record, state_of(record, backends))
+
+
+def row_in_state(record: JobRecord, state: JobState) -> dict[str, Any]:
     """One row of `gptctl list`."""
-    state = state_of(record, backends)
     now = time.time()
+    # What was known last, and how many seconds ago.
+    last = last_state(record) if state.state == UNKNOWN else None
     # Of a removed folder the history tells what is left.
     kept = {} if record.run_folder.is_dir() else History().facts(record)
     has_kept = "progress" in kept and "duration" in kept
     return {
         "job": record.id,
         "state": state.state,
+        "last_state": last.state if last else None,
+        "age": round(last.age, 1) if last else None,
         "reason": state.reason,
         "failure": failure_json(state, record),
         "cluster": record.cluster,
@@ -64,7 +117,7 @@ def row(record: JobRecord, backends: Backends) -> dict[str, Any]:
         **(
             {name: kept[name] for name in ("duration", "progress")}
             if has_kept
-            else progress_facts(record, state.state, now)
+            else progress_facts(record, last.state if last else state.state, now)
         ),
         "removed": History().removed(record),
         "run_dir": record.local_dir,  # JSON keys are stable: scripts read them
@@ -104,8 +157,7 @@ def status(record: JobRecord, backends: Backends) -> dict[str, Any]:
     facts = row(record, backends)
     # Of a removed folder the history tells what is left.
     known = facts_of(record) | ({} if folder.path.is_dir() else History().facts(record))
-    # Until the logs of remote hosts are copied, a rank without a last record may still be running.
-    is_complete = facts["state"] in FINAL and not folder.not_copied_file.exists()
+    is_complete = folder.is_complete(facts["state"])
     return {
         **facts,
         "gpus_per_node": record.per_node,
@@ -123,7 +175,7 @@ def attempts_text(attempts: int, state: str) -> str:
 
 
 def exit_text(facts: dict[str, Any]) -> str:
-    # These recorded no exit code, so the reader may wonder where it comes from.
+    # Their exit code is not the reason why the job failed.
     stopped = dict.fromkeys(facts.get("stopped_nodes", ()), " (stopped by gptctl)")
     codes = facts["exit_codes"].items()
     return ", ".join(f"node {node}: {code}{stopped.get(int(node), '')}" for node, code in codes)
@@ -202,15 +254,21 @@ def origins(record: JobRecord, prefix: str) -> list[tuple[str, Any, str]]:
     """Key, value and origin of every key in the frozen config that starts with a prefix."""
     # A damaged or missing file gives an empty list instead of an error.
     config = read_json(record.run_folder / "config.json") or {}
-    found = list(_values(config.get("resolved", {}), "", config.get("origins", {})))
+    values, named = (_mapping(config, name) for name in ("resolved", "origins"))
+    found = list(_values(values, "", named))
     # The plan has the whole environment, including what gptctl and the profile set.
     plan = read_json(record.run_folder / "plan.json") or {}
-    named = plan.get("env_origins", {})
+    variables, named = (_mapping(plan, name) for name in ("env", "env_origins"))
     # Each variable gets a row of its own, with its own origin.
     found = [row for row in found if row[0] != "Launch.env" or not named]
     for name, origin in named.items():
-        found.append((f"Launch.env.{name}", plan["env"][name], origin))
+        found.append((f"Launch.env.{name}", variables.get(name), str(origin)))
     return [row for row in found if row[0].lower().startswith(prefix.lower())]
+
+
+def _mapping(values: dict[str, Any], name: str) -> dict[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _values(
@@ -222,7 +280,7 @@ def _values(
         if isinstance(value, dict) and full not in origins:
             yield from _values(value, full, origins)
         else:
-            yield full, value, origins.get(full, "")
+            yield full, value, str(origins.get(full, ""))
 
 
 def still_running(record: JobRecord) -> str:

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 from gptctl.backends import Backends
 from gptctl.engine.file_reading import read_json
 from gptctl.engine.launch_plan import StartConditions
+from gptctl.engine.typed_fields import fits
 from gptctl.jobs.history import missing_folder
 from gptctl.jobs.resume import CKPT_DIR, RESUME_OF, find_resume_point, rerun_notes
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.submit import START_AT_ONCE, Prepared, differences_from, prepare, this_site
 from gptctl.jobs.written_config import Written, node_at, read_written, with_absolute_paths, without
 from gptctl.planning.build import Site
+from gptctl.planning.user_templates import UserTemplate, frozen_templates
 from gptctl.spec.check import Checked, check_config, check_tree
 from gptctl.spec.cluster_kinds import KINDS
 from trainer.config import Override
@@ -36,7 +38,7 @@ class Changes(NamedTuple):
     overrides: Sequence[Override] = ()
     resume: bool = False  # continue from its newest checkpoint
     current_code: bool = False  # use the trainer or script as it is now, not as it was
-    templates: Sequence[Path] = ()  # in front of the job's own
+    templates: Sequence[UserTemplate] = ()  # in front of the job's own
 
 
 def prepare_rerun(
@@ -63,11 +65,11 @@ def prepare_rerun(
     if was_resumed:
         written, started = _from_step_0(written)
         kept += started
-    checked = _check(record, written, kept, overrides)
+    checked = _without_own_files(_check(record, written, kept, overrides), record.run_folder)
     # Without changes it is the same job, so it gets the same id with the next number.
     is_same = not (changes.overrides or changes.resume or changes.current_code or was_resumed)
     base = re.sub(r"(-[0-9a-f]{6})-\d+$", r"\1", record.id) if is_same else ""
-    templates = [*changes.templates, record.run_folder / "templates"]
+    templates = [*changes.templates, *frozen_templates(record.run_folder / "templates")]
     prepared = prepare(
         checked,
         store,
@@ -168,6 +170,12 @@ def _check(
     return check_tree(path, tree, found, None if is_moved else own_profile)
 
 
+def _without_own_files(checked: Checked, folder: Path) -> Checked:
+    """What the job has frozen was trusted when it was new."""
+    others = [each for each in checked.sources if not Path(each.file.path).is_relative_to(folder)]
+    return checked._replace(sources=tuple(others))
+
+
 def _was_resumed(record: JobRecord) -> bool:
     """Whether gptctl itself chose the checkpoint of the job. One that the user wrote stays."""
     origins = (read_json(record.run_folder / "config.json") or {}).get("origins")
@@ -218,7 +226,9 @@ def _frozen_plan(record: JobRecord) -> dict[str, Any]:
 def _with_first_origins(checked: Checked, folder: Path) -> Checked:
     """Give each value of a config that an older gptctl froze the origin of the first run."""
     config = str(folder / "config.json")
-    first = (read_json(folder / "config.json") or {}).get("origins", {})
+    frozen = read_json(folder / "config.json") or {}
+    is_valid = fits(frozen.get("origins"), Mapping[str, str])
+    first: Mapping[str, str] = frozen["origins"] if is_valid else {}
 
     def before(origins: Mapping[str, str]) -> dict[str, str]:
         return {

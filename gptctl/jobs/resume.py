@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptctl.backends import Backends
-from gptctl.engine.file_reading import read_json
+from gptctl.engine.file_reading import open_at_once, read_json
 from gptctl.engine.run_folder import checkpoint_steps
 from gptctl.jobs.snapshots import SNAPSHOT_PATH, Snapshot, read_snapshot, snapshot_file
-from gptctl.jobs.state import is_final, state_of
+from gptctl.jobs.state import is_final, refuse_if_not_ended, state_of
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked
@@ -28,6 +28,7 @@ SAME_MODEL = Rule("S011", "a resumed run must have the model of its checkpoint")
 STEPS_LEFT = Rule("S012", "a run that continues must have steps left to train")
 OWN_SNAPSHOT = Rule("S018", "a resumed run must continue the snapshot of its own jobs")
 
+MANIFEST = "manifest.json"
 CKPT_DIR, MAX_STEPS = "Engine.save_load.ckpt_dir", "Engine.max_steps"
 EPOCHS = "Engine.num_train_epochs"
 # Differences in these keys are not reported: they change where files go and what is printed.
@@ -84,6 +85,7 @@ def find_resume_point(record: JobRecord, store: Store, backends: Backends) -> Re
     if not is_final(state_of(record, backends)):
         hint = f"stop it first: gptctl cancel {record.id}"
         raise UserError(f"{record.id} is still running", hint, ANSWER_IS_NO)
+    refuse_if_not_ended(record)
     if snapshot := frozen_value(record, SNAPSHOT_PATH):
         return _snapshot_point(record, store, str(snapshot))
     folder, skipped = "", []
@@ -95,6 +97,9 @@ def find_resume_point(record: JobRecord, store: Store, backends: Backends) -> Re
             continue
         place, names = backends.of(ancestor.kind).checkpoints(ancestor)
         folder = folder or place
+        # On other machines their trainer decides what is a checkpoint.
+        if ancestor.remote_dir in ("", ancestor.local_dir) and place == ancestor.output_dir:
+            names = [name for name in names if _is_checkpoint(os.path.join(place, name))]
         if newest := max(checkpoint_steps(names), default=0):
             return ResumePoint(ancestor, place, newest, record, tuple(skipped))
         skipped.append(f"{ancestor.id} saved no checkpoint")
@@ -103,6 +108,15 @@ def find_resume_point(record: JobRecord, store: Store, backends: Backends) -> Re
     raise NoCheckpoint(
         f"no checkpoint of {record.id} in {folder or record.output_dir}{others}", hint
     )
+
+
+def _is_checkpoint(folder: str) -> bool:
+    """Whether the folder has a manifest, as the trainer's checkpoints of all versions have."""
+    try:
+        os.close(open_at_once(os.path.join(folder, MANIFEST), os.O_RDONLY))
+    except OSError:
+        return False
+    return True
 
 
 def _snapshot_point(record: JobRecord, store: Store, file: str) -> ResumePoint:
@@ -282,7 +296,33 @@ def differences(record: JobRecord, checked: Checked, now: Mapping[str, Any]) -> 
         # Keys that the older version of gptctl did not have cannot be compared.
         if key in before_values and before_values[key] != value and _is_reported(key)
     ]
-    return found
+    return [*found, *_secret_differences(_resolved(record), now)]
+
+
+def _secret_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    """Secrets that are read from elsewhere, or added, or gone: one may be the key of checkpoints.
+
+    By their references: gptctl never reads the values.
+    """
+    old, new = _secrets(before), _secrets(now)
+    # Without the job's config nothing can be compared.
+    for name in dict.fromkeys([*old, *new]) if "Launch" in before else ():
+        if old.get(name) != new.get(name):
+            shown = [_reference(values.get(name)) for values in (old, new)]
+            yield Difference(f"Launch.secrets.{name}", *shown)
+
+
+def _secrets(resolved: Mapping[str, Any]) -> Mapping[str, Any]:
+    launch = resolved.get("Launch")
+    found = launch.get("secrets") if isinstance(launch, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _reference(source: Any) -> str:
+    if not isinstance(source, Mapping):
+        return "none"
+    # Only these two keys: the file of the other job may contain anything.
+    return "".join(f"{{{key}: {source[key]}}}" for key in ("file", "env") if key in source)
 
 
 def _is_reported(key: str) -> bool:

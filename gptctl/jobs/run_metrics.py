@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from gptctl.engine.file_reading import read_tail
 from gptctl.jobs.history import History
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile, LocalLogFiles
 from gptctl.logs.metric_rows import METRICS_FILE, Row, metric_rows, parse_metrics, run_rows
+
+MOST_METRICS = 128 << 20  # bytes that are read: about four hundred thousand steps
 
 
 def whole_run(jobs: Sequence[JobRecord]) -> list[Row]:
@@ -79,10 +82,7 @@ def job_rows(record: JobRecord, wanted: FileFilter) -> list[Row]:
 def _recorded(record: JobRecord) -> list[Row]:
     if not record.output_dir:
         return []
-    try:
-        data = Path(record.output_dir, METRICS_FILE).read_bytes()
-    except OSError:
-        return []
+    data = read_tail(Path(record.output_dir, METRICS_FILE), MOST_METRICS)
     return parse_metrics(data, record.id, record.world)
 
 
@@ -100,8 +100,5 @@ def file_rows(path: Path) -> list[Row]:
     """Return the rows of a file: a metrics.jsonl, or a log with lines in FleetX's style."""
     rows = metric_rows(LocalFile(path), FileFilter())
     if not rows:
-        try:
-            rows = parse_metrics(path.read_bytes())
-        except OSError:
-            rows = []
+        rows = parse_metrics(read_tail(path, MOST_METRICS))
     return run_rows(rows)

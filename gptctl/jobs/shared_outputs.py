@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from gptctl.backends import Backends
+from gptctl.engine.file_reading import DamagedFile
 from gptctl.engine.launch_plan import StartConditions
 from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.jobs.history import History
@@ -52,7 +53,7 @@ def _awaited(conditions: StartConditions, store: Store) -> set[str]:
             continue
         found.add(job)
         # Without its plan nothing more is known: then that is all.
-        with suppress(KeyError, UserError):
+        with suppress(DamagedFile, UserError):
             plan = read_plan(store.find(job).run_folder)
             new += [str(dependency.get("job")) for dependency in plan.after]
     return found

@@ -6,12 +6,12 @@ searched for two texts and a number.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from gptctl.engine.file_reading import load_value, open_at_once
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked
 
@@ -39,12 +39,15 @@ def read_snapshot(file: str) -> Snapshot | None:
     import zipfile
 
     try:
-        with zipfile.ZipFile(file) as archive:
+        with (
+            open(file, "rb", opener=open_at_once) as stream,
+            zipfile.ZipFile(stream) as archive,
+        ):
             name = next(each for each in archive.namelist() if each.endswith("/data.pkl"))
             if archive.getinfo(name).file_size > MAX_PICKLE:
                 return None
             found = _values(archive.read(name))
-        facts = json.loads(found["facts"])
+        facts = load_value(found["facts"])
         return Snapshot(file, int(found["finished_epoch"]), int(facts["step"]), _job(facts))
     except Exception:  # damaged and foreign files make zipfile and pickletools raise anything
         return None
@@ -52,7 +55,7 @@ def read_snapshot(file: str) -> Snapshot | None:
 
 def _values(pickled: bytes) -> dict[str, Any]:
     """Find the values that follow the keys of interest. Nothing is unpickled."""
-    import pickletools
+    import pickletools  # nosec B403  # it disassembles, and loads nothing
 
     ops = [
         (op.name, value)

@@ -5,21 +5,29 @@ The final state is kept in the history, and answers for a job whose folder was r
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from typing import Any
+
 from gptctl.backends import Backends, JobState, recorded_state
 from gptctl.engine.cause import cause_from
-from gptctl.engine.run_folder import (
+from gptctl.engine.contract import RESULT
+from gptctl.engine.error_text import one_line
+from gptctl.engine.job_result import (
     CANCELLED,
     COMPLETED,
     FINAL,
+    LONGEST_REASON,
     LOST,
     PENDING,
     RUNNING,
     UNKNOWN,
-    RunFolder,
 )
+from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.history import History
 from gptctl.jobs.store import JobRecord
 from gptctl.text import clock_time
+from trainer.errors import OUT_OF_REACH, UserError
 
 
 def state_of(record: JobRecord, backends: Backends) -> JobState:
@@ -32,7 +40,7 @@ def state_of(record: JobRecord, backends: Backends) -> JobState:
         History().forget(record)
     elif is_final(state) and (state.state != LOST or record.run_folder.is_dir()):
         History().keep(record, state.as_json())
-    return state
+    return _with_not_ended(state, record)
 
 
 def kept_state(record: JobRecord) -> JobState | None:
@@ -44,11 +52,16 @@ def kept_state(record: JobRecord) -> JobState | None:
     found = history.state(record)
     if found is None:
         return None
-    # A newer gptctl may have kept more fields than this one knows.
-    known = {name: value for name, value in found.items() if name in JobState._fields}
     how = f"run folder removed {clock_time(removed)}" if removed else "run folder removed"
-    state = JobState(**{**known, "failure": cause_from(found.get("failure"))})
-    return state._replace(reason="; ".join(filter(None, [state.reason, how])))
+    return _as_kept(found, how)
+
+
+def _as_kept(found: Mapping[str, Any], how: str) -> JobState:
+    """The state of the history, with how it is known."""
+    reason = found.get("reason")
+    text = one_line(reason, LONGEST_REASON) if isinstance(reason, str) else ""
+    reasons = "; ".join(filter(None, [text, how]))
+    return JobState(found["state"], reasons, cause_from(found.get("failure")))
 
 
 def is_removed(record: JobRecord) -> bool:
@@ -65,6 +78,23 @@ def _with_canceller(state: JobState, record: JobRecord) -> JobState:
     return JobState(CANCELLED, f"by {who[0]}, {clock_time(who[1])}" if who else "")
 
 
+def _with_not_ended(state: JobState, record: JobRecord) -> JobState:
+    """Say where processes of an ended job may be left: its state alone looks final."""
+    hosts = RunFolder(record.local_dir).not_ended() if is_final(state) else []
+    if not hosts:
+        return state
+    where = f"may still be running on {', '.join(hosts)}: gptctl cancel {record.id}"
+    return state._replace(reason="; ".join(filter(None, [state.reason, where])))
+
+
+def refuse_if_not_ended(record: JobRecord) -> None:
+    """Raise UserError if processes of an ended job may be left on some hosts."""
+    if hosts := RunFolder(record.local_dir).not_ended():
+        hint = f"stop it there first: gptctl cancel {record.id}"
+        message = f"{record.id} may still be running on {', '.join(hosts)}"
+        raise UserError(message, hint, OUT_OF_REACH)
+
+
 def _current_state(record: JobRecord, backends: Backends) -> JobState:
     # A result is written once, at the very end: it stays true when the backend forgets the job.
     if result := RunFolder(record.local_dir).result():
@@ -72,12 +102,26 @@ def _current_state(record: JobRecord, backends: Backends) -> JobState:
     # The record may be from a newer gptctl with other kinds of clusters.
     if not backends.knows(record.kind):
         return JobState(UNKNOWN, f"unknown kind of cluster: {record.kind}")
-    return backends.of(record.kind).state(record)
+    return _without_result(record, backends.of(record.kind).state(record))
+
+
+def _without_result(record: JobRecord, state: JobState) -> JobState:
+    """Correct a final state that a backend derived without the result of the job."""
+    # Exit codes tell less than the result: a job that was stopped in time may exit with 0.
+    if not is_final(state) or RunFolder(record.local_dir).result():
+        return state
+    found = History().state(record)
+    if found and found["state"] not in (LOST, state.state):
+        return _as_kept(found, f"{RESULT} is missing or damaged; this is what was seen before")
+    if not found and os.path.lexists(record.run_folder / RESULT):
+        return JobState(LOST, f"how it ended is unknown: {RESULT} is damaged")
+    return state
 
 
 def needs_backend(record: JobRecord) -> bool:
-    """Whether only the backend knows the state of the job."""
-    return not RunFolder(record.local_dir).result() and not is_removed(record)
+    """Whether only the backend knows the state of the job, or whether anything of it is left."""
+    folder = RunFolder(record.local_dir)
+    return (not folder.result() or bool(folder.not_ended())) and not is_removed(record)
 
 
 def is_final(state: JobState) -> bool:
@@ -86,12 +130,13 @@ def is_final(state: JobState) -> bool:
 
 def may_run(record: JobRecord, backends: Backends) -> bool:
     """Whether processes of the job may still be running."""
-    # Those of a lost job may be, and those on hosts that `cancel` could not reach.
+    # Those of a lost job may be, and those on hosts that did not say that nothing is left there.
     state = state_of(record, backends)
     if is_removed(record):
         return False
-    not_ended = RunFolder(record.local_dir).not_ended_file.exists()
-    return not is_final(state) or state.state == LOST or not_ended
+    # A newer gptctl may have created the job.
+    is_over = not backends.knows(record.kind) or backends.of(record.kind).is_over(record)
+    return not is_final(state) or state.state == LOST or not is_over
 
 
 def exit_code(state: JobState) -> int:

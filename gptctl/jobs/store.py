@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import re
-import stat
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,8 +19,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gptctl.engine.atomic_files import private_files, replacing
+from gptctl.engine.file_reading import NO_FILE, DamagedFile, is_time, load_json, open_no_link
 from gptctl.engine.processes import this_process
 from gptctl.engine.run_folder import is_scheduler_id
+from gptctl.engine.typed_fields import typed
+from gptctl.jobs.submission_order import append_to_order, in_order
 from gptctl.spec.resources import home
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError, closest
 
@@ -29,16 +31,17 @@ SCHEMA = 1
 # Files beside the record of a job: see `history.py`.
 ENDED, REMOVED = ".ended", ".removed"
 NEWEST = 500  # records that are searched for the latest job of a folder: opening all may be slow
+ABANDONED = 3600.0  # seconds: no gptctl takes that long to write a temporary file
 MAX_RECORD = 1 << 20  # bytes that are read of a record: a damaged one may be of any size
 _HASH = re.compile(r"-([0-9a-f]{6}(?:-\d+)?)$")  # of `gpt-3f9a2c` and `gpt-3f9a2c-2`
+_COMPLETE = re.compile(r"(^|-)[0-9a-f]{6}(-\d+)?$")  # an id or a hash, not only the start of one
+_SET_ASIDE = re.compile(r"(.+)\.json\.\d+")  # a damaged record, with the time when it was moved
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-# Fields that a damaged record may have with another type.
-TEXT_FIELDS = (
-    *("id", "name", "local_dir", "log_dir", "output_dir", "kind", "folder", "login", "remote_dir"),
-    *("continues", "sweep", "array_dir"),
-)
+LONGEST_TEXT = 4096  # characters; also the longest path of Linux
+MOST_RANKS = 10_000_000  # more than any cluster has: counting to a larger number would take forever
+PATHS = ("local_dir", "log_dir", "output_dir", "remote_dir", "array_dir", "folder")
 
 
 class JobRecord(NamedTuple):
@@ -96,6 +99,8 @@ class Store:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 part = self.folder / f".{record.id}.{os.getpid()}"
                 part.write_text(_text(record), encoding="utf-8")
+                # Before its record: a line without one is harmless.
+                append_to_order(self.folder, record.id)
                 # A link fails if its name exists, on network file systems too: of two gptctl
                 # only one gets the id. The pending file comes first: a half-submitted job
                 # always has one.
@@ -123,8 +128,9 @@ class Store:
 
     def remove(self, record: JobRecord) -> None:
         """Remove what `add` created."""
-        # Another gptctl may have taken the id since: its record has another token.
-        with suppress(FileNotFoundError, ValueError):
+        # Another gptctl may have taken the id since: its record has another token. A damaged one
+        # is set aside by whoever reads it next.
+        with suppress(OSError, DamagedFile):
             if _read(self._file(record.id)).token == record.token:
                 (self.folder / f"{record.id}{ENDED}").unlink(missing_ok=True)
                 self._file(record.id).unlink()
@@ -135,27 +141,19 @@ class Store:
 
     def pending(self) -> list[JobRecord]:
         """Jobs that are being submitted, or whose gptctl was killed while it submitted them."""
-        found = []
-        for marker in sorted(self.folder.glob("*.pending")):
-            # Another gptctl may remove the file at any moment.
-            with suppress(ValueError, TypeError, KeyError, OSError):
-                found.append(_read(marker))
-        return found
+        markers = sorted(self.folder.glob("*.pending"))
+        return [record for marker in markers if (record := self._valid_record(marker.name))]
 
     def ids(self) -> list[str]:
         """All job ids, oldest first."""
-        # By modification time: records are not written again after the submission, and opening
-        # thousands of files would be slow.
+        # Those of older versions by modification time: records are not written again after the
+        # submission, and opening thousands of files would be slow.
         try:
             with os.scandir(self.folder) as entries:
-                found = [
-                    entry
+                times = {
+                    entry.name.removesuffix(".json"): _changed(entry)
                     for entry in entries
                     if entry.name.endswith(".json") and not entry.name.startswith(".")
-                ]
-                times = {
-                    entry.name.removesuffix(".json"): entry.stat(follow_symlinks=False).st_mtime
-                    for entry in found
                 }
         except FileNotFoundError:
             return []
@@ -164,7 +162,7 @@ class Store:
             raise UserError(
                 f"cannot read {self.folder}: {error.strerror}", hint, OUT_OF_REACH
             ) from None
-        return sorted(times, key=lambda name: (times[name], name))
+        return in_order(self.folder, sorted(times, key=lambda name: (times[name], name)))
 
     def present_ids(self) -> list[str]:
         """The ids of jobs that `gptctl rm` has not removed, oldest first."""
@@ -177,9 +175,9 @@ class Store:
         for job_id in reversed(self.ids() if last is None else self.present_ids()):
             if last is not None and len(found) >= last:
                 break
-            if record := self._valid_record(job_id):
+            if record := self._valid_record(f"{job_id}.json"):
                 found.append(record)
-        return sorted(found, key=lambda record: (record.created, record.id))
+        return found[::-1]
 
     def remove_temporary_files(self) -> None:
         """Remove temporary files that a killed gptctl left behind."""
@@ -189,16 +187,21 @@ class Store:
             re.compile(r"\..+\.\d+|.+\.(json|ended|removed)\.part\d+").fullmatch, names
         ):
             with suppress(OSError):
-                if time.time() - (self.folder / name).stat().st_mtime > 3600:
+                # Whatever the clock says: not those of a process that may be writing.
+                is_old = time.time() - (self.folder / name).stat().st_mtime > ABANDONED
+                if is_old and not os.path.exists(f"/proc/{_pid_in(name)}"):
                     (self.folder / name).unlink()
 
     def find(self, name: str) -> JobRecord:
         """Find a job by its id, the start or the hash of it, or by the scheduler's id."""
         if not name.strip():
             raise UserError("the job id is empty", "see `gptctl list`", WRONG_USAGE)
+        if not self.ids():
+            self._refuse_damaged(name)
         ids = self._some_ids()
         matching = matching_ids(name, ids)
-        found = [record for record in map(self._valid_record, matching) if record]
+        files = [f"{job_id}.json" for job_id in matching]
+        found = [record for record in map(self._valid_record, files) if record]
         # A number may be both a hash and an id of the scheduler: then it is ambiguous.
         if name.isdecimal() and name not in ids:
             known = {record.id for record in found}
@@ -212,10 +215,27 @@ class Store:
         if found:
             candidates = _some([record.id for record in found])
             raise UserError(f"{name} matches several jobs", f"use one of {candidates}", WRONG_USAGE)
+        self._refuse_damaged(name)
         ids = self.ids()  # again: damaged records have been moved away
         near = closest(name, ids)
         hint = f"did you mean {near[0]}?" if near else f"known: {_some(ids)}; see `gptctl list`"
         raise UserError(f"unknown job: {name}", hint, WRONG_USAGE)
+
+    def _refuse_damaged(self, name: str) -> None:
+        """Raise UserError if the record of this job was moved away, now or earlier."""
+        try:
+            names = sorted(os.listdir(self._aside))  # by time: of two of a job the newer one counts
+        except OSError:  # no record was ever damaged
+            return
+        files = {found[1]: each for each in names if (found := _SET_ASIDE.fullmatch(each))}
+        matching = matching_ids(name, list(files))
+        if len(matching) == 1:
+            job_id = matching[0]
+            raise UserError(
+                f"the record of {job_id} is damaged: it was moved to {self._aside / files[job_id]}",
+                f"the files of the job are still in its run folder, which is called {job_id}",
+                WRONG_USAGE,
+            )
 
     def latest(self, folder: str) -> JobRecord:
         """Find the latest job that was submitted from a folder, or else the latest of all."""
@@ -232,22 +252,24 @@ class Store:
             raise UserError("there are no jobs yet", "submit one with `gptctl submit`", WRONG_USAGE)
         return ids
 
-    def _valid_record(self, job_id: str) -> JobRecord | None:
-        """The record, or None if it is missing or damaged."""
+    def _valid_record(self, name: str) -> JobRecord | None:
+        """The record in a file, or None if it is missing or damaged."""
         try:
-            return _read(self._file(job_id))
-        except FileNotFoundError:
-            return None  # another gptctl has just removed it
+            return _read(self.folder / name)
+        except DamagedFile as error:
+            self._set_aside(name, str(error))
         except OSError as error:
-            # gptctl writes no symbolic links, so a link is damage. Any other error, such as a
-            # stale file handle, may be temporary: the record stays where it is.
-            if error.errno != errno.ELOOP:
-                self.damaged.append(f"{self._file(job_id)} cannot be read: {error.strerror}")
-                return None
-            self._set_aside(f"{job_id}.json", error)
-        except (ValueError, TypeError, KeyError) as error:
-            self._set_aside(f"{job_id}.json", error)
+            # Missing: another gptctl has just removed it. Any other error, such as a stale file
+            # handle, may be temporary: the record stays where it is.
+            if error.errno in NO_FILE:
+                self._set_aside(name, "not a regular file")
+            elif error.errno != errno.ENOENT:
+                self.damaged.append(f"{self.folder / name} cannot be read: {error.strerror}")
         return None
+
+    @property
+    def _aside(self) -> Path:
+        return self.folder.parent / "damaged"
 
     def _file(self, job_id: str) -> Path:
         return self.folder / f"{job_id}.json"
@@ -255,15 +277,19 @@ class Store:
     def _pending(self, record: JobRecord) -> Path:
         return self.folder / f"{record.id}.{record.token}.pending"
 
-    def _set_aside(self, name: str, error: Exception) -> None:
+    def _set_aside(self, name: str, reason: str) -> None:
         """Move a damaged record away, so that it is reported once and can still be inspected."""
-        aside = self.folder.parent / "damaged"
         where = ""
         with suppress(OSError), private_files():
-            aside.mkdir(exist_ok=True)
-            os.rename(self.folder / name, aside / f"{name}.{time.time_ns()}")
-            where = f"; moved to {aside}"
-        self.damaged.append(f"{self.folder / name} is damaged ({_reason(error)}){where}")
+            self._aside.mkdir(exist_ok=True)
+            os.rename(self.folder / name, self._aside / f"{name}.{time.time_ns()}")
+            where = f"; moved to {self._aside}"
+        self.damaged.append(f"{self.folder / name} is damaged ({reason}){where}")
+
+
+def _pid_in(name: str) -> str:
+    """The process that a temporary file is named after."""
+    return re.sub(r".*\D", "", name)
 
 
 def matching_ids(name: str, ids: Sequence[str]) -> list[str]:
@@ -276,7 +302,13 @@ def matching_ids(name: str, ids: Sequence[str]) -> list[str]:
     by_hash = [job_id for job_id, code in hashes.items() if code == name]
     if not by_hash and len(name) >= 4:
         by_hash = [job_id for job_id, code in hashes.items() if code.startswith(name)]
-    return list(dict.fromkeys([*(each for each in ids if each.startswith(name)), *by_hash]))
+    alike = list(dict.fromkeys([*(each for each in ids if each.startswith(name)), *by_hash]))
+    if not _COMPLETE.search(name):
+        return alike
+    # The record of a complete id may be lost or damaged. Its neighbours are other jobs: `gptctl rm
+    # gpt-3f9a2c` must never remove gpt-3f9a2c-2.
+    neighbour = re.compile(rf"{re.escape(name)}-?\d+$")
+    return [each for each in alike if not neighbour.search(each)]
 
 
 def short_id(job_id: str) -> str:
@@ -311,51 +343,55 @@ def _plain(value: Any) -> Any:
 
 
 def _read(file: Path) -> JobRecord:
-    """Read and check a record of this or another version of gptctl."""
-    # Neither follow a link nor block on a FIFO: such a file is reported as damaged.
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("not a regular file")
-        values = json.loads(os.read(descriptor, MAX_RECORD))
-    finally:
-        os.close(descriptor)
-    values["local_dir"] = values["run_dir"]
+    """Read a record of this or another version of gptctl; raise OSError or DamagedFile."""
+    # gptctl writes no links here: one is damage.
+    values = load_json(file, MAX_RECORD, open_no_link)
+    # Every version has written these, and a job without them looks half-submitted.
+    if missing := {"handle", "submitter"} - values.keys():
+        raise DamagedFile(f"{', '.join(sorted(missing))} is missing")
     # Keys of a newer gptctl are ignored; keys that an older one lacks have defaults.
-    known = {name: values[name] for name in JobRecord._fields if name in values}
-    record = JobRecord(**known)
-    wrong = [name for name in TEXT_FIELDS if not isinstance(getattr(record, name), str)]
-    wrong += [
-        name
-        for name in ("created", "nodes", "per_node", "world", "sweep_index")
-        if not _is_number(getattr(record, name))
-    ]
-    wrong += [
-        name for name in ("submitter", "handle") if not isinstance(getattr(record, name), dict)
-    ]
-    # Folders are removed by these two: neither may lead elsewhere.
-    wrong += [] if _is_absolute(record.local_dir) else ["run_dir"]
-    wrong += [] if _is_name(record.token) else ["token"]
-    wrong += [] if is_scheduler_id(record.handle.get("scheduler_id", "0")) else ["scheduler_id"]
-    if wrong or not file.name.startswith(f"{record.id}."):
-        raise ValueError(f"{wrong[0] if wrong else 'id'} is invalid")
+    record = typed(JobRecord, {**values, "local_dir": values.get("run_dir")})
+    for name, is_valid in _rules(record).items():
+        if not is_valid:
+            raise DamagedFile(f"{name} is invalid")
+    if file.name not in (f"{record.id}.json", f"{record.id}.{record.token}.pending"):
+        raise DamagedFile("id is invalid")
     return record
 
 
-def _is_absolute(path: Any) -> bool:
-    return isinstance(path, str) and os.path.isabs(path) and "\0" not in path
+def _rules(record: JobRecord) -> dict[str, bool]:
+    """What must hold for each field, besides its type."""
+    values = record._asdict()
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    rules = {name: _is_text(text) for name, text in texts.items()}
+    rules |= {name: rules[name] and _is_path(texts[name]) for name in PATHS}
+    # Folders are removed by these two: neither may lead elsewhere.
+    rules["run_dir"] = rules.pop("local_dir") and _is_folder_of(record)
+    rules["token"] = rules["token"] and "/" not in record.token
+    rules["created"] = is_time(record.created)
+    rules |= {name: 1 <= values[name] <= MOST_RANKS for name in ("nodes", "per_node", "world")}
+    rules["sweep_index"] = 0 <= record.sweep_index <= MOST_RANKS
+    rules["scheduler_id"] = is_scheduler_id(record.handle.get("scheduler_id", "0"))
+    return rules
 
 
-def _is_name(text: Any) -> bool:
-    return isinstance(text, str) and not {"/", "\0"} & set(text)
+def _is_text(text: str) -> bool:
+    return len(text) <= LONGEST_TEXT and not any(character < " " for character in text)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_path(path: str) -> bool:
+    return not path or os.path.isabs(path)
 
 
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or " ".join(str(error).split())
+def _is_folder_of(record: JobRecord) -> bool:
+    return bool(record.id) and os.path.basename(record.local_dir) == record.id
+
+
+def _changed(entry: os.DirEntry[str]) -> float:
+    try:
+        return entry.stat(follow_symlinks=False).st_mtime
+    except OSError:  # another gptctl has just removed it
+        return 0.0
 
 
 def _some(ids: list[str]) -> str:

@@ -39,9 +39,11 @@ from gptctl.jobs.snapshots import SNAPSHOT_PATH, Snapshot, read_snapshot, snapsh
 from gptctl.jobs.store import JobRecord, Store, new_record
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import check_syntax, render
+from gptctl.planning.user_templates import UserTemplate, template_sources
 from gptctl.spec.check import Checked
 from gptctl.spec.machine_rules import NO_GPU_HERE, check_gpus_here
 from gptctl.spec.resources import installation_id
+from gptctl.spec.trust import Source, require_trust
 from trainer.config import Override
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors_in
 
@@ -57,13 +59,18 @@ class Prepared(NamedTuple):
     scripts: dict[str, str]
     findings: tuple[Finding, ...]
     base_id: str
-    templates: tuple[Path, ...]
+    templates: tuple[UserTemplate, ...]
     git: Mapping[str, Any] | None = None  # state of the repository; None: read it on submit
     conditions: StartConditions = START_AT_ONCE
     continues: str = ""  # id of the job whose checkpoint it resumes
     sweep: str = ""  # id of the sweep that it belongs to, and its number there
     sweep_index: int = 0
     notes: tuple[str, ...] = ()  # what the user should know before the job starts
+
+    @property
+    def sources(self) -> list[Source]:
+        """The files that decide what runs, besides the program itself."""
+        return [*self.checked.sources, *template_sources(self.templates)]
 
 
 def this_site() -> Site:
@@ -87,7 +94,7 @@ def prepare(
     backends: Backends,
     site: Site,
     overrides: Sequence[Override] = (),
-    templates: Sequence[Path] = (),
+    templates: Sequence[UserTemplate] = (),
     base: str = "",
     conditions: StartConditions = START_AT_ONCE,
     resumes: ResumePoint | None = None,
@@ -134,7 +141,9 @@ def differences_from(record: JobRecord, prepared: Prepared) -> list[Difference]:
     return differences(record, prepared.checked, now)
 
 
-def _scripts(plan: LaunchPlan, templates: Sequence[Path], backend: Backend) -> dict[str, str]:
+def _scripts(
+    plan: LaunchPlan, templates: Sequence[UserTemplate], backend: Backend
+) -> dict[str, str]:
     """Render the scripts of the job, by file name."""
     scripts = {name: render(plan, name, templates) for name in backend.scripts}
     # Our own templates are tested; those of users are checked by bash.
@@ -202,6 +211,7 @@ class Submitted(NamedTuple):
 def submit(prepared: Prepared, store: Store, backends: Backends) -> Submitted:
     """Record, freeze and start the job. If a step fails before it exists, undo all of them."""
     refuse_without_gpus(prepared)
+    require_trust(prepared.sources)
     backend = backends.of(prepared.plan.kind)
     # The record comes first: whatever is created after it can be found and removed.
     prepared, record = add_record(prepared, store, backend)
@@ -265,7 +275,7 @@ def _message_of(error: BaseException) -> str:
     return _reason(error) if isinstance(error, OSError) else getattr(error, "message", "")
 
 
-def add_record(
+def add_record(  # nosec B107  # empty: a new one
     prepared: Prepared, store: Store, backend: Backend, token: str = "", array_dir: str = ""
 ) -> tuple[Prepared, JobRecord]:
     """Record the job under a free id; plan it again if another gptctl takes the id.
@@ -310,7 +320,8 @@ def new_token() -> str:
 
 def freeze_job(prepared: Prepared, record: JobRecord) -> None:
     """Write the job's folder under a temporary name, and rename it when it is complete."""
-    from gptctl.jobs.freeze import freeze, git_state
+    from gptctl.jobs.freeze import freeze
+    from gptctl.jobs.git_state import git_state
 
     git = prepared.git if prepared.git is not None else git_state(prepared.site.folder)
     part = _part(record)
@@ -352,26 +363,35 @@ def undo(record: JobRecord, store: Store, backend: Backend, was_sent: bool = Tru
 
 def finish_interrupted_submits(store: Store, backends: Backends) -> list[str]:
     """Complete or undo what a killed gptctl left half-submitted; return messages for the user."""
-    notes = []
     store.remove_temporary_files()
-    for record in store.pending():
-        # A gptctl that is still running, or may be running on another machine, settles its own job.
-        is_ours = backends.knows(record.kind) and is_here(record.submitter)
-        if not is_ours or is_alive(record.submitter):
-            continue
-        try:
-            if undo(record, store, backends.of(record.kind)):
-                notes.append(
-                    f"{record.id} was not started: gptctl was killed; its files are removed"
-                )
-            else:
-                complete_record(record, store)
-        except (OSError, UserError) as error:
-            why = _reason(error) if isinstance(error, OSError) else error.message
-            notes.append(
-                f"{record.id} is half-submitted, and cannot be completed or removed now: {why}"
-            )
-    return notes
+    # A gptctl that is still running, or may be running on another machine, settles its own job.
+    interrupted = [
+        record
+        for record in store.pending()
+        if backends.knows(record.kind)
+        and is_here(record.submitter)
+        and not is_alive(record.submitter)
+    ]
+    if not interrupted:
+        return []
+    from gptctl.remote.parallel import in_parallel, successful
+
+    # All at once: hosts that do not answer are waited for together.
+    with private_files():
+        notes = in_parallel(lambda record: _settle(record, store, backends), interrupted)
+    return [note for note in successful(notes) if note]
+
+
+def _settle(record: JobRecord, store: Store, backends: Backends) -> str:
+    """Complete or undo one submission; return a message if the user should know."""
+    try:
+        if undo(record, store, backends.of(record.kind)):
+            return f"{record.id} was not started: gptctl was killed; its files are removed"
+        complete_record(record, store)
+        return ""
+    except (OSError, UserError) as error:
+        why = _reason(error) if isinstance(error, OSError) else error.message
+        return f"{record.id} is half-submitted, and cannot be completed or removed now: {why}"
 
 
 def complete_record(record: JobRecord, store: Store) -> JobRecord:

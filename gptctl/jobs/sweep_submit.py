@@ -26,6 +26,7 @@ from gptctl.jobs.submit import (
     undo,
 )
 from gptctl.jobs.sweeps import SweepRecord
+from gptctl.spec.trust import require_trust
 from trainer.errors import UserError, errors_in
 
 # Prepares the run of this number; the new job waits until the jobs of these records have ended.
@@ -92,6 +93,7 @@ def submit_together(
     backends: Backends,
 ) -> list[SubmittedRun]:
     """Submit runs that are alike as one array of the scheduler: all of them, or none."""
+    require_trust([source for each in prepared for source in each.sources])
     backend = backends.of(prepared[0].plan.kind)
     # One token: if a reply is lost, the array is found by it.
     token = new_token()

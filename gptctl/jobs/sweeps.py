@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.engine.atomic_files import private_files, replacing
-from gptctl.engine.file_reading import is_time, read_json
+from gptctl.engine.file_reading import DamagedFile, is_time, notice, read_json
+from gptctl.engine.typed_fields import typed
 from gptctl.jobs.store import NOTHING, JobRecord, Store
+from gptctl.jobs.submission_order import append_to_order, in_order
 from gptctl.spec.resources import home
 from gptctl.spec.sweep import Run
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError, closest
@@ -75,6 +77,7 @@ class SweepStore:
             # Creating the file takes the name: of two gptctl only one gets it.
             with suppress(FileExistsError):
                 self._file(name).open("x").close()
+                append_to_order(self.folder, name)
                 return name
             number += 1
 
@@ -108,7 +111,9 @@ class SweepStore:
         """All sweeps, oldest first. Damaged files are left out."""
         files = self.folder.glob("*.json")
         found = [sweep for file in files if (sweep := _read(file))]
-        return sorted(found, key=lambda sweep: (sweep.created, sweep.id))
+        known = {sweep.id: sweep for sweep in found}
+        by_time = sorted(known, key=lambda name: (known[name].created, name))
+        return [known[name] for name in in_order(self.folder, by_time)]
 
     def find(self, name: str | None) -> SweepRecord:
         """Find a sweep by id or unique prefix; without a name, the latest."""
@@ -136,29 +141,31 @@ def new_sweep(**facts: Any) -> SweepRecord:
 
 
 def _read(file: Path) -> SweepRecord | None:
-    values = read_json(file) or {}
-    known = {name: values[name] for name in SweepRecord._fields if name in values}
-    try:
-        sweep = SweepRecord(**known)
-        runs = tuple({str(key): str(value) for key, value in run.items()} for run in sweep.runs)
-        sweep = sweep._replace(runs=runs, created=float(sweep.created), id=file.stem)
-        return sweep if _is_valid(sweep) else None
-    except (TypeError, ValueError, AttributeError):
+    values = read_json(file)
+    # Empty: another gptctl has taken the name, and writes the file in a moment.
+    if values is None:
         return None
+    try:
+        sweep = typed(SweepRecord, {**values, "id": file.stem})
+        _check(sweep)
+    except DamagedFile as error:
+        notice(file, str(error))
+        return None
+    runs = tuple({key: str(value) for key, value in run.items()} for run in sweep.runs)
+    return sweep._replace(runs=runs)
 
 
-def _is_valid(sweep: SweepRecord) -> bool:
-    """Whether the fields that the verbs use have their types."""
-    texts = (sweep.file, sweep.folder, sweep.config, sweep.metric, sweep.goal)
+def _check(sweep: SweepRecord) -> None:
+    """Raise DamagedFile if a field has its type, but not its form."""
     options = sweep.arguments.get("overrides")
-    return (
-        all(isinstance(text, str) for text in texts)
-        and isinstance(sweep.written, Mapping)
-        and is_time(sweep.created)
-        and (sweep.parallel is None or (isinstance(sweep.parallel, int) and sweep.parallel > 0))
-        and isinstance(options, list)
-        and all(isinstance(each, list) and len(each) == 4 for each in options)
-    )
+    is_valid = {
+        "created": is_time(sweep.created),
+        "parallel": sweep.parallel is None or sweep.parallel > 0,
+        "overrides": isinstance(options, list)
+        and all(isinstance(each, list) and len(each) == 4 for each in options),
+    }
+    if wrong := [name for name, valid in is_valid.items() if not valid]:
+        raise DamagedFile(f"{wrong[0]} is invalid")
 
 
 def members(sweep: SweepRecord, store: Store) -> list[SweepMember]:

@@ -14,8 +14,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.engine.file_reading import is_time, json_lines, read_json
-from gptctl.engine.run_folder import FINAL, RUNNING, RunFolder
+from gptctl.engine.file_reading import (
+    is_time,
+    json_lines,
+    open_at_once,
+    read_bytes,
+    read_json,
+)
+from gptctl.engine.job_result import FINAL, RUNNING
+from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.lines import readable
 from gptctl.logs.metric_rows import (
@@ -33,6 +40,7 @@ METRICS_TAIL = 8 << 10  # bytes: about twenty-five steps
 LOG_TAIL = 64 << 10  # of a script's log, which may have other lines between its steps
 HEAD = 1 << 10  # bytes: the first line of a file
 CHUNK = 1 << 20  # of a file that is searched from its end
+MOST_SEARCHED = 64 << 20  # bytes of it: about two hundred thousand steps
 # How scripts call the number of their steps: on their command line, alone or as a config key.
 _TOTAL = re.compile(
     r"(?:--|.*\.|)(?:max[-_]steps|max[-_]train[-_]steps|train[-_]iters|total[-_]steps)", re.ASCII
@@ -156,17 +164,11 @@ def _last_rows(record: JobRecord) -> tuple[list[Row], float]:
 def _tail(file: Path, size: int) -> tuple[bytes, float]:
     """Return the last bytes of a file, and when it was changed."""
     try:
-        # O_NONBLOCK: a named pipe must not hang.
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(file, "rb", opener=open_at_once) as stream:
+            status = os.fstat(stream.fileno())
+            data = os.pread(stream.fileno(), size, max(0, status.st_size - size))
     except OSError:
         return b"", 0.0
-    try:
-        status = os.fstat(descriptor)
-        data = os.pread(descriptor, size, max(0, status.st_size - size))
-    except OSError:
-        return b"", 0.0
-    finally:
-        os.close(descriptor)
     # The first line is incomplete, unless this is the whole file.
     return data if status.st_size <= size else data.partition(b"\n")[2], status.st_mtime
 
@@ -175,9 +177,11 @@ def _tail_of_job(file: Path, job: str) -> bytes:
     """Return the last lines of a job in a file to which later jobs have written, too."""
     mark = f'"job": {json.dumps(job)}'.encode()
     try:
-        with open(file, "rb") as stream:
+        with open(file, "rb", opener=open_at_once) as stream:
             start = stream.seek(0, os.SEEK_END)
-            while start > 0:
+            # Not further: a damaged file may be of any size.
+            last = max(0, start - MOST_SEARCHED)
+            while start > last:
                 start = max(0, start - CHUNK)
                 stream.seek(start)
                 # A line may begin in this chunk and end in the one after it.
@@ -237,10 +241,6 @@ def _duration(record: JobRecord, state: str, now: float) -> float | None:
 def started_at(record: JobRecord) -> float | None:
     """Return when the first rank of node 0 started; restarts do not change it."""
     file = record.run_folder / "attempt-0" / "ranks.0.jsonl"
-    try:
-        with open(file, "rb") as stream:
-            first = json_lines(stream.read(HEAD))
-    except OSError:
-        return None
+    first = json_lines(read_bytes(file, HEAD))
     moment = first[0].get("time") if first else None
     return float(moment) if is_number(moment) and is_time(moment) else None

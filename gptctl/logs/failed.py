@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gptctl.engine.cause import recorded_rank
+from gptctl.engine.cause import Cause, recorded_cause
 from gptctl.engine.error_text import signal_name
 from gptctl.engine.rank_runs import RankRun, failed_runs, node_exits, rank_runs
 
@@ -20,7 +20,7 @@ class Failure:
 
     first: RankRun | None
     cascade: tuple[RankRun, ...]
-    # Started, but no exit recorded: still running, or lost with their node.
+    # Started, but no exit recorded: still running, or killed with their watcher (`was_killed`).
     silent: tuple[RankRun, ...]
     ranks_started: int
     node_exits: Mapping[int, int]
@@ -58,22 +58,33 @@ class Failure:
 
 
 def find_failure(
-    runs: Iterable[RankRun], exits: Mapping[int, int], first_rank: int | None = None
+    runs: Iterable[RankRun],
+    exits: Mapping[int, int],
+    cause: Cause | None = None,
+    is_over: bool = False,
 ) -> Failure:
-    """Find the rank that failed first: the one that the job recorded, else by the time of exit."""
+    """Find the rank that failed first: the one that the job recorded, else by the time of exit.
+
+    `is_over`: the job has ended, and all records are here.
+    """
     latest = {run.rank: run for run in runs}
     failed = failed_runs(latest.values())
-    failed.sort(key=lambda run: run.rank != first_rank)  # stable: the others stay in order
+    # With its node: the host that sent the cause may name the rank of another one. The sort is
+    # stable: the others stay in order.
+    recorded = (cause.rank, cause.node) if cause else None
+    failed.sort(key=lambda run: (run.rank, run.node) != recorded)
     first, cascade = (failed[0], failed[1:]) if failed else (None, [])
     never = float("inf")
     cascade.sort(key=lambda run: (never if run.ended is None else run.ended, run.rank))
-    silent = tuple(run for run in latest.values() if not run.is_over)
+    # No rank outlives its job. Not failures: nothing tells that they failed before others did.
+    silent = tuple(run._replace(was_killed=is_over) for run in latest.values() if not run.is_over)
     return Failure(first, tuple(cascade), silent, len(latest), dict(exits))
 
 
-def failure_in(records: Mapping[str, bytes]) -> Failure:
+def failure_in(records: Mapping[str, bytes], is_over: bool = False) -> Failure:
     """Find the failure of an attempt in its records."""
-    return find_failure(rank_runs(records), node_exits(records), recorded_rank(records))
+    cause = recorded_cause(records)
+    return find_failure(rank_runs(records), node_exits(records), cause, is_over)
 
 
 def _run_json(run: RankRun, delay: float | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from gptctl.engine.file_reading import json_lines
+from gptctl.engine.rank_runs import rank_runs
 from trainer.errors import WRONG_USAGE, UserError
 
 Kind = Literal["rank", "node", "batch", "file"]
@@ -55,11 +55,17 @@ class LogFiles(Protocol):
     def read(self, file: LogFile, offset: int, size: int) -> bytes:
         """Read at most `size` bytes of this very file, even if it was renamed since the scan."""
 
+    def next_data(self, file: LogFile, offset: int) -> int:
+        """Where the gap that begins here ends; `offset` if there is no gap."""
+
     def release(self, file: LogFile) -> None:
         """Close the file; a later read opens it again."""
 
     def records(self, attempt: int) -> dict[str, bytes]:
-        """Read the files `ranks.<n>.jsonl` and `node.<n>.exit` of an attempt."""
+        """Read the files `ranks.<n>.jsonl` and `node.<n>.exit` of an attempt.
+
+        Lines of a node about ranks that it does not have are left out.
+        """
 
 
 def kind_of(name: str) -> tuple[Kind, int] | None:
@@ -148,11 +154,4 @@ class FileFilter:
 
 
 def node_of_ranks(records: Mapping[str, bytes]) -> dict[int, int]:
-    events = [
-        event
-        for name in records
-        if name.startswith("ranks.")
-        for event in json_lines(records[name])
-    ]
-    pairs = [(event.get("rank"), event.get("node")) for event in events]
-    return {rank: node for rank, node in pairs if isinstance(rank, int) and isinstance(node, int)}
+    return {run.rank: run.node for run in rank_runs(records) if run.node is not None}

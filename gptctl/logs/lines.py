@@ -16,6 +16,7 @@ from gptctl.text import clean
 from trainer.errors import WRONG_USAGE, UserError
 
 LONGEST_LINE = 64 << 10  # bytes; limits the memory that one file can take
+LONGEST_SEARCHED = 1 << 20  # bytes without a newline; the line of a progress bar can have as many
 MAX_LINES_SEARCHED = 1000  # for the nearest timestamp
 
 # The trainer's and ISO's `2026-11-16 04:25:43,446`, perhaps in brackets, in colour or first in a
@@ -208,13 +209,20 @@ def parse_since(text: str, now: float | None = None) -> float:
 
 
 def start_of_last(
-    count: int, size: int, read: Callable[[int, int], bytes], block: int = 1 << 16
+    count: int,
+    size: int,
+    read: Callable[[int, int], bytes],
+    block: int = 1 << 16,
+    longest: int = LONGEST_SEARCHED,
 ) -> int:
-    """Find the offset of the last `count` lines; `read` takes an offset and a size."""
+    """Find the offset of the last `count` lines; `read` takes an offset and a size.
+
+    Of a longer line, each `longest` bytes count as a line: a file may have terabytes of NULs.
+    """
     # Read backwards: the file may have gigabytes before these lines.
     if count <= 0:
         return size
-    end, missing = size, count
+    end, missing, without_newline = size, count, 0
     while end > 0:
         begin = max(0, end - block)
         data = read(begin, end - begin)
@@ -227,5 +235,10 @@ def start_of_last(
                 position = data.rfind(b"\n", 0, position)
             return begin + position + 1
         missing -= newlines
+        without_newline = data.find(b"\n") if newlines else without_newline + end - begin
+        if without_newline >= longest:
+            without_newline, missing = 0, missing - 1
+            if not missing:
+                return begin
         end = begin
     return 0

@@ -5,6 +5,7 @@ Descriptors stay open, so that a file that was renamed or removed is still read 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -14,9 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from gptctl.engine.contract import ATTEMPT_NAME, OUTCOME
+from gptctl.engine.file_reading import open_at_once, read_bytes
+from gptctl.engine.run_folder import RunFolder
 from gptctl.logs.files import Kind, LogFile, kind_of
 
-LARGEST_RECORD = 16 << 20  # bytes; more than any job writes, and bounded if a file is damaged
 SPARE_DESCRIPTORS = 32  # left for everything else this process opens
 # Exactly the names that gptctl writes: other files in these folders are ignored.
 _FOLDER = re.compile(ATTEMPT_NAME)
@@ -39,6 +41,17 @@ class Descriptors:
             return b"" if descriptor is None else os.pread(descriptor, size, offset)
         except OSError:  # removed, or the file system is unreachable for now: try on the next tick
             return b""
+
+    def next_data(self, file: LogFile, offset: int) -> int:
+        """The first offset from here on at which the file system has stored anything."""
+        descriptor = self.by_identity.get(file.identity)
+        if descriptor is None:
+            return offset
+        try:
+            return os.lseek(descriptor, offset, os.SEEK_DATA)
+        except OSError as error:
+            # Nothing but a gap; other file systems have no such call.
+            return max(offset, file.size) if error.errno == errno.ENXIO else offset
 
     def _opened(self, file: LogFile) -> int | None:
         if len(self.by_identity) >= self._most:
@@ -87,8 +100,7 @@ def _open_exactly(path: str, identity: tuple[int, ...]) -> int | None:
 
 def _open_if_same(path: str, identity: tuple[int, ...]) -> int | None:
     try:
-        # O_NONBLOCK: opening a named pipe must not hang.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_at_once(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     status = os.fstat(descriptor)
@@ -121,6 +133,9 @@ class LocalLogFiles:
     def read(self, file: LogFile, offset: int, size: int) -> bytes:
         return self._descriptors.read(file, offset, size)
 
+    def next_data(self, file: LogFile, offset: int) -> int:
+        return self._descriptors.next_data(file, offset)
+
     def release(self, file: LogFile) -> None:
         self._descriptors.release(file.identity)
 
@@ -128,10 +143,9 @@ class LocalLogFiles:
         found = {}
         with suppress(OSError):
             for path in sorted((self._run_dir / f"attempt-{attempt}").iterdir()):
-                if _RECORD.fullmatch(path.name) and path.is_file():
-                    with suppress(OSError), path.open("rb") as file:
-                        found[path.name] = file.read(LARGEST_RECORD)
-        return found
+                if _RECORD.fullmatch(path.name) and (data := read_bytes(path)):
+                    found[path.name] = data
+        return RunFolder(self._run_dir).own_records(attempt, found)
 
     def _scan_folder(self, attempt: int) -> dict[str, LogFile]:
         before, now, open_files = self._last.get(attempt, {}), {}, self._descriptors.by_identity
@@ -165,6 +179,9 @@ class LocalFile:
 
     def read(self, file: LogFile, offset: int, size: int) -> bytes:
         return self._descriptors.read(file, offset, size)
+
+    def next_data(self, file: LogFile, offset: int) -> int:
+        return self._descriptors.next_data(file, offset)
 
     def release(self, file: LogFile) -> None:
         self._descriptors.release(file.identity)

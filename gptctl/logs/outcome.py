@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from gptctl.engine.run_folder import COMPLETED, FAILED
+from gptctl.engine.job_result import COMPLETED, FAILED
 from gptctl.logs.progress import StepHistory, duration
 
 MOST_CHECKPOINTS = 6  # listed one by one; more would not fit on a line

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+from gptctl.engine.job_result import RUNNING
 from gptctl.engine.rank_runs import RankRun, rank_runs
-from gptctl.engine.run_folder import RUNNING
 from gptctl.logs.files import LogFiles
 from gptctl.reporting import Say
 

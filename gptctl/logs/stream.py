@@ -107,6 +107,10 @@ class LogReader:
             if self.offset < HEAD:
                 self._head += data[: HEAD - self.offset]
             self.offset += len(data)
+            # A torn file can have terabytes of NULs, which are dropped: do not read them.
+            if not self._lines.raw and not data.strip(b"\0"):
+                self.offset = min(end, self._files.next_data(self.file, self.offset))
+                continue
             if block := self._assembler.feed(data):
                 yield block
 

@@ -10,8 +10,8 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from gptctl.engine.error_text import signal_name
+from gptctl.engine.job_result import FAILED
 from gptctl.engine.rank_runs import RankRun, node_exits, rank_runs
-from gptctl.engine.run_folder import FAILED
 from gptctl.logs.failed import Failure, failure_in
 from gptctl.logs.files import FileFilter, LogFile, LogFiles
 from gptctl.logs.lines import readable
@@ -29,10 +29,12 @@ def last_lines(files: LogFiles, file: LogFile) -> list[str]:
     return [readable(line.text) for line in merged([source], close=True)]
 
 
-def failure_of(files: LogFiles, attempt: int | None = None) -> tuple[int, Failure]:
-    """Find the failure of an attempt, by default the latest."""
+def failure_of(
+    files: LogFiles, attempt: int | None = None, is_over: bool = False
+) -> tuple[int, Failure]:
+    """Find the failure of an attempt, by default the latest; `is_over`: see `find_failure`."""
     attempt = max(files.attempts(), default=0) if attempt is None else attempt
-    return attempt, failure_in(files.records(attempt))
+    return attempt, failure_in(files.records(attempt), is_over)
 
 
 class FailureReport(NamedTuple):
@@ -60,10 +62,15 @@ class FailureReport(NamedTuple):
         return {"attempt": self.attempt, **self.failure.as_json(), "last_lines": lines}
 
 
-def failure_report(files: LogFiles, attempt: int | None = None, state: str = "") -> FailureReport:
-    """Report the failure of an attempt, by default the latest; `state` is that of the job."""
+def failure_report(
+    files: LogFiles, attempt: int | None = None, state: str = "", is_over: bool = False
+) -> FailureReport:
+    """Report the failure of an attempt, by default the latest.
+
+    `state` is that of the job; `is_over`: see `find_failure`.
+    """
     is_latest = attempt is None
-    attempt, failure = failure_of(files, attempt)
+    attempt, failure = failure_of(files, attempt, is_over)
     # Empty files have nothing to show: do not print their headings.
     listed = [file for file in files.scan(attempt) if file.attempt == attempt and file.size]
     failed_files = [file for file in listed if (file.kind, file.number) == failure.first_file]
@@ -98,7 +105,7 @@ def _failure_text(attempt: int, failure: Failure, is_of_job: bool) -> Iterator[s
         if first.max_rss_mb is not None:
             yield f"  max RSS {first.max_rss_mb:.0f} MB"
     elif failure.ranks_started:
-        yield f"attempt {attempt}: no rank has failed ({failure.ranks_started} started)"
+        yield f"attempt {attempt}: {_without_failure_text(failure)}"
     elif failure.is_failure or is_of_job:
         yield f"attempt {attempt}: no rank ever started"
     else:
@@ -108,11 +115,25 @@ def _failure_text(attempt: int, failure: Failure, is_of_job: bool) -> Iterator[s
         for node, code in sorted(failure.node_exits.items()):
             yield f"  the launch script of node {node}: {_exit_text(code)}"
     if first and failure.silent:
-        # The first eight are enough to find their node.
-        ranks = ", ".join(str(run.rank) for run in failure.silent[:8])
-        ranks += ", …" if len(failure.silent) > 8 else ""
-        silent = count(len(failure.silent), "rank")
-        yield f"  no exit recorded for {silent} ({ranks}): still running, or killed with their node"
+        are_killed = failure.silent[0].was_killed
+        how = "killed" if are_killed else "still running, or killed with their node"
+        yield f"  no exit recorded for {_silent_ranks(failure)}: {how}"
+
+
+def _without_failure_text(failure: Failure) -> str:
+    started = f"{failure.ranks_started} started"
+    if not failure.silent or not failure.silent[0].was_killed:
+        return f"no rank has failed ({started})"
+    killed = f"{_silent_ranks(failure)} killed, no exit recorded"
+    return f"no rank recorded a failure ({started}); {killed}"
+
+
+def _silent_ranks(failure: Failure) -> str:
+    """`2 ranks (0, 1)`"""
+    # The first eight are enough to find their node.
+    ranks = ", ".join(str(run.rank) for run in failure.silent[:8])
+    ranks += ", …" if len(failure.silent) > 8 else ""
+    return f"{count(len(failure.silent), 'rank')} ({ranks})"
 
 
 def _cascade_text(failure: Failure, run: RankRun) -> str:

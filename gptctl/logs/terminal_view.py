@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from gptctl.engine.run_folder import RUNNING
+from gptctl.engine.job_result import RUNNING
 from gptctl.logs.condense import CONFIG_LINES, Condenser, Hidden, Piece, RankDetail, Sample
 from gptctl.logs.files import LogFile, LogFiles
 from gptctl.logs.lines import readable

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import BATCH_SCRIPT, ENGINE_FILE
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.planning import compiled_templates
 from gptctl.planning.container import setup_inside
+from gptctl.planning.user_templates import FOLDERS, UserTemplate, effective, known_templates
 from gptctl.spec.launch import is_variable
 from gptctl.spec.resources import folder, home
 from trainer.errors import WRONG_USAGE, UserError, closest
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 SCRIPTS = {"srun-script": "srun-script.sh", "sbatch": "sbatch.sh", "loop": "loop.sh"}
 COMMAND = "command.sh"
-# Subfolders of templates/. File names are unique over all of them: users replace by name alone.
-FOLDERS = ("jobs", "styles", "doctor", "parts")
 # Variables that scripts set for the ranks, besides those of the plan.
 OWN_VARIABLES = ("OMP_NUM_THREADS", "GPTCTL_LOG_DIR")
 # Variables that a template sets for one that it includes.
@@ -42,9 +40,12 @@ class Shell(str):
 
 
 def render(
-    plan: LaunchPlan, script: str, templates: Sequence[Path] = (), node: int | None = None
+    plan: LaunchPlan,
+    script: str,
+    templates: Sequence[UserTemplate] = (),
+    node: int | None = None,
 ) -> str:
-    """Render a script from the first of the user's folders that has its template, or from ours."""
+    """Render a script from the first of the user's templates of that name, or from ours."""
     from jinja2 import TemplateError
 
     known = _context(plan, node)
@@ -86,23 +87,22 @@ def script_of(style: str) -> str:
     return SCRIPTS.get(style, COMMAND)
 
 
-def _environment(templates: Sequence[Path]) -> Environment:
-    from jinja2 import ChoiceLoader, DictLoader, FileSystemLoader, StrictUndefined
+def _environment(templates: Sequence[UserTemplate]) -> Environment:
+    from jinja2 import ChoiceLoader, FileSystemLoader, FunctionLoader, StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    own = {file.name: file for file in templates if file.is_file()}
-    for file in own.values():
-        if file.name not in known_templates():
-            hint = f"rename it to the template it replaces: {', '.join(known_templates())}"
-            raise UserError(f"{file} does not replace any template", hint, WRONG_USAGE)
-    ours = [folder("templates") / name for name in FOLDERS]
-    loaders = [FileSystemLoader(str(place)) for place in [*templates, *ours] if place.is_dir()]
+    own = effective(templates)
+
+    def load_own(name: str) -> tuple[str, str, None] | None:
+        # With its path, which error messages name.
+        return (own[name].text, own[name].file.path, None) if name in own else None
+
+    ours = FileSystemLoader([str(folder("templates") / name) for name in FOLDERS])
     # First, so that users cannot replace what runs on remote hosts.
     remote = FileSystemLoader(str(folder("templates") / "remote"))
-    replaced = DictLoader({name: file.read_text(encoding="utf-8") for name, file in own.items()})
     environment = ImmutableSandboxedEnvironment(
         bytecode_cache=_compiled_templates(),
-        loader=ChoiceLoader([remote, replaced, *loaders]),
+        loader=ChoiceLoader([remote, FunctionLoader(load_own), ours]),
         undefined=StrictUndefined,
         finalize=quoted,
         trim_blocks=True,
@@ -119,23 +119,22 @@ def _environment(templates: Sequence[Path]) -> Environment:
 
 def _compiled_templates() -> BytecodeCache | None:
     """A cache of compiled templates: compiling takes a tenth of the time of a dry run."""
-    from jinja2 import FileSystemBytecodeCache
+    from jinja2 import BytecodeCache
+    from jinja2.bccache import Bucket
 
-    cache = home() / "compiled-templates"
-    try:
-        with private_files():
-            cache.mkdir(parents=True, exist_ok=True)
-        found = cache.stat()
-    except OSError:
+    place = home() / "compiled-templates"
+    if not compiled_templates.is_private(place):
         return None
-    # The cache is code: trust it only if no other user can write to the folder.
-    is_private = found.st_uid == os.getuid() and not found.st_mode & 0o077
-    return FileSystemBytecodeCache(str(cache), "%s") if is_private else None
 
+    class CompiledTemplates(BytecodeCache):
+        def load_bytecode(self, bucket: Bucket) -> None:
+            if code := compiled_templates.load(place / bucket.key):
+                bucket.bytecode_from_string(code)
 
-def known_templates() -> list[str]:
-    places = [folder("templates") / name for name in FOLDERS]
-    return sorted(file.name for place in places for file in place.glob("*.j2"))
+        def dump_bytecode(self, bucket: Bucket) -> None:
+            compiled_templates.save(place / bucket.key, bucket.bytecode_to_string())
+
+    return CompiledTemplates()
 
 
 def quoted(value: Any) -> Any:

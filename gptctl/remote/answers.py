@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gptctl.engine.run_folder import FINAL
+from gptctl.engine.job_result import FINAL
 
 
 def is_answer(command: str, answer: Mapping[str, Any]) -> bool:
@@ -13,10 +13,18 @@ def is_answer(command: str, answer: Mapping[str, Any]) -> bool:
     match command, answer:
         case "status", {"agents": list(), "processes": int(), "boot": str(), "result": result}:
             return result is None or _is_result(result)
-        case "end", {"left": list()}:
-            return True
+        case "end", {"left": list(left)}:
+            return all(isinstance(pid, int) for pid in left)
         case "abandon", {"claim": claim}:
             return claim == {"abandoned": True} or _is_process(claim)
+    return False
+
+
+def is_endpoint(value: object) -> bool:
+    """Whether this is where an agent listens for others: an address and a port, 0 if nowhere."""
+    match value:
+        case [str(address), int(port)]:
+            return len(address) < 256 and not isinstance(port, bool) and 0 <= port < 1 << 16
     return False
 
 

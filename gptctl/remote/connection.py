@@ -12,16 +12,26 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gptctl.remote.host_error import HostError, all_or_none
+from gptctl.deadline import Deadline
+from gptctl.remote.archive import MIN_SPEED
+from gptctl.remote.host_error import HostError, all_or_none, shell_error, silent_host
 from gptctl.remote.known_hosts import key_name, pinned_keys, pinning_file
-from gptctl.remote.listing import Entry, listed
-from gptctl.remote.parallel import in_parallel
+from gptctl.remote.parallel import bounded, in_parallel
 from gptctl.remote.route import ConfigLookup, Route, route_to
 from gptctl.remote.scripts import command_line, output_of
+from gptctl.remote.sftp import (
+    MAX_ENTRIES,
+    Entry,
+    InvalidReply,
+    ReadFailed,
+    SftpReader,
+    TooManyEntries,
+)
+from gptctl.remote.silence import MeteredSocket, SilenceWatch
 from gptctl.spec.cluster import Cluster
 from trainer.errors import OUT_OF_REACH, UserError
 
@@ -29,19 +39,21 @@ if TYPE_CHECKING:
     import paramiko
 
 Channel = Any  # of paramiko: input and output of a command on a host
-Files = Any  # paramiko's SFTP client
-ANSWER_TIMEOUT = 60.0  # seconds that a command may take by default
 MAX_OUTPUT = 16 << 20  # bytes that a command may print
 MAX_ERRORS = 1 << 20  # bytes of its stderr that are read
-KEEPALIVE = 15  # seconds between two keep-alive packets
+MAX_GREETING = 1 << 16  # bytes before the version of an ssh server; a legal notice has a few lines
+MAX_SSH_PACKET = 1 << 18  # bytes; paramiko tells every server to send at most 32 KB
+MAX_SESSIONS = 6  # commands at the same time: sshd allows 10 sessions, and files need one
+JUMP_PAUSE = 10.0  # seconds for which a jump host that failed is not tried again
 # Any other error of the operating system concerns a file, here or there, and not the connection.
-_NETWORK_ERRORS = (
+NETWORK_ERRORS = (
     *(errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT),
     *(errno.ENOTCONN, errno.EHOSTUNREACH, errno.EHOSTDOWN),
     *(errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET),
 )
 _SSHD_HINT = "check that sshd is running there"
 _REACHABLE_HINT = "check that the host is up and reachable from here"
+_SFTP_HINT = "check the sftp subsystem of sshd there"
 _KEY_HINT = "check identity_file in the profile"
 
 
@@ -96,49 +108,93 @@ def _options_of(config: paramiko.SSHConfig, name: str) -> dict[str, Any]:
 class Connection:
     """An open connection to a host. Every failure is a HostError that tells if the host is lost."""
 
-    def __init__(self, route: Route, jump_hosts: JumpHosts) -> None:
-        self.route = route
-        self._client = _connected(route, _socket_to(route, jump_hosts))
-        self._files: Files | None = None
+    def __init__(self, route: Route, jump_hosts: JumpHosts, limit: Deadline | None = None) -> None:
+        """`limit`: when the command that uses it must end, if it has to."""
+        self.route, self._limit = route, limit or Deadline()
+        deadline = self._limit.within(route.patience)
+        self._client, self._watch = _connected(route, jump_hosts, deadline)
+        self._files: SftpReader | None = None
+        self._sessions = threading.BoundedSemaphore(MAX_SESSIONS)
 
     @property
     def _transport(self) -> paramiko.Transport:
         return _transport_of(self._client, self.route)
 
+    @property
+    def patience(self) -> float:
+        """The seconds for which the host may be silent."""
+        return min(self.route.patience, self._limit.left)
+
     @contextmanager
-    def _in_time(self, timeout: float) -> Iterator[None]:
-        """Close the connection after `timeout` seconds: some calls of paramiko have no timeout."""
-        timer = threading.Timer(timeout, self._transport.close)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+    def _in_time(self, seconds: float) -> Iterator[None]:
+        """Close the connection after so many seconds: some calls of paramiko have no timeout."""
+        with closing_at(Deadline(seconds), self._transport.close) as is_late:
+            try:
+                with host_errors(self.route):
+                    yield
+            except HostError as error:
+                # It was gptctl that closed the connection: say why.
+                raise self._late(seconds, is_late()) or error from None
+        # A closed connection looks like the end of the output.
+        if late := self._late(seconds, is_late()):
+            raise late
+
+    def _late(self, seconds: float, is_late: bool) -> HostError | None:
+        if is_late:
+            return silent_host(self.route.name, seconds)
+        return silent_host(self.route.name, self.route.patience) if self.is_silent else None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the connection was closed because the host sent nothing for too long."""
+        return self._watch.has_given_up
 
     def start(self, command: Sequence[str]) -> paramiko.Channel:
         """Start a command; the caller reads from and writes to the channel."""
-        with host_errors(self.route), self._in_time(ANSWER_TIMEOUT):
-            channel = self._transport.open_session(timeout=self.route.timeout)
-            channel.settimeout(ANSWER_TIMEOUT)
-            channel.exec_command(os.fsencode(command_line(command)))
+        with self._in_time(self.patience):
+            channel = self._transport.open_session(timeout=self.patience)
+            channel.settimeout(self.patience)
+            line = os.fsencode(command_line(command))  # quoted, word by word
+            channel.exec_command(line)  # nosec B601
         return channel
 
     def run(
-        self, command: Sequence[str], stdin: bytes = b"", timeout: float = ANSWER_TIMEOUT
+        self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None
     ) -> CommandResult:
-        """Run a command until it exits."""
-        with host_errors(self.route), self._in_time(timeout):
+        """Run a command until it exits.
+
+        Without a timeout it is a question: all of the answer must be here in time. With one it is
+        work, which may take that long. It must begin in time, and the host must stay alive.
+        """
+        # The answer comes after what is sent.
+        timeout = min(timeout or self.patience + len(stdin) / MIN_SPEED, self._limit.left)
+        with self._session(timeout), self._in_time(timeout):
             channel = self.start(command)
+            # The login shell prints the marker before the command does anything.
+            first = channel.recv(1 << 16)
             channel.settimeout(timeout)
             # The command may exit before it has read everything: its exit code says why.
             with suppress(OSError):
                 channel.sendall(stdin)
             # The command may read its stdin to the end.
             channel.shutdown_write()
-            out = output_of(self._output(channel))
+            out = output_of(first + self._output(channel))
             err = remaining_stderr(channel)
+            if out is None:
+                raise shell_error(self.route.name, err)
             return CommandResult(channel.recv_exit_status(), out, err.strip())
+
+    @contextmanager
+    def _session(self, timeout: float) -> Iterator[None]:
+        """Wait until fewer commands run there than sshd allows on one connection."""
+        left = min(timeout, self._limit.left, threading.TIMEOUT_MAX)
+        if not self._sessions.acquire(timeout=left):
+            problem = f"{MAX_SESSIONS} other commands of gptctl did not end in {left:.0f} s"
+            raise HostError(self.route.name, problem, "try again later")
+        try:
+            yield
+        finally:
+            self._sessions.release()
 
     def _output(self, channel: Channel) -> bytes:
         output = bytearray()
@@ -151,30 +207,23 @@ class Connection:
         return bytes(output)
 
     @property
-    def files(self) -> paramiko.SFTPClient:
+    def files(self) -> SftpReader:
         # Opened when it is first needed: most commands need no files.
         if self._files is None:
-            with host_errors(self.route), self._in_time(ANSWER_TIMEOUT):
-                self._files = self._transport.open_sftp_client()
-            assert self._files
-            channel = self._files.get_channel()
-            assert channel
-            channel.settimeout(ANSWER_TIMEOUT)
+            with self._in_time(self.patience):
+                channel = self._transport.open_session(timeout=self.patience)
+                channel.settimeout(self.patience)
+                channel.invoke_subsystem("sftp")
+                self._files = SftpReader(channel, self.patience)
         return self._files
 
-    def listed(self, folder: str) -> list[Entry]:
-        """List a folder, including names that are not UTF-8; return nothing if it is missing."""
-        return listed(self.files, self.run, folder)
+    def listed(self, folder: str, most: int = MAX_ENTRIES) -> list[Entry]:
+        """List a folder; return nothing if it is missing."""
+        return self.files.listed(folder, most)
 
     def close(self) -> None:
+        self._watch.stop()
         self._client.close()
-
-
-def files_over(pipe: Any) -> Files:
-    """SFTP over an object with `send`, `recv` and `close`."""
-    import paramiko
-
-    return paramiko.SFTPClient(pipe)
 
 
 def remaining_stderr(channel: Channel, timeout: float = 5.0) -> str:
@@ -198,11 +247,37 @@ def host_errors(route: Route) -> Iterator[None]:
         yield
     except HostError:
         raise
-    except (EOFError, OSError, paramiko.SSHException, paramiko.SFTPError) as error:
-        if isinstance(error, OSError) and error.errno and error.errno not in _NETWORK_ERRORS:
+    except InvalidReply as error:
+        raise HostError(route.name, f"invalid SFTP reply: {error}", _SFTP_HINT) from None
+    except ReadFailed as error:
+        raise HostError(route.name, f"its SFTP server failed: {error}", _SFTP_HINT) from None
+    except TooManyEntries as error:
+        raise HostError(route.name, str(error), "check what is in that folder") from None
+    except (EOFError, OSError, paramiko.SSHException) as error:
+        if isinstance(error, OSError) and error.errno and error.errno not in NETWORK_ERRORS:
             raise
+        if isinstance(error, TimeoutError):
+            raise silent_host(route.name, route.patience) from None
         message = f"lost the connection: {_describe(error)}"
         raise HostError(route.name, message, is_lost=True) from None
+
+
+@contextmanager
+def closing_at(deadline: Deadline, close: Callable[[], object]) -> Iterator[Callable[[], bool]]:
+    """Close something at the deadline, unless the block ends before; yields if that happened."""
+    is_late = threading.Event()
+
+    def expire() -> None:
+        is_late.set()
+        close()
+
+    timer = threading.Timer(min(deadline.left, threading.TIMEOUT_MAX), expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield is_late.is_set
+    finally:
+        timer.cancel()
 
 
 class JumpHosts:
@@ -214,19 +289,61 @@ class JumpHosts:
     def __init__(self) -> None:
         self._open: dict[tuple[Route, ...], paramiko.SSHClient] = {}
         self._opening: dict[tuple[Route, ...], threading.Lock] = {}
+        self._failed: dict[tuple[Route, ...], tuple[HostError, float]] = {}  # and until when
         self._lock = threading.Lock()
 
-    def client(self, hops: tuple[Route, ...]) -> paramiko.SSHClient:
+    def client(self, hops: tuple[Route, ...], deadline: Deadline) -> paramiko.SSHClient:
         """Return a connection to the last of these hosts, through the ones before it."""
         # A lock for each jump host: several can be opened at the same time, each only once.
         with self._lock:
             opening = self._opening.setdefault(hops, threading.Lock())
-        with opening:
-            client = self._open.get(hops)
-            if client is None or not _is_active(client):
-                client = _connected(hops[-1], _socket_to(hops[-1]._replace(jumps=hops[:-1]), self))
-                self._open[hops] = client
+        if not opening.acquire(timeout=min(deadline.left, threading.TIMEOUT_MAX)):
+            raise silent_host(hops[-1].name, hops[-1].patience)
+        try:
+            return self._opened(hops, deadline)
+        finally:
+            opening.release()
+
+    def _opened(self, hops: tuple[Route, ...], deadline: Deadline) -> paramiko.SSHClient:
+        client = self._open.get(hops)
+        if client is not None and _is_active(client):
             return client
+        # All hosts behind it wait for the same jump host: one of them finds out for all.
+        error, until = self._failed.get(hops, (None, 0.0))
+        if error and time.monotonic() < until:
+            raise error
+        try:
+            last = hops[-1]._replace(jumps=hops[:-1])
+            self._open[hops], _ = _connected(last, self, deadline)
+        except HostError as error:
+            self._failed[hops] = error, time.monotonic() + JUMP_PAUSE
+            raise
+        return self._open[hops]
+
+
+def _transport_over(sock: Any, **options: Any) -> paramiko.Transport:
+    """Speak ssh over a socket, with limits for what a host sends before it is known to be ours."""
+    import paramiko
+    from paramiko.packet import Packetizer
+
+    class LimitedPackets(Packetizer):  # type: ignore[misc]
+        """paramiko would collect a first line or a packet without end."""
+
+        greeting = 0  # bytes of it so far
+
+        def _read_timeout(self, timeout: float) -> bytes:
+            data: bytes = super()._read_timeout(timeout)
+            self.greeting += len(data)
+            if self.greeting > MAX_GREETING:
+                raise paramiko.SSHException(f": more than {MAX_GREETING:,} bytes")
+            return data
+
+        def read_all(self, n: int, check_rekey: bool = False) -> bytes:
+            if n > MAX_SSH_PACKET:
+                raise paramiko.SSHException(f"it sent an ssh packet of {n:,} bytes")
+            return super().read_all(n, check_rekey)  # type: ignore[no-any-return]
+
+    return paramiko.Transport(sock, packetizer_class=LimitedPackets, **options)
 
 
 def _is_active(client: paramiko.SSHClient) -> bool:
@@ -241,34 +358,45 @@ def _transport_of(client: paramiko.SSHClient, route: Route) -> paramiko.Transpor
     return transport
 
 
-def _socket_to(route: Route, jump_hosts: JumpHosts) -> Any:
-    """Connect through jump hosts or the user's ProxyCommand; None: paramiko connects directly."""
+def _socket_to(route: Route, jump_hosts: JumpHosts, deadline: Deadline) -> MeteredSocket:
+    """Connect directly, through jump hosts, or by the user's ProxyCommand."""
     import paramiko
 
+    timeout = min(route.timeout, deadline.left)
     if route.jumps:
-        bastion = _transport_of(jump_hosts.client(route.jumps), route)
+        bastion = _transport_of(jump_hosts.client(route.jumps, deadline), route)
+        timeout = min(route.timeout, deadline.left)
         there, here = (route.host, route.port), ("127.0.0.1", 0)
         try:
             with host_errors(route):
-                return bastion.open_channel("direct-tcpip", there, here, timeout=route.timeout)
+                return MeteredSocket(
+                    bastion.open_channel("direct-tcpip", there, here, timeout=timeout)
+                )
         except HostError:
-            _close_if_dead(bastion, route)
+            _close_if_dead(bastion, deadline)
             raise
-    return paramiko.ProxyCommand(route.command) if route.command else None
+    if route.command:
+        return MeteredSocket(paramiko.ProxyCommand(route.command))
+    # Looking up a name has no timeout of its own.
+    place = (route.host, route.port)
+    return MeteredSocket(bounded(lambda: socket.create_connection(place, timeout), deadline))
 
 
-def _close_if_dead(bastion: paramiko.Transport, route: Route) -> None:
+def _close_if_dead(bastion: paramiko.Transport, deadline: Deadline) -> None:
     """Close the connection to a jump host that does not answer: the next try opens a new one."""
     import paramiko
 
     # If it answers, only the host behind it is unreachable.
     try:
-        bastion.open_session(timeout=route.timeout).close()
+        bastion.open_session(timeout=max(1.0, deadline.left)).close()
     except (OSError, EOFError, paramiko.SSHException):
         bastion.close()
 
 
-def _connected(hop: Route, sock: Any) -> paramiko.SSHClient:
+def _connected(
+    hop: Route, jump_hosts: JumpHosts, deadline: Deadline
+) -> tuple[paramiko.SSHClient, SilenceWatch]:
+    """Connect and log in before the deadline, whatever the host sends."""
     import paramiko
 
     client = paramiko.SSHClient()
@@ -276,25 +404,42 @@ def _connected(hop: Route, sock: Any) -> paramiko.SSHClient:
     client.set_missing_host_key_policy(paramiko.RejectPolicy())
     _load(client.get_host_keys(), hop)
     try:
-        client.connect(
-            hop.host,
-            hop.port,
-            hop.user,
-            key_filename=[key for key in hop.keys if os.path.exists(key)],
-            allow_agent=True,  # for authentication; it is never forwarded
-            look_for_keys=not hop.keys,
-            sock=sock,
-            timeout=hop.timeout,
-            banner_timeout=hop.timeout,
-            auth_timeout=hop.timeout,
-            channel_timeout=hop.timeout,
-        )
+        sock = _socket_to(hop, jump_hosts, deadline)
+        # Each step has a timeout, but a host that sends a byte a second exceeds none of them.
+        with closing_at(deadline, sock.close) as is_late:
+            try:
+                _log_in(client, hop, sock, min(hop.timeout, deadline.left))
+            except (OSError, EOFError, paramiko.SSHException) as error:
+                raise TimeoutError if is_late() else error from None
     except (OSError, EOFError, paramiko.SSHException, ValueError) as error:
         client.close()
         raise _connect_error(hop, error) from None
-    # Detects a host that disappears while nothing is sent.
-    _transport_of(client, hop).set_keepalive(KEEPALIVE)
-    return client
+    transport = _transport_of(client, hop)
+    # sshd refuses this request, and refusing it is an answer.
+    watch = SilenceWatch(
+        sock,
+        hop.patience,
+        lambda: transport.global_request("keepalive@openssh.com"),
+        transport.close,
+    )
+    return client, watch
+
+
+def _log_in(client: paramiko.SSHClient, hop: Route, sock: MeteredSocket, timeout: float) -> None:
+    client.connect(
+        hop.host,
+        hop.port,
+        hop.user,
+        key_filename=[key for key in hop.keys if os.path.exists(key)],
+        allow_agent=True,  # for authentication; it is never forwarded
+        look_for_keys=not hop.keys,
+        sock=sock,
+        timeout=timeout,
+        banner_timeout=timeout,
+        auth_timeout=timeout,
+        channel_timeout=timeout,
+        transport_factory=_transport_over,
+    )
 
 
 def _load(keys: paramiko.HostKeys, hop: Route) -> None:
@@ -326,11 +471,12 @@ def _connect_error(hop: Route, error: Exception) -> HostError:
     # Silence, or the greeting of another program.
     if "banner" in str(error):
         problem = f"{place} does not answer as an ssh server"
-        return HostError(hop.name, problem, _SSHD_HINT, is_lost=True)
+        return HostError(hop.name, problem, _SSHD_HINT, is_lost=True, is_silent=True)
     # "No existing session": the host sent nothing, and paramiko tried to authenticate nevertheless.
     silences = ("timeout", "No existing session")
     if isinstance(error, TimeoutError) or any(words in str(error) for words in silences):
-        return HostError(hop.name, f"{place} does not answer", _REACHABLE_HINT, is_lost=True)
+        problem = f"{place} does not answer"
+        return HostError(hop.name, problem, _REACHABLE_HINT, is_lost=True, is_silent=True)
     hint = _SSHD_HINT if isinstance(error, OSError) else "try it with ssh -v"
     return HostError(hop.name, f"{place}: {_describe(error)}", hint, is_lost=True)
 
@@ -403,11 +549,13 @@ def shown_key(route: Route, jump_hosts: JumpHosts) -> ShownKey:
     pinned = paramiko.HostKeys()
     _load(pinned, route)
     known = pinned.lookup(key_name(route.host, route.port)) or {}
+    deadline = Deadline(route.patience)
     try:
-        sock = _socket_to(route, jump_hosts) or socket.create_connection(
-            (route.host, route.port), route.timeout
-        )
-        with closing(paramiko.Transport(sock)) as transport:
+        sock = _socket_to(route, jump_hosts, deadline)
+        with (
+            closing(_transport_over(sock)) as transport,
+            closing_at(deadline, sock.close),
+        ):
             transport.banner_timeout = route.timeout
             options = transport.get_security_options()
             # A host has several keys: ask for the type that is pinned, to compare the two.

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-RemoteFile = Any  # of paramiko: an open file on a host
-CHUNK = 1 << 20  # bytes
-MAX_PREFETCH = 1 << 30  # bytes that are requested before the first of them has arrived
+from gptctl.remote.sftp import RemoteFile
 
 
 class Part(NamedTuple):
@@ -25,7 +23,7 @@ def is_up_to_date(part: Part) -> bool:
     """Whether size and time show that the copy is complete."""
     try:
         found = part.local.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return (found.st_size, int(found.st_mtime)) == (part.size, part.changed)
 
@@ -46,10 +44,8 @@ def copy_rest(
     done: Callable[[int], None] = lambda size: None,
 ) -> bool:
     """Append the bytes from `start` to `size`; return False if the source has fewer."""
-    source.seek(start)
-    source.prefetch(min(size, MAX_PREFETCH))
     at = start
-    while at < size and (data := source.read(min(CHUNK, size - at))):
+    for data in source.chunks(start, size):
         copy.write(data)
         at += len(data)
         done(len(data))

@@ -5,21 +5,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from gptctl.engine.error_text import one_line
 from gptctl.text import count
 from trainer.errors import OUT_OF_REACH, Rule, UserError
 
 USABLE = Rule("S010", "every host of a job must be reachable and usable when the job starts")
 
+LONGEST = 2000  # characters; a message may name several files
 R = TypeVar("R")
 
 
 class HostError(UserError):
-    """A host cannot be used. `is_lost`: the connection failed, and a later try may succeed."""
+    """A host cannot be used. `is_lost`: the connection failed, and a later try may succeed.
 
-    def __init__(self, host: str, what: str, hint: str = "", is_lost: bool = False) -> None:
+    `is_silent`: it was waited for as long as it may be silent, and need not be asked again.
+    """
+
+    def __init__(
+        self, host: str, what: str, hint: str = "", is_lost: bool = False, is_silent: bool = False
+    ) -> None:
+        # One line: much of it comes from the host, which must not be able to forge our hints.
+        what = one_line(what, LONGEST)
         # `what` stays available without the name: tables show the host in a column of its own.
         super().__init__(f"{host}: {what}", hint, OUT_OF_REACH)
         self.host, self.detail, self.is_lost = host, what, is_lost
+        self.is_silent = is_silent
+
+
+def silent_host(host: str, seconds: float) -> HostError:
+    """The error for a host that did not answer in time."""
+    problem = f"no answer in {seconds:.3g} s"
+    hint = "if the host is only slow, increase `start_timeout` in the profile"
+    return HostError(host, problem, hint, is_lost=True, is_silent=True)
+
+
+def shell_error(host: str, stderr: str) -> HostError:
+    """The error for a login shell that exited before it ran our command."""
+    said = f": {last[-1]}" if (last := stderr.strip().splitlines()) else ""
+    hint = "check ~/.bashrc or the like there: it must not exit or start another program"
+    return HostError(host, f"its login shell did not run the command{said}", hint)
 
 
 def all_or_none(results: Sequence[R | Exception], prefix: str = "", hint: str = "") -> list[R]:

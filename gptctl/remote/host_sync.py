@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from gptctl.deadline import Deadline
 from gptctl.engine.atomic_files import replacing
 from gptctl.engine.contract import (
     ATTEMPT_NAME,
@@ -22,20 +23,26 @@ from gptctl.engine.contract import (
     STILL_RUNNING,
     UNRECOVERABLE_FILE,
 )
+from gptctl.engine.file_reading import parse_json, size_of
+from gptctl.engine.job_result import Result, parse_result
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.messages import parse_message
-from gptctl.engine.run_folder import Result, parse_result
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.answers import is_answer
-from gptctl.remote.connection import CommandResult, Files
+from gptctl.remote.connection import NETWORK_ERRORS, CommandResult
 from gptctl.remote.copy_files import Part, copy_rest, is_up_to_date, resume
+from gptctl.remote.file_owners import BATCH_LOG, FIRST, FileOwners
 from gptctl.remote.host_error import HostError
+from gptctl.remote.limits import MAX_ATTEMPTS, MAX_LOGS, room_in, shares
 from gptctl.remote.link import HostLink, LinkConnection
 from gptctl.remote.scripts import remote_command
+from gptctl.remote.sftp import SftpReader
+from gptctl.reporting import Progress
+from gptctl.text import enough_for, size_text, some_of
 
 REMOVE_TIMEOUT = 600.0  # seconds: a folder may hold many checkpoints
 MAX_WHOLE = 1 << 20  # bytes of a file that is copied whole
-BATCH_LOG = "batch.log"
+SLOW = "only a part of its new logs was copied in time"
+MAX_NAMED = 5  # files that one message names
 MAX_PROBLEM = 200  # characters of a host's error message
 _ATTEMPT = re.compile(ATTEMPT_NAME)
 # Names come from other machines: only these are accepted, and none can leave the folder.
@@ -60,13 +67,27 @@ class HostSync:
         link: HostLink,
         node: int,
         has_agent: bool = True,
+        owners: FileOwners | None = None,
     ) -> None:
+        """`owners`: None if this host has the files of all nodes."""
         self.record, self.plan, self.node, self.route = record, plan, node, link.route
-        self._link, self._has_agent = link, has_agent
+        self._link, self._has_agent, self._owners = link, has_agent, owners
         self.unreachable_reason = "not contacted yet"  # why it is unreachable
         self.status: dict[str, Any] | None = None  # its last answer; None: its folder is missing
         self.has_result = False
+        self.max_size = MAX_LOGS  # bytes of logs that may be here
+        self.incomplete = ""  # why not all of its logs are here
+        self.is_cut = False  # there was no time to copy all of them
+        self._deadline = Deadline()
         self._copying = link.copying
+
+    @property
+    def has_all_files(self) -> bool:
+        return self._owners is None
+
+    @property
+    def time_left(self) -> float:
+        return self._link.time_left
 
     @contextmanager
     def connected(self) -> Iterator[LinkConnection]:
@@ -78,8 +99,11 @@ class HostSync:
             self.unreachable_reason = error.detail
             raise
 
-    def ask(self, *command: str, timeout: float = 60.0) -> dict[str, Any] | None:
-        """Run a command of `host_commands`; return None if nothing of the job is on the host."""
+    def ask(self, *command: str, timeout: float | None = None) -> dict[str, Any] | None:
+        """Run a command of `host_commands`; return None if nothing of the job is on the host.
+
+        `timeout`: for work that takes longer than an answer.
+        """
         with self.connected() as connection:
             # The token makes sure that the folder belongs to this job, not to one of the same id.
             words = (self.plan.remote_dir, self.record.token, *command)
@@ -89,7 +113,7 @@ class HostSync:
             return self._answer(command[0], done)
 
     def _answer(self, command: str, done: CommandResult) -> dict[str, Any]:
-        answer = parse_message(done.out)
+        answer = parse_json(done.out)
         if answer is not None and is_answer(command, answer):
             return answer
         if not done.code:
@@ -116,19 +140,86 @@ class HostSync:
         with self.connected():
             return
 
+    def has_ended(self) -> bool:
+        """Whether the host has answered that nothing of the job is running there."""
+        if self.unreachable_reason:
+            return False
+        return not self.status or not (self.status["agents"] or self.status["processes"])
+
     def list_names(self, folder: str) -> list[str]:
-        with self._copying, self.connected() as connection:
+        with self._copying, self.connected() as connection, self._readable(folder):
             return [entry.name for entry in connection.listed(folder)]
 
-    def copy_new(self) -> None:
-        """Copy everything that the host has written since the last call."""
+    def copy_new(self, deadline: Deadline | None = None) -> None:
+        """Copy everything that the host has written since the last call, within the limits.
+
+        At the deadline it stops: what is here by then is complete up to its size.
+        """
+        self._deadline, self.is_cut = deadline or Deadline(), False
         # Only one thread at a time may append to a copy.
         with self._copying, self.connected() as connection:
-            for part in self._parts(connection):
-                copy = _append if self._grows(part.local) else _replace
-                # It may have been removed since it was listed.
-                with suppress(FileNotFoundError):
-                    copy(connection.files, part)
+            try:
+                denied = [
+                    part.remote
+                    for part in self._limited(list(self._parts(connection)))
+                    if not self._copy(connection, part)
+                ]
+                if self.is_cut:
+                    self.incomplete = f"{SLOW}: gptctl logs {self.record.id} copies the rest"
+                elif denied:
+                    self.incomplete = f"no permission to read {some_of(denied, MAX_NAMED)}"
+            except OSError as error:
+                if not error.errno or error.errno in NETWORK_ERRORS:
+                    raise
+                # A file here, for example on a full disk.
+                self.incomplete = f"{error.filename or self.record.run_folder}: {error.strerror}"
+
+    def _copy(self, connection: LinkConnection, part: Part) -> bool:
+        """Copy what is new of a file; return False if the host denies it."""
+        if self.is_cut:
+            return True
+        # It may have been removed since it was listed.
+        with suppress(FileNotFoundError):
+            try:
+                if self._grows(part.local):
+                    _append(connection.files, part, self._require_time)
+                else:
+                    _replace(connection.files, part)
+            except OutOfTime:
+                self.is_cut = True
+            except PermissionError as error:
+                # With a file name it is one of this machine.
+                if error.filename:
+                    raise
+                return False
+        return True
+
+    def _require_time(self, size: int) -> None:
+        if not self._deadline.left:
+            raise OutOfTime
+
+    def _limited(self, parts: list[Part]) -> list[Part]:
+        """Cut the files that are too large for `max_size`, or for the disk here."""
+        here = [size_of(part.local) for part in parts]
+        room = room_in(self.record.run_folder) + sum(here)
+        most = min(self.max_size, room)
+        self.incomplete = ""
+        if sum(part.size for part in parts) > most:
+            self.incomplete = self._too_large(parts, room)
+        sizes = shares([part.size for part in parts], most)
+        # What is here already stays, even if it was copied with a higher limit.
+        kept = [max(size, min(own, part.size)) for size, own, part in zip(sizes, here, parts)]
+        return [part._replace(size=size) for part, size in zip(parts, kept)]
+
+    def _too_large(self, parts: list[Part], room: int) -> str:
+        total, largest = sum(part.size for part in parts), max(parts, key=lambda part: part.size)
+        what = f"its logs have {size_text(total)} ({largest.remote}: {size_text(largest.size)})"
+        if room < self.max_size:
+            folder = self.record.run_folder
+            return f"{what}, and the disk of {folder} has room for {size_text(room)} of them"
+        allowed = f"only {size_text(self.max_size)} of them are copied"
+        command = f"gptctl logs {self.record.id} --max-size {enough_for(total)}"
+        return f"{what}; {allowed}. To copy more: {command}"
 
     def _grows(self, file: Path) -> bool:
         # Slurm's log is moved to the folder of the next attempt, and then there may be a new one.
@@ -139,72 +230,119 @@ class HostSync:
         return Path(self.record.log_dir, BATCH_LOG)
 
     def _parts(self, connection: LinkConnection) -> Iterator[Part]:
-        for remote, local in (
-            (self.plan.remote_dir, self.record.local_dir),
-            (self.plan.log_dir, self.record.log_dir),
+        for remote, local, name in (
+            (self.plan.remote_dir, self.record.local_dir, ""),
+            (self.plan.log_dir, self.record.log_dir, "logs/"),
         ):
             for entry in connection.listed(remote):
-                if _ATTEMPT.fullmatch(entry.name):
-                    yield from _parts_of(
-                        connection, f"{remote}/{entry.name}", Path(local, entry.name)
-                    )
+                if _ATTEMPT.fullmatch(entry.name) and self._has_attempt(entry.name):
+                    places = f"{remote}/{entry.name}", Path(local, entry.name)
+                    yield from self._parts_of(connection, *places, f"{name}{entry.name}/")
                 self.has_result |= entry.name == RESULT
-                if entry.name == BATCH_LOG and stat.S_ISREG(entry.mode):
+                if entry.name == BATCH_LOG and stat.S_ISREG(entry.mode) and self.owns(BATCH_LOG):
                     changed = (entry.size, entry.changed)
                     yield Part(f"{remote}/{BATCH_LOG}", self._batch_log, *changed)
         # With c10d, torchrun itself numbers the nodes: rank 0 may be on any host.
-        has_first_rank = self.node == 0 or self.plan.form == "c10d"
+        has_first_rank = self.node == FIRST or self.plan.form == "c10d"
         if self.plan.output_dir and has_first_rank:
-            yield from _parts_of(connection, self.plan.output_dir, Path(self.record.output_dir))
+            places = self.plan.output_dir, Path(self.record.output_dir)
+            yield from self._parts_of(connection, *places, "output/")
+
+    def _has_attempt(self, name: str) -> bool:
+        """Whether this attempt of the job exists. Only the first host can begin one."""
+        folder = self.record.run_folder / name
+        if self.node == FIRST and int(name.rpartition("-")[2]) < MAX_ATTEMPTS:
+            folder.mkdir(exist_ok=True)
+        return folder.is_dir()
+
+    def _parts_of(
+        self, connection: LinkConnection, remote: str, local: Path, name: str
+    ) -> Iterator[Part]:
+        for entry in connection.listed(remote):
+            # No symbolic links: they could point to any file of the host.
+            is_file = is_synced(entry.name) and stat.S_ISREG(entry.mode)
+            if is_file and self.owns(f"{name}{entry.name}"):
+                yield Part(f"{remote}/{entry.name}", local / entry.name, entry.size, entry.changed)
+
+    def owns(self, path: str) -> bool:
+        """Whether this file of the job belongs to this host; the path is that of the copy here."""
+        if self._owners is None:
+            return True
+        # Ranks of any host may write this one, and the first host gets the news.
+        if self.node != FIRST and os.path.basename(path) == UNRECOVERABLE_FILE:
+            return False
+        attempts = filter(_ATTEMPT.fullmatch, path.split("/")[:2])
+        if not all(map(self._has_attempt, attempts)):
+            return False
+        return self._owners.may_take(self.node, self.route.name, path, self._is_forged(path))
+
+    def _is_forged(self, path: str) -> bool:
+        """Whether a file that belongs to another host can be here only if somebody put it here."""
+        # Users may have chosen folders on a disk that the hosts share.
+        folder = self.plan.log_dir if path.startswith("logs/") else self.plan.remote_dir
+        is_of_job = not path.startswith(("output/", "work/"))
+        return is_of_job and f"{folder}/".startswith(f"{self.plan.remote_dir}/")
 
     def copy_result(self) -> None:
         """Copy the result of the job, which only the first host has."""
         with self._copying, self.connected() as connection:
             remote, local = f"{self.plan.remote_dir}/{RESULT}", self.record.run_folder / RESULT
-            found = connection.files.stat(remote)
-            part = Part(remote, local, found.st_size or 0, found.st_mtime or 0)
-            _replace(connection.files, part)
+            with self._readable(remote):
+                found = connection.files.stat(remote)
+                part = Part(remote, local, found.size, found.changed)
+                _replace(connection.files, part)
 
     def read_result(self) -> Result | None:
         """Read the result of the job on the first host, without copying it."""
         with self._copying, self.connected() as connection:
             try:
-                with connection.files.open(f"{self.plan.remote_dir}/{RESULT}", "rb") as source:
-                    return parse_result(parse_message(source.read(MAX_WHOLE)))
+                with connection.files.open(f"{self.plan.remote_dir}/{RESULT}") as source:
+                    return parse_result(parse_json(source.read(MAX_WHOLE)))
             except FileNotFoundError:
                 return None
+            except PermissionError:
+                raise HostError(self.route.name, f"no permission to read {RESULT}") from None
+
+    @contextmanager
+    def _readable(self, path: str) -> Iterator[None]:
+        """A host may list a file and then say that there is none, or keep it from us."""
+        try:
+            yield
+        except (FileNotFoundError, PermissionError) as error:
+            raise HostError(self.route.name, f"cannot read {path}: {error.strerror}") from None
+
+    def keep_trying(self) -> None:
+        """Ask a silent host again and again, until this command ends."""
+        self._link.keeps_trying = True
 
     def wait_for_next_try(self) -> None:
         self._link.wait_for_next_try()
 
 
-def _parts_of(connection: LinkConnection, remote: str, local: Path) -> Iterator[Part]:
-    for entry in connection.listed(remote):
-        # No symbolic links: they could point to any file of the host.
-        if is_synced(entry.name) and stat.S_ISREG(entry.mode):
-            yield Part(f"{remote}/{entry.name}", local / entry.name, entry.size, entry.changed)
+class OutOfTime(Exception):
+    """A copy takes longer than the command can wait."""
 
 
 def is_synced(name: str) -> bool:
     return bool(GROWS.fullmatch(name) or _WHOLE.fullmatch(name))
 
 
-def _append(files: Files, part: Part) -> None:
+def _append(files: SftpReader, part: Part, done: Progress) -> None:
     """Continue the copy from its end."""
     part.local.parent.mkdir(parents=True, exist_ok=True)
     with open(part.local, "ab") as copy:
         start = resume(copy, part.size)
         if start < part.size:
-            with files.open(part.remote, "rb") as source:
-                copy_rest(source, copy, start, part.size)
+            with files.open(part.remote) as source:
+                copy_rest(source, copy, start, part.size, done)
 
 
-def _replace(files: Files, part: Part) -> None:
+def _replace(files: SftpReader, part: Part) -> None:
     """Copy the whole file, unless the copy is up to date."""
     if is_up_to_date(part):
         return
     part.local.parent.mkdir(parents=True, exist_ok=True)
-    with files.open(part.remote, "rb") as source:
+    with files.open(part.remote) as source:
         data = source.read(MAX_WHOLE)
     with replacing(part.local) as copy:
         copy.write(data)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from gptctl.engine.file_reading import DamagedFile, load_bytes, read_tail
 from gptctl.remote.host_error import HostError
 from trainer.errors import OUT_OF_REACH, UserError
 
@@ -52,7 +53,10 @@ def _lines(host: str, file: str) -> list[str]:
         # A missing file pins nothing, as with ssh.
         if not os.path.isfile(file):
             return []
-        return Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+        return load_bytes(Path(file)).decode("utf-8", "replace").splitlines()
+    except DamagedFile as error:
+        hint = "check known_hosts in the profile"
+        raise HostError(host, f"{file} cannot be used: {error}", hint) from None
     except OSError as error:
         hint = "fix it, or check known_hosts in the profile"
         raise HostError(host, f"{file} cannot be read: {error.strerror}", hint) from None
@@ -69,10 +73,10 @@ def pin(known_hosts: Sequence[str], host: str, port: int, key: str) -> None:
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The last line may have no line end: do not append to it.
-        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        before = read_tail(file, 1)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with open(descriptor, "a", encoding="utf-8") as stream:
-            stream.write(line if not before or before.endswith("\n") else f"\n{line}")
+            stream.write(line if before in (b"", b"\n") else f"\n{line}")
     except OSError as error:
         message = f"{file} cannot be written: {error.strerror}"
         raise UserError(message, "check known_hosts in the profile", OUT_OF_REACH) from None

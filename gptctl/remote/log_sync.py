@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from gptctl.deadline import Deadline
 from gptctl.engine.atomic_files import private_files, replacing
-from gptctl.engine.file_reading import read_json
+from gptctl.engine.file_reading import DamagedFile, is_time, open_at_once, read_json
+from gptctl.engine.job_result import Result
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import Result, RunFolder
+from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.jobs.store import JobRecord
+from gptctl.remote.file_owners import FileOwners, newly_refused
 from gptctl.remote.host_error import HostError
 from gptctl.remote.host_sync import HostSync
+from gptctl.remote.limits import MAX_LOGS
 from gptctl.remote.link import HostLink
 from gptctl.remote.parallel import in_parallel
 from gptctl.text import clock_time
@@ -38,6 +43,13 @@ def is_copied(record: JobRecord) -> bool:
     return folder.result() is not None and not folder.not_copied_file.exists()
 
 
+def catch_up(record: JobRecord, sync_of: Callable[[JobRecord], LogSync]) -> list[str]:
+    """Copy new logs to this machine; return what the user must know about the copies."""
+    is_complete = not record.handle or is_copied(record)
+    problems = [] if is_complete else sync_of(record).catch_up()
+    return [*problems, *newly_refused(record.run_folder)]
+
+
 class LogSync:
     """All hosts of a job. Of several gptctl processes one writes the copies, and all read them."""
 
@@ -51,10 +63,17 @@ class LogSync:
         """`is_shared`: all hosts have the same files; `has_agents`: hosts know the job's state."""
         self.record = record
         self.plan = _plan_in(record.run_folder)
+        # A host that has everything is trusted with everything.
+        has_all = is_shared or len(links) == 1
+        owners = None if has_all else FileOwners(record.run_folder, self.plan)
         self.hosts = [
-            HostSync(record, self.plan, link, node, has_agents) for node, link in enumerate(links)
+            HostSync(record, self.plan, link, node, has_agents, owners)
+            for node, link in enumerate(links)
         ]
         self.with_files = self.hosts[:1] if is_shared else self.hosts
+        self.max_size = MAX_LOGS
+        # For a command that shows logs; others need only what can be copied in a short time.
+        self.copies_all = False
         self._refreshed = float("-inf")
         self._stopped: threading.Event | None = None  # set while followers run
         self._followers: list[threading.Thread] = []
@@ -62,12 +81,14 @@ class LogSync:
 
     def refresh(self, max_age: float = MAX_AGE) -> None:
         """Update status and files of all hosts, unless that was just done or followers do it."""
-        if self._stopped or time.monotonic() - self._refreshed < max_age:
+        is_recent = time.monotonic() - self._refreshed < max_age
+        is_cut = self.copies_all and any(host.is_cut for host in self.hosts)
+        if self._stopped or (is_recent and not is_cut):
             return
         may_write = self._may_write()
         with private_files():
-            in_parallel(lambda host: self._refresh_host(host, may_write), self.hosts)
-            if may_write:
+            self._refresh_hosts(may_write)
+            if may_write and self.hosts[0].time_left:
                 self._copy_result()
         self._give_up_lock()
         self._refreshed = time.monotonic()
@@ -75,23 +96,62 @@ class LogSync:
     def catch_up(self) -> list[str]:
         """Copy what hosts wrote; say which of them could not be reached."""
         self.refresh()
-        return [f"{problem}; its logs here are incomplete" for problem in self.unreachable()]
+        problems = [f"{problem}; its logs here are incomplete" for problem in self.unreachable()]
+        return problems + [
+            f"{host.route.name}: {host.incomplete}" for host in self.hosts if host.incomplete
+        ]
+
+    def want_all(self, max_size: int | None = None) -> None:
+        """Let every refresh copy all logs, however long it takes; at most this many bytes."""
+        self.copies_all = True
+        if max_size is not None:
+            self.max_size = max_size
+
+    @property
+    def max_size(self) -> int:
+        """How many bytes of the logs of each node are copied."""
+        return self._max_size
+
+    @max_size.setter
+    def max_size(self, size: int) -> None:
+        self._max_size = size
+        for host in self.hosts:
+            # A host that shares its files has the logs of all nodes.
+            host.max_size = size * (self.record.nodes if host.has_all_files else 1)
 
     def checkpoints(self) -> tuple[str, list[str]]:
         """Return the output folder, and the names in it on the first host."""
         return self.plan.output_dir, self.hosts[0].list_names(self.plan.output_dir)
 
-    def _refresh_host(self, host: HostSync, may_write: bool) -> None:
-        host.update_status()
-        if may_write and host in self.with_files:
-            host.copy_new()
+    def _refresh_hosts(self, may_write: bool) -> None:
+        """Ask all hosts at the same time: one that is silent must not use up the time of others."""
+        first_is_done = threading.Event()
+
+        def refresh(host: HostSync) -> None:
+            is_first = host is self.hosts[0]
+            try:
+                host.update_status()
+                if not is_first:
+                    # The first host alone can tell which attempts there are.
+                    first_is_done.wait()
+                if may_write and host in self.with_files and host.time_left:
+                    self._copy_new(host)
+            finally:
+                if is_first:
+                    first_is_done.set()
+
+        in_parallel(refresh, self.hosts)
+
+    def _copy_new(self, host: HostSync) -> None:
+        seconds = math.inf if self.copies_all else min(host.route.patience, host.time_left)
+        host.copy_new(Deadline(seconds))
 
     def final_result(self) -> Result | None:
         """Copy all that an ended job wrote, and return its result; raise HostError if lost."""
         folder = RunFolder(self.record.local_dir)
         if not folder.result() and self._may_write():
             with private_files():
-                self.hosts[0].copy_new()
+                self._copy_new(self.hosts[0])
                 self._copy_result()
             if not self._stopped:
                 self._give_up_lock()
@@ -103,25 +163,33 @@ class LogSync:
         head, folder = self.hosts[0], RunFolder(self.record.local_dir)
         if not head.has_result or is_copied(self.record):
             return
-        results = in_parallel(HostSync.copy_new, self.with_files)
+        results = in_parallel(self._copy_new, self.with_files[:1])
+        results += in_parallel(self._copy_new, self.with_files[1:])
         # The job has ended, but these logs are incomplete until the hosts can be reached again.
         missing = [
             host.route.name
             for host, result in zip(self.with_files, results)
-            if isinstance(result, Exception)
+            if isinstance(result, Exception) or host.incomplete
         ]
         if missing:
-            folder.not_copied_file.write_text("\n".join(missing), encoding="utf-8")
+            with replacing(folder.not_copied_file) as stream:
+                stream.write("\n".join(missing).encode())
         else:
             folder.not_copied_file.unlink(missing_ok=True)
         if not folder.result():
             with suppress(HostError):
+                # Whoever sees the result must also see where the job may still be running.
+                left = (head.read_result() or Result("")).not_ended or ()
+                folder.set_not_ended(host.route.name for host in self.hosts if host.node in left)
                 head.copy_result()
 
     @contextmanager
     def keep_updated(self) -> Iterator[None]:
         """Copy new log lines in the background while a job is followed."""
+        self.copies_all = True
         self.refresh()
+        for host in self.hosts:
+            host.keep_trying()
         self._stopped = stopped = threading.Event()
         # A thread for each host: one that is unreachable must not delay the others.
         self._followers = [
@@ -160,7 +228,10 @@ class LogSync:
         # that was killed.
         if self._lock is None:
             file = self.record.run_folder / ".sync"
-            lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                lock = open_at_once(str(file), os.O_RDWR | os.O_CREAT)
+            except OSError:  # something else has this name
+                return False
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -180,6 +251,10 @@ class LogSync:
         if lock is not None:
             os.close(lock)
 
+    def not_ended(self) -> list[str]:
+        """The hosts that did not answer that nothing of the job is running there."""
+        return [host.route.name for host in self.hosts if not host.has_ended()]
+
     def unreachable(self) -> list[str]:
         """Describe each unreachable host: since when, and why."""
         # The times are kept in the folder, so that the next gptctl process knows them, too.
@@ -194,7 +269,11 @@ class LogSync:
             for host in self.hosts
             if host.unreachable_reason
         }
-        since = {name: clock_time(last.get(name, self.record.created)) for name in faults}
+        seen = {name: last.get(name) for name in faults}
+        since = {
+            name: clock_time(moment if is_time(moment) else self.record.created)
+            for name, moment in seen.items()
+        }
         return [
             f"{name} has been unreachable since {since[name]}: {fault}"
             for name, fault in faults.items()
@@ -203,11 +282,11 @@ class LogSync:
 
 def _plan_in(folder: Path) -> LaunchPlan:
     try:
-        plan = LaunchPlan.from_json(read_json(folder / "plan.json") or {})
+        plan = read_plan(folder)
         # A plan of another job would point to another folder on the hosts.
-        if plan.job_id != folder.name or not isinstance(plan.remote_dir, str):
-            raise KeyError
+        if plan.job_id != folder.name:
+            raise DamagedFile("it is the plan of another job")
         return plan
-    except KeyError:
-        message = f"{folder}/plan.json is missing or damaged"
+    except DamagedFile as error:
+        message = f"{folder}/plan.json is missing or damaged: {error}"
         raise UserError(message, "check the job on its hosts with ssh", OUT_OF_REACH) from None

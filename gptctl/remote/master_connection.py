@@ -6,24 +6,31 @@ in once with ssh, and gptctl uses that connection. It opens none of its own.
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO
 
+from gptctl.deadline import Deadline
+from gptctl.remote.archive import MIN_SPEED
 from gptctl.remote.connection import (
-    ANSWER_TIMEOUT,
     MAX_OUTPUT,
     CommandResult,
-    Files,
-    files_over,
+    host_errors,
 )
-from gptctl.remote.host_error import HostError
-from gptctl.remote.listing import Entry, listed
+from gptctl.remote.host_error import HostError, shell_error
 from gptctl.remote.route import Route
 from gptctl.remote.scripts import command_line, output_of
+from gptctl.remote.sftp import MAX_ENTRIES, Entry, SftpReader
 
 CONNECTION_FAILED = 255  # the exit code of ssh itself
 CHECK_TIMEOUT = 5.0  # seconds; the master is a process of this machine
+# Seconds to read the rest of what a program printed after its exit: a child that it started in the
+# background may keep its output open.
+OUTPUT_TIMEOUT = 5.0
 
 
 def _user_words(route: Route) -> list[str]:
@@ -50,12 +57,17 @@ def has_master(route: Route) -> bool:
 class MasterConnection:
     """The same methods as `Connection`, each in a session of the user's master."""
 
-    def __init__(self, route: Route) -> None:
-        self.route = route
-        self._files: Files | None = None
+    def __init__(self, route: Route, limit: Deadline) -> None:
+        self.route, self._limit = route, limit
+        self._files: SftpReader | None = None
         self._pipe: SftpPipe | None = None
         # The master may have lost the host without noticing.
-        self.run(["true"], timeout=route.timeout)
+        self.run(["true"])
+
+    @property
+    def patience(self) -> float:
+        """The seconds for which the host may be silent."""
+        return min(self.route.patience, self._limit.left)
 
     def _words(self, *options: str) -> list[str]:
         program, *words = _user_words(self.route)
@@ -65,50 +77,98 @@ class MasterConnection:
         return [program, *settings, *options, *words]
 
     def run(
-        self, command: Sequence[str], stdin: bytes = b"", timeout: float = ANSWER_TIMEOUT
+        self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None
     ) -> CommandResult:
-        """Run a command until it exits."""
+        """Run a command until it exits; `timeout` is for work, which may take longer."""
         words = [*self._words("-T"), command_line(command)]
+        timeout = timeout or self.patience + len(stdin) / MIN_SPEED
         try:
-            # A session of its own: Ctrl-C is for gptctl, which decides what becomes of a request.
-            done = subprocess.run(
-                words, input=stdin, capture_output=True, timeout=timeout, start_new_session=True
-            )
+            code, out, err = limited_run(words, stdin, timeout)
         except subprocess.TimeoutExpired:
-            problem = f"no answer in {timeout:.0f} s over your ssh master connection"
-            raise HostError(self.route.name, problem, is_lost=True) from None
-        err = done.stderr.decode(errors="replace").strip()
-        if done.returncode in (CONNECTION_FAILED, -1):
-            said = err.rpartition("\n")[2] or "no message"
+            problem = f"no answer in {timeout:.3g} s over your ssh master connection"
+            raise HostError(self.route.name, problem, is_lost=True, is_silent=True) from None
+        # Before the exit code: a program that printed too much was killed.
+        if len(out) > MAX_OUTPUT:
+            raise HostError(self.route.name, f"it printed more than {MAX_OUTPUT:,} bytes")
+        text = err.decode(errors="replace").strip()
+        if code in (CONNECTION_FAILED, -1):
+            said = text.rpartition("\n")[2] or "no message"
             problem = f"lost your ssh master connection: {said}"
             raise HostError(self.route.name, problem, is_lost=True)
-        if len(done.stdout) > MAX_OUTPUT:
-            raise HostError(self.route.name, f"it printed more than {MAX_OUTPUT:,} bytes")
-        return CommandResult(done.returncode, output_of(done.stdout), err)
+        if (output := output_of(out)) is None:
+            raise shell_error(self.route.name, text)
+        return CommandResult(code, output, text)
 
     @property
-    def files(self) -> Files:
+    def files(self) -> SftpReader:
         if self._files is None:
             self._pipe = SftpPipe(self._words("-s"))
-            self._files = files_over(self._pipe)
+            with host_errors(self.route):
+                self._files = SftpReader(self._pipe, self.patience)
         return self._files
 
-    def listed(self, folder: str) -> list[Entry]:
-        """List a folder, including names that are not UTF-8; return nothing if it is missing."""
-        return listed(self.files, self.run, folder)
+    def listed(self, folder: str, most: int = MAX_ENTRIES) -> list[Entry]:
+        """List a folder; return nothing if it is missing."""
+        return self.files.listed(folder, most)
 
     def close(self) -> None:
         if self._pipe:
             self._pipe.close()
 
 
+def limited_run(words: Sequence[str], stdin: bytes, timeout: float) -> tuple[int, bytes, bytes]:
+    """Run a program; return its exit code and what it printed. Kill it if it prints too much."""
+    # A session of its own: Ctrl-C is for gptctl, which decides what becomes of a request.
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    out, err = bytearray(), bytearray()
+    work = (
+        threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True),
+        threading.Thread(target=_read, args=(process, process.stdout, out), daemon=True),
+        threading.Thread(target=_read, args=(process, process.stderr, err), daemon=True),
+    )
+    for thread in work:
+        thread.start()
+    try:
+        code = process.wait(timeout)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    for thread in work:
+        thread.join(OUTPUT_TIMEOUT)
+    return code, bytes(out), bytes(err)
+
+
+def _feed(stream: IO[bytes], data: bytes) -> None:
+    # The program may exit before it has read everything: its exit code says why.
+    with suppress(OSError), stream:
+        stream.write(data)
+
+
+def _read(process: subprocess.Popen[bytes], stream: IO[bytes], output: bytearray) -> None:
+    with suppress(OSError), stream:
+        while data := os.read(stream.fileno(), 1 << 16):
+            output += data
+            # A host that never stops printing must not use up the memory here.
+            if len(output) > MAX_OUTPUT:
+                process.kill()
+                return
+
+
 class SftpPipe:
-    """Input and output of `ssh -s HOST sftp`, as paramiko uses a socket."""
+    """Input and output of `ssh -s HOST sftp`, as a socket."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
-        # So that reading fails instead of waiting forever.
-        self._socket.settimeout(ANSWER_TIMEOUT)
         with theirs:
             self._process = subprocess.Popen(
                 [*words, "sftp"],
@@ -124,9 +184,8 @@ class SftpPipe:
     def recv(self, size: int) -> bytes:
         return self._socket.recv(size)
 
-    def get_name(self) -> str:
-        """Paramiko uses it in the messages that it logs."""
-        return "sftp"
+    def settimeout(self, seconds: float) -> None:
+        self._socket.settimeout(seconds)
 
     def close(self) -> None:
         self._socket.close()

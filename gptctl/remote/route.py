@@ -16,6 +16,7 @@ from gptctl.remote.known_hosts import SSH_PORT
 from gptctl.spec.cluster import Cluster, Host
 
 CONNECT_TIMEOUT = 10.0  # seconds at most for each of: connection, banner, authentication
+PATIENCE = 30.0  # seconds; as `start_timeout` of a profile
 MAX_JUMPS = 8
 
 # Returns the options of the ssh config for a host; names are in lower case.
@@ -34,6 +35,7 @@ class Route(NamedTuple):
     jumps: tuple[Route, ...] = ()
     command: str = ""  # ProxyCommand
     timeout: float = CONNECT_TIMEOUT
+    patience: float = PATIENCE  # seconds for which the host may be silent
 
 
 def route_to(host: Host, cluster: Cluster, lookup: ConfigLookup) -> Route:
@@ -78,6 +80,7 @@ def _direct_route(
         jumps=jumps,
         command=command,
         timeout=min(CONNECT_TIMEOUT, cluster.start_timeout),
+        patience=cluster.start_timeout,
     )
 
 

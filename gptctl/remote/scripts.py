@@ -26,9 +26,13 @@ def command_line(command: Sequence[str]) -> str:
     return f"echo {shlex.quote(START_MARKER)}; {shlex.join(command)}"
 
 
-def output_of(printed: bytes) -> bytes:
-    """What a command printed, without what the login shell printed before."""
-    return printed.partition(f"{START_MARKER}\n".encode())[2]
+def output_of(printed: bytes) -> bytes | None:
+    """What a command printed, without what the login shell printed before.
+
+    None if the shell never came to the command: then its exit code tells nothing, either.
+    """
+    _, marker, output = printed.partition(f"{START_MARKER}\n".encode())
+    return output if marker else None
 
 
 def remote_command(name: str, *arguments: str) -> list[str]:

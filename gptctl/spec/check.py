@@ -14,14 +14,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from gptctl.spec.cluster import Cluster, Profile, load_profile
+from gptctl.spec.cluster import Cluster, Profile, load_profile, profile_source
 from gptctl.spec.env_lint import PLAIN_SECRET, Job, lint
 from gptctl.spec.launch import Launch
 from gptctl.spec.launch_rules import check_disks, check_elastic, check_launch, check_spread
+from gptctl.spec.trust import CONFIG, Source
 from gptctl.spec.visible_gpus import count_visible_gpus
 from trainer.config import Override, Resolved, load_tree, read_run, resolve
 from trainer.config.read import Reading, build, paths_of
-from trainer.config.tree import Map
+from trainer.config.tree import Map, ReadFile
 from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, errors_in, in_order
 from trainer.estimate import GB, Estimate, estimate
 from trainer.layout import DEGREE_KEYS, Machines
@@ -50,6 +51,7 @@ class Checked(NamedTuple):
     estimate: Estimate | None = None
     launch_origins: Mapping[str, str] = MappingProxyType({})
     tree: Map | None = None  # what was written, before anything was derived
+    sources: tuple[Source, ...] = ()  # the files that decide what runs
 
     @property
     def name(self) -> str:
@@ -113,23 +115,39 @@ def find_config(name: str | None) -> Path:
     )
 
 
-def check_config(path: Path | None, overrides: Iterable[Override]) -> Checked:
-    """Read and check a config; collect all findings instead of stopping at the first."""
+def check_config(
+    path: Path | None, overrides: Iterable[Override], profile: Profile | None = None
+) -> Checked:
+    """Read and check a config; collect all findings instead of stopping at the first.
+
+    `profile` is one that was read before: what was trusted must be what is used.
+    """
     found: list[Finding] = []
+    files: list[ReadFile] = []
     # Flags and files are merged first, so that a flag can fix a mistake in the file.
-    tree = load_tree(path, overrides, found)
+    tree = load_tree(path, overrides, found, files)
     if tree is None:
         return Checked(path, in_order(found), Launch(), Cluster(), Machines(1, 1))
-    return check_tree(path, tree, found)
+    checked = check_tree(path, tree, found, profile=profile)
+    return checked._replace(sources=(*config_sources(files), *checked.sources))
+
+
+def config_sources(files: Iterable[ReadFile]) -> list[Source]:
+    return [Source(CONFIG, file) for file in files]
 
 
 def check_tree(
-    path: Path | None, tree: Map, found: list[Finding], profile_file: Path | None = None
+    path: Path | None,
+    tree: Map,
+    found: list[Finding],
+    profile_file: Path | None = None,
+    profile: Profile | None = None,
 ) -> Checked:
     """Check a merged config. `profile_file` is used in place of the profile that it names."""
     reading = read_run(tree, found, others={"Launch": Launch})
     launch = build(Launch, reading.values, "Launch")
-    profile = _profile(str(profile_file or launch.cluster), reading)
+    name = str(profile_file or launch.cluster)
+    profile = profile or _profile(name, reading)
     cluster = profile.cluster if profile else Cluster()
     machines, origin = _machines(launch, cluster, reading)
     # A wrong number of nodes would make every rule about the world size fail: report it alone.
@@ -162,9 +180,25 @@ def check_tree(
     # From here on nobody has to derive the ranks per node again.
     launch = replace(launch, gpus_per_node=machines.per_node)
     origins["Launch.gpus_per_node"] = origin
+    sources = (profile_source(profile, name, _is_typed(reading)),) if profile else ()
     return Checked(
-        path, in_order(findings), launch, cluster, machines, resolved, estimated, origins, tree
+        path,
+        in_order(findings),
+        launch,
+        cluster,
+        machines,
+        resolved,
+        estimated,
+        origins,
+        tree,
+        sources,
     )
+
+
+def _is_typed(reading: Reading) -> bool:
+    """Whether the cluster was chosen on the command line: only a file has line numbers."""
+    place = reading.places.get("Launch.cluster")
+    return place is not None and not place.line
 
 
 def _profile(name: str, reading: Reading) -> Profile | None:

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gptctl.engine.file_reading import read_bytes
 from gptctl.spec.cluster_kinds import CONNECTION_KEYS, KINDS, ClusterKind
 from gptctl.spec.container_profile import Container, check_container
 from gptctl.spec.launch import MAX_PER_NODE, OWN_KEY, SLURM_WORD, is_set_by_gptctl
 from gptctl.spec.resources import choose, named_files
+from gptctl.spec.trust import PROFILE, Source
 from trainer.config.kinds import (
     WRONG_TYPE,
     BadValue,
@@ -31,7 +33,7 @@ from trainer.config.kinds import (
 )
 from trainer.config.read import Reading, build, read_section
 from trainer.config.record import record
-from trainer.config.tree import Map, Node, Scalar, read_file
+from trainer.config.tree import Map, Node, ReadFile, Scalar, read_file
 from trainer.errors import OUT_OF_REACH, Finding, Place, Rule, UserError, errors_in, in_order
 
 HOSTS = Rule("P001", "an ssh cluster must list its hosts, each once", uses=("kind", "hosts"))
@@ -191,7 +193,11 @@ class Cluster:
         None, "ssh, login: file of known host keys; empty: the ssh config's"
     )
     shared_fs: bool = boolean(False, "ssh: run_root is a folder that all hosts share")
-    start_timeout: float = number(30.0, "ssh: seconds to wait for a host while a job starts", low=1)
+    start_timeout: float = number(
+        30.0,
+        "ssh, login: seconds for which a host may be silent before gptctl gives up on it",
+        low=1,
+    )
     allow_proxy_command: bool = boolean(
         False, "ssh, login: allow ProxyCommand of the ssh config, which runs on this machine"
     )
@@ -230,13 +236,20 @@ class Profile(NamedTuple):
     cluster: Cluster
     findings: tuple[Finding, ...]
     reading: Reading
+    file: ReadFile
 
 
 def profile_folders() -> list[Path]:
     """The folders of the user's own profiles, in the order in which they are searched."""
     # ./clusters belongs to the project, the other folder to the user.
-    config_home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return [Path("clusters"), Path(config_home) / "gptctl" / "clusters"]
+    return [Path("clusters"), own_folder()]
+
+
+def own_folder() -> Path:
+    # The XDG standard ignores a relative path: it would make a folder of the project your own.
+    chosen = os.environ.get("XDG_CONFIG_HOME", "")
+    config_home = chosen if os.path.isabs(chosen) else os.path.expanduser("~/.config")
+    return Path(config_home) / "gptctl" / "clusters"
 
 
 def known_profiles() -> dict[str, Path]:
@@ -252,16 +265,39 @@ def known_profiles() -> dict[str, Path]:
 
 def find_profile(name: str) -> Path:
     # A path is taken as it is, so that a profile need not be in a folder of profiles.
-    if "/" in name or name.endswith((".yaml", ".yml")):
-        return Path(name)
-    return choose("cluster", name, known_profiles())
+    return Path(name) if _is_path(name) else choose("cluster", name, known_profiles())
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or name.endswith((".yaml", ".yml"))
+
+
+def profile_source(profile: Profile, name: str, is_typed: bool) -> Source:
+    """The file of a profile that was asked for by this name; `is_typed`: on the command line."""
+    file = Path(profile.file.path)
+    is_own = file.parent.absolute() == own_folder().absolute()
+    # Whoever types a name may not know of a file in this folder; whoever types a path does.
+    is_chosen = is_own or (is_typed and _is_path(name))
+    replaced = "" if is_chosen else _replaced_by(profile.file)
+    return Source(PROFILE, profile.file, replaced, is_announced=not is_own)
+
+
+def _replaced_by(file: ReadFile) -> str:
+    """The profile of the same name that gptctl would take without this file; empty if none."""
+    name = Path(file.path).stem
+    own = own_folder() / f"{name}.yaml"
+    # The user's own first: without this file, gptctl would take that one.
+    if os.path.lexists(own) and read_bytes(own) != file.data:
+        return f"your own profile {name} ({own})"
+    return f"the bundled profile {name}" if name in named_files("clusters") else ""
 
 
 def load_profile(name: str) -> Profile:
     """Read and check a profile; collect its findings instead of stopping at the first."""
     file = find_profile(name)
     found: list[Finding] = []
-    tree = read_file(file, found)
+    files: list[ReadFile] = []
+    tree = read_file(file, found, files, PROFILE)
     # An unreadable file is checked as an empty one, so that there is always a cluster to return.
     reading = read_section(Cluster, tree or Map({}, Place(str(file))), found)
     # The frozen profile of a job is called cluster.json: only there the name is in the file.
@@ -269,7 +305,7 @@ def load_profile(name: str) -> Profile:
     cluster = build(Cluster, {"name": file.stem, **reading.values, **own})
     # A file that could not be parsed has its own finding: rules would only add false ones.
     judged = reading.valid_findings(_check(cluster, reading)) if tree else []
-    return Profile(cluster, in_order([*found, *judged]), reading)
+    return Profile(cluster, in_order([*found, *judged]), reading, files[0])
 
 
 def cluster_of_job(folder: Path) -> Cluster:

@@ -22,7 +22,7 @@ class ClusterKind(NamedTuple):
 
 
 # Profile keys of all clusters that gptctl reaches by ssh.
-CONNECTION_KEYS = ("identity_file", "known_hosts", "allow_proxy_command")
+CONNECTION_KEYS = ("identity_file", "known_hosts", "allow_proxy_command", "start_timeout")
 
 KINDS: dict[str, ClusterKind] = {
     "local": ClusterKind("gptctl.backends.local:LocalBackend", is_one_machine=True),
@@ -40,6 +40,6 @@ KINDS: dict[str, ClusterKind] = {
         "gptctl.backends.ssh.backend:SshBackend",
         has_hosts=True,
         shares_files=False,
-        keys=("hosts", "shared_fs", "start_timeout"),
+        keys=("hosts", "shared_fs"),
     ),
 }

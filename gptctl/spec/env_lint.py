@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from gptctl.engine.contract import CHECKPOINT_KEY_VARIABLE
 from gptctl.spec.env_names import (
     BESIDE_NCCL,
     BOOLEANS,
@@ -176,6 +177,11 @@ def _name(s: Setting) -> Iterator[Finding]:
         )
     elif s.name in READONLY_IN_BASH:
         yield s.found(UNSETTABLE, f"`{s.name}` is read-only in bash", "choose another name")
+    elif s.name == CHECKPOINT_KEY_VARIABLE:
+        # Without the value: findings are printed and logged.
+        message = "the key of checkpoints must not be stored with the job as plain text"
+        hint = f"remove it, and set Launch.secrets.{s.name} to {{file: PATH}}"
+        yield COMPUTED.found(s.name, None, message, hint)
     # GPTCTL_… are the variables by which gptctl's own parts talk; GPTCTL_HOME is the user's.
     elif s.name in SET_FOR_EACH_PROCESS or (
         s.name.startswith("GPTCTL_") and s.name != "GPTCTL_HOME"
@@ -418,7 +424,7 @@ def _logs(s: Setting) -> Iterator[Finding]:
             yield s.found(SHARED_LOG, message, f"use `{'.'.join([s.value, *lacking])}`")
     elif (
         s.new_name == "TORCH_FR_DUMP_TEMP_FILE"
-        and s.value.startswith(("/tmp/", "/dev/shm/"))
+        and s.value.startswith(("/tmp/", "/dev/shm/"))  # nosec B108  # a warning
         and s.job.nodes > 1
     ):
         yield s.found(

@@ -43,7 +43,7 @@ from trainer.errors import WRONG_USAGE, UserError
 
 _PADDLE_SCRIPT = re.compile(r"(.*/)?(run_pretrain\w*|tools/train)\.py")
 _PREPARES = frozenset("module source . conda micromamba spack ml cd".split())
-KEPT_SECRET = "not written into a config: use Launch.secrets"
+KEPT_SECRET = "not written into a config: use Launch.secrets"  # nosec B105  # a note for users
 MAX_CALLS = 4  # scripts that start one another
 
 

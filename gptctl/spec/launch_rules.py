@@ -100,7 +100,10 @@ DISKS = Rule(
 )
 
 # Names and addresses that mean "this machine" on every node.
-OWN_HOST = ("localhost", "::1", "0.0.0.0", "::")
+OWN_HOST = (
+    *("localhost", "::1", "::"),
+    "0.0.0.0",  # nosec B104  # refused, not bound
+)
 # Most node counts that are checked for an elastic job: each takes a few milliseconds.
 MAX_TRIED = 200
 # Styles that print scripts for a scheduler.

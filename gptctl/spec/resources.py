@@ -11,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from gptctl.engine.atomic_files import private_files
+from gptctl.engine.file_reading import read_text
 from gptctl.engine.state_home import state_home
 from trainer.errors import WRONG_USAGE, UserError, closest
 
+LONGEST_ID = 100  # bytes of the id of an installation
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -56,4 +58,5 @@ def installation_id() -> str:
         # Mode x: of several gptctl that start at once, one creates the file and the others read it.
         with suppress(FileExistsError), open(file, "x", encoding="utf-8") as stream:
             stream.write(os.urandom(8).hex())
-    return file.read_text(encoding="utf-8")
+    # A damaged one serves as well: it only has to differ from those of other users.
+    return read_text(file, LONGEST_ID)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gptctl.spec.trust import SWEEP, Source
 from trainer.config import Override
 from trainer.config.kinds import (
     NOT_A_NAME,
@@ -33,7 +34,7 @@ from trainer.config.kinds import (
 )
 from trainer.config.read import build, read_section
 from trainer.config.record import record
-from trainer.config.tree import List, Map, Node, Scalar, is_null, read_file
+from trainer.config.tree import List, Map, Node, ReadFile, Scalar, is_null, read_file
 from trainer.errors import Finding, Place, Rule, UserError, errors_in, in_order
 
 MAX_RUNS = 1000  # Slurm's default limit of an array is 1001
@@ -202,6 +203,7 @@ class Sweep:
 class SweepFile(NamedTuple):
     sweep: Sweep
     findings: tuple[Finding, ...]
+    source: Source
 
 
 Run = Mapping[str, str]  # key -> value of one run, as -o takes them
@@ -210,11 +212,12 @@ Run = Mapping[str, str]  # key -> value of one run, as -o takes them
 def load_sweep(path: Path) -> SweepFile:
     """Read and check a sweep file; collect all findings."""
     found: list[Finding] = []
-    tree = read_file(path, found)
+    files: list[ReadFile] = []
+    tree = read_file(path, found, files, SWEEP)
     reading = read_section(Sweep, tree or Map({}, Place(str(path))), found)
     sweep = build(Sweep, reading.values)
     judged = reading.valid_findings(_check(sweep)) if tree else []
-    return SweepFile(sweep, in_order([*found, *judged]))
+    return SweepFile(sweep, in_order([*found, *judged]), Source(SWEEP, files[0]))
 
 
 def _check(sweep: Sweep) -> Iterator[Finding]:
@@ -273,7 +276,7 @@ def expand(sweep: Sweep) -> list[Run]:
 
 def _drawn(sweep: Sweep) -> list[Run]:
     """Draw different runs; fewer than asked for if there are not that many."""
-    generator = random.Random(sweep.seed)
+    generator = random.Random(sweep.seed)  # nosec B311  # draws values
     found: dict[tuple[tuple[str, str], ...], Run] = {}
     # A small grid has few combinations: drawing must end.
     for _ in range(20 * (sweep.samples or 0)):

@@ -2,7 +2,8 @@
 # Unpack the doctor's folder from stdin; print the parent folders that it creates, deepest first.
 # Arguments: folder, a word if another host creates it.
 [ -z "$2" ] || {
-  while [ "$SECONDS" -lt 10 ]; do
+  # Count: bash's SECONDS follows the clock, which somebody may set.
+  for _ in {1..50}; do
     [ ! -e "$1/doctor.sh" ] || exit 0
     sleep 0.2
   done

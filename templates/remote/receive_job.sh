@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Unpack a job's folder from stdin, and become its agent.
-# Arguments: folder, bytes of the archive, node, seconds in which the archive must arrive.
+# Arguments: folder, bytes of the archive, node, seconds in which the archive must arrive, and then
+# seconds in which the agent must start.
 umask 077
 mkdir -p "${1%/*}" || exit 73
 mkdir "$1" || {
@@ -17,4 +18,4 @@ errors=$(timeout "$4" head -c "$2" | LC_ALL=C tar -xzf - -C "$1" 2>&1) || {
   exit 74
 }
 # The agent rolls back by itself from here on.
-GPTCTL_RUN_DIR=$1 GPTCTL_ROLL_BACK=$4 exec bash --norc "$1/agent.sh" agent "$3"
+GPTCTL_RUN_DIR=$1 GPTCTL_ROLL_BACK=$5 exec bash --norc "$1/agent.sh" guard "$3"

@@ -60,8 +60,9 @@ class Recorder:
     def start(self, **options: Any) -> None:
         START(store=dist.HashStore(), rank=self.rank, world_size=self.world, **options)
 
-    def gather(self, values: list[Any], value: object, group: object) -> None:
-        values[:] = [value] * self.world
+    def gather(self, values: list[torch.Tensor], value: torch.Tensor, group: object) -> None:
+        for each in values:
+            each.copy_(value)
         self.note("gather", range(self.world))
 
 
@@ -145,7 +146,7 @@ def recorded(layout: Layout, rank: int, per_node: int = 0) -> Recorder:
         patch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
         patch.setattr(torch.accelerator, "device_count", lambda: 1)
         patch.setattr(dist, "init_process_group", recorder.start)
-        patch.setattr(dist, "all_gather_object", recorder.gather)
+        patch.setattr(dist, "all_gather", recorder.gather)
         patch.setattr(dist, "destroy_process_group", lambda: None)
         patch.setattr(mesh, "choose_device", lambda *_: torch.device("cuda", 0))
         with mesh.join(run, layout, environ):

@@ -21,6 +21,7 @@ from trainer.__main__ import main
 from trainer.data import Reader
 from trainer.errors import UserError
 from trainer.watchdog import Answer, find_stuck_ranks
+from trainer.watchdog.channel import Channel
 
 MINUTES = 0.04
 LIMIT = 60 * MINUTES  # seconds without progress
@@ -173,6 +174,24 @@ def test_the_first_failure_is_named_everywhere(tmp_path: Path, failing: int) -> 
         assert "Traceback" not in ended.err[rank]
     assert ended.status()["state"] == "failed"
     assert ended.status()["reason"] == named
+
+
+def test_the_verdict_of_the_rank_with_the_store_arrives_before_it_exits(tmp_path: Path) -> None:
+    """Ranks that receive 0.3 s late, as on busy cores: the store must not exit with what they have not received."""
+
+    def receive_late(channel: Channel) -> Any:
+        while not channel._sender.queue_len(channel._key("rank", channel.rank)):
+            time.sleep(0.01)
+        time.sleep(0.3)
+        return ORIGINAL_NEXT_MESSAGE(channel)
+
+    late = partial(setattr, Channel, "next_message", receive_late)
+    ended, _ = end(begin(tmp_path, patches={1: late, 0: partial(at_step, partial(fail, ValueError("boom")))}))
+    assert ended.codes == [1, 3], ended.text
+    assert f"error: rank 0 failed at global step {STEP}: ValueError: boom\n" in ended.err[1]
+
+
+ORIGINAL_NEXT_MESSAGE = Channel.next_message
 
 
 def test_a_failure_does_not_wait_for_a_checkpoint(tmp_path: Path) -> None:

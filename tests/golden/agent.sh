@@ -1,15 +1,7 @@
 #!/usr/bin/env bash
-# Start a module of gptctl's engine on a host of job gpt-3f9a2c: `agent.sh agent NODE` runs the
+# Start a module of gptctl's engine on a host of job gpt-3f9a2c: `agent.sh guard NODE` runs the
 # job there, `agent.sh host_commands COMMAND` answers gptctl.
 umask 077
-# If the connection is lost, this script must still remove what was sent here.
-trap '' PIPE
-# Keep gptctl's messages (3, 4) from the setup, and the setup's output from gptctl.
-exec 3>&1 4<&0 1>&2 < /dev/null
-fail() {
-  echo "error: $*" >&2
-  exit 78
-}
 gptctl_dir=/home/me/work/runs/gpt-3f9a2c
 # shellcheck shell=bash
 # Kill every process of a job on this machine. Ranks have their own sessions, so they are found by
@@ -22,15 +14,32 @@ kill_job() {
     [ "$pid" = "$$" ] || kill -KILL "$pid"
   done 2> /dev/null
 }
-gptctl_guard=''
-# Kill the guard and its children; right after its start it may not have its own session yet.
-end_guard() {
-  [ -z "$gptctl_guard" ] || kill -- -"$gptctl_guard" 2> /dev/null || kill "$gptctl_guard"
+# Wait until the agent and its guard have exited; if both were killed, kill what they have left.
+if [ "$1" = lifeline ]; then
+  read -r word
+  while [ "$word" != finished ] && [ -n "$(job_processes "$gptctl_dir")" ]; do
+    kill_job "$gptctl_dir"
+    sleep 0.1
+  done
+  exit
+fi
+# If the connection is lost, this script must still remove what was sent here.
+trap '' PIPE
+# Keep gptctl's messages (3, 4) from the setup, and the setup's output from gptctl.
+exec 3>&1 4<&0 1>&2 < /dev/null
+fail() {
+  echo "error: $*" >&2
+  exit 78
+}
+gptctl_timer=''
+# Kill the timer and its children; right after its start it may not have its own session yet.
+end_timer() {
+  [ -z "$gptctl_timer" ] || kill -- -"$gptctl_timer" 2> /dev/null || kill "$gptctl_timer"
 }
 # Remove the job's folder if this script fails: fail() has explained code 78 already.
 roll_back() {
-  [ "$BASHPID" = "$$" ] || return 0 # a child that was killed before it became the guard has this trap, too
-  end_guard
+  [ "$BASHPID" = "$$" ] || return 0 # a child that was killed before it became the timer has this trap, too
+  end_timer
   rm -rf "$gptctl_dir"
   [ "$1" = 78 ] || echo "error: the setup exited with code $1" >&2
 }
@@ -38,7 +47,7 @@ gptctl_functions=$(declare -f job_processes kill_job)
 # Until the agent runs, which rolls back by itself.
 if [ -n "${GPTCTL_ROLL_BACK:-}" ]; then
   trap 'roll_back $?' EXIT
-  # A guard kills a setup that hangs: gptctl may have lost the connection meanwhile.
+  # A timer kills a setup that hangs: gptctl may have lost the connection meanwhile.
   # shellcheck disable=SC2016
   setsid bash -c "$gptctl_functions"'
     sleep "$1"
@@ -46,7 +55,7 @@ if [ -n "${GPTCTL_ROLL_BACK:-}" ]; then
     echo "error: the setup did not finish in $1 s" >&2
     kill_job "$2"
     rm -rf "$2"' gptctl "$GPTCTL_ROLL_BACK" "$gptctl_dir" > /dev/null 3>&- 4<&- &
-  gptctl_guard=$!
+  gptctl_timer=$!
 fi
 
 # Setup of cluster profile lab.
@@ -62,7 +71,7 @@ command -v "$gptctl_python" > /dev/null || fail "cannot find $gptctl_python"
 timeout --kill-after=5 "${GPTCTL_ROLL_BACK:-60}" "$gptctl_python" -E -S -c '' ||
   fail "$gptctl_python does not start"
 cd "$gptctl_dir" || fail "the job's folder is missing here"
-end_guard
+end_timer
 # -S: the engine needs only the standard library, and starts faster without site-packages.
 # A Python that is too old starts this script again with `old`.
 exec "$gptctl_python" -E -S engine.pyz "$1" "$gptctl_dir" "${@:2}" >&3 3>&- <&4 4<&-

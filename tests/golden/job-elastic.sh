@@ -50,6 +50,9 @@ cd "$GPTCTL_ATTEMPT_DIR" || fail "the folder of the attempt is missing here"
 # The job may have been cancelled while the setup ran.
 [ ! -e "$GPTCTL_RUN_DIR/cancelled" ] || finish 143
 
+# Python first imports sitecustomize.py from there: torchrun exits with this script, and its static
+# rendezvous listens on MASTER_ADDR only.
+PYTHONPATH="$GPTCTL_RUN_DIR/python${PYTHONPATH:+:$PYTHONPATH}" \
 torchrun \
   --nnodes=1:2 --nproc-per-node=2 --max-restarts=3 \
   --rdzv-backend=c10d --rdzv-id=gpt-3f9a2c --rdzv-endpoint="$MASTER_ADDR":"$MASTER_PORT" --rdzv-conf=is_host="$((GPTCTL_NODE == 0))" --local-addr="${GPTCTL_ADDR:-$MASTER_ADDR}" \

@@ -38,6 +38,8 @@ export GLOO_SOCKET_IFNAME=lo
 # torchrun's default is one thread per rank: share the cores of the node instead.
 gptctl_cores=${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}
 export OMP_NUM_THREADS=$((gptctl_cores > 2 ? gptctl_cores / 2 : 1)) # for 2 ranks
+# Reading a named pipe waits for its other end, and a device may never end.
+[ -f /home/me/work/t ] || fail 'the file of the secret TOKEN is missing or not a regular file: /home/me/work/t'
 TOKEN=$(< /home/me/work/t) || fail 'cannot read the secret TOKEN from /home/me/work/t' # never written to a file
 export TOKEN
 [ -n "${MY_KEY:-}" ] || fail MY_KEY 'is not set: the secret KEY is read from it'
@@ -61,6 +63,9 @@ cd "$GPTCTL_ATTEMPT_DIR" || fail "the folder of the attempt is missing here"
 # The job may have been cancelled while the setup ran.
 [ ! -e "$GPTCTL_RUN_DIR/cancelled" ] || finish 143
 
+# Python first imports sitecustomize.py from there: torchrun exits with this script, and its static
+# rendezvous listens on MASTER_ADDR only.
+PYTHONPATH="$GPTCTL_RUN_DIR/python${PYTHONPATH:+:$PYTHONPATH}" \
 torchrun \
   --nnodes=1 --nproc-per-node=2 --node-rank="$GPTCTL_NODE" \
   --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --max-restarts=0 \

@@ -62,6 +62,9 @@ cd "$GPTCTL_ATTEMPT_DIR" || fail "the folder of the attempt is missing here"
 # The job may have been cancelled while the setup ran.
 [ ! -e "$GPTCTL_RUN_DIR/cancelled" ] || finish 143
 
+# Python first imports sitecustomize.py from there: torchrun exits with this script, and its static
+# rendezvous listens on MASTER_ADDR only.
+PYTHONPATH="$GPTCTL_RUN_DIR/python${PYTHONPATH:+:$PYTHONPATH}" \
 /srv/venv/bin/python -m torch.distributed.run \
   --nnodes=2 --nproc-per-node=2 --node-rank="$GPTCTL_NODE" \
   --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --max-restarts=0 \

@@ -150,7 +150,7 @@ def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return real(path, flags, *more, **keys)
 
     def opening(file: Any, mode: str = "r", *more: Any, **keys: Any) -> Any:
-        if "w" in mode and str(file).startswith(f"{data}/"):
+        if not mode.startswith("r") and str(file).startswith(f"{data}/"):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
         return builtin(file, mode, *more, **keys)
 

@@ -17,7 +17,7 @@ from tests.lab.proxy import Mode
 from tests.lab.slurm import PORT, PROXY_PORT, Settings, Slurm
 from tests.lab.sshd import Sshd
 
-MAX_NODES = 12
+MAX_NODES = MAX_HOSTS = 64
 PROFILE = {"name": "lab", "kind": "slurm", "gpus_per_node": 2, "gpu_request": "gpus-per-node", "env": {}}
 
 
@@ -36,8 +36,10 @@ class Lab:
     ) -> None:
         if not 0 <= nodes <= MAX_NODES:
             raise ValueError(f"nodes is {nodes}, and must be 0 (no Slurm) to {MAX_NODES}")
-        self.nodes = [Machine(f"node{i}", "node", (f"10.77.0.{10 + i}",)) for i in range(1, nodes + 1)]
-        self.hosts = [Machine(f"ssh{i}", "ssh", (f"10.77.0.{50 + i}", f"10.78.0.{50 + i}")) for i in range(1, ssh + 1)]
+        if not 0 <= ssh <= MAX_HOSTS:
+            raise ValueError(f"ssh is {ssh}, and must be 0 to {MAX_HOSTS}")
+        self.nodes = [Machine(f"node{i}", "node", (node_address(i),)) for i in range(1, nodes + 1)]
+        self.hosts = [Machine(f"ssh{i}", "ssh", host_addresses(i)) for i in range(1, ssh + 1)]
         if ssh:
             self.hosts.append(Machine("bastion", "ssh", ("10.77.0.100", "10.78.0.254")))
             self.hosts.append(Machine("private1", "ssh", ("10.78.0.1",)))
@@ -276,6 +278,17 @@ class Lab:
         """Return the last lines of all daemon logs."""
         files = sorted(file for file in (self.folder / "log").glob("*") if file.stat().st_size)
         return "\n".join(f"== {file.name}\n" + "\n".join(file.read_text().splitlines()[-lines:]) for file in files)
+
+
+def node_address(number: int) -> str:
+    # The first ones as they have always been: tests and people know them.
+    return f"10.77.0.{10 + number}" if number <= 12 else f"10.77.1.{number}"
+
+
+def host_addresses(number: int) -> tuple[str, str]:
+    """On the network of the head, and on that of the ranks."""
+    low = f"0.{50 + number}" if number <= 12 else f"2.{number}"
+    return f"10.77.{low}", f"10.78.{low}"
 
 
 def write_profile(folder: Path, name: str, keys: dict[str, Any]) -> Path:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from tests.lab.keeper import child_of
 
 HERE = Path(__file__).resolve().parent
-BRIDGES = {"10.77.0": "br0", "10.78.0": "br1"}  # the head has no address on the second: use the bastion
+BRIDGES = {"10.77": "br0", "10.78": "br1"}  # the head has no address on the second: use the bastion
 HEAD_ADDRESS = "10.77.0.1"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 USERS = {"root": pwd.getpwuid(0).pw_dir, "gpt": "/home/gpt"}
@@ -87,7 +87,7 @@ class Machines:
         print("go", file=keeper.stdin, flush=True)
         self._finish(HEAD)
         bridges = [f"link add {bridge} type bridge\nlink set {bridge} up" for bridge in BRIDGES.values()]
-        self._ip("head", "link set lo up", *bridges, f"address add {HEAD_ADDRESS}/24 dev br0")
+        self._ip("head", "link set lo up", *bridges, f"address add {HEAD_ADDRESS}/16 dev br0")
 
     def close(self) -> None:
         """Stop everything; return when no process, mount or folder is left."""
@@ -164,12 +164,12 @@ class Machines:
     def _plug_in(self, machine: Machine) -> None:
         inside = ["link set lo up"]
         for number, (link, address) in enumerate(machine.links.items()):
-            bridge = BRIDGES[address.rpartition(".")[0]]
+            bridge = BRIDGES[".".join(address.split(".")[:2])]
             # The same after a restart: other machines keep using the hardware address they know.
             hardware = ":".join(f"{part:02x}" for part in (2, 0, *map(int, address.split("."))))
             peer = f"peer name eth{number} address {hardware} netns {self._pids[machine.name]}"
             self._ip("head", f"link add {link} type veth {peer}", f"link set {link} master {bridge} up")
-            inside += [f"address add {address}/24 dev eth{number}", f"link set eth{number} up"]
+            inside += [f"address add {address}/16 dev eth{number}", f"link set eth{number} up"]
         self._ip(machine.name, *inside)
 
     def _ip(self, name: str, *commands: str) -> None:

@@ -23,6 +23,7 @@ from gptctl.jobs.rerun import Changes, prepare_rerun
 from gptctl.jobs.store import JobRecord, Store, new_record
 from gptctl.jobs.submit import Prepared, prepare, this_site
 from gptctl.spec.check import Checked, check_config
+from tests.conftest import save_checkpoint
 from trainer.config import Override
 from trainer.errors import UserError
 
@@ -162,7 +163,7 @@ def test_a_damaged_folder_is_reported(
     monkeypatch.chdir(folder)
     store, backends = Store(folder / "home"), Backends(print)
     record = frozen_job(check_config(Path("own.yaml"), []), folder, store)
-    (record.run_folder / "output" / "step_20").mkdir(parents=True)
+    save_checkpoint(record.run_folder / "output", 20)
     RunFolder(record.local_dir).finish("FAILED", "")
     file = record.run_folder / name
     values = json.loads(file.read_text())

@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 
 TORCH_FREE = tuple(
     f"trainer.{name}"
-    for name in "errors layout layout_rules config estimate memory tape rank_plan logit_chunks collectives logline durable checksums rank_log cache_folder savings".split()
+    for name in "errors layout layout_rules config estimate memory tape rank_plan logit_chunks collectives logline durable checksums input_files rank_log cache_folder savings".split()
 )
 HEAVY = ("torch", "numpy", "rich", "jinja2", "submitit", "paramiko", "yaml", "plotext")
 ONE_FILE_EACH = ("rich", "jinja2", "submitit", "paramiko", "plotext")
@@ -33,7 +33,7 @@ LAYERS = (
     ("gptctl.doctor", "gptctl.jobs"),
     ("gptctl.backends",),
     ("gptctl.remote", "gptctl.logs"),
-    ("gptctl.jobs.store",),
+    ("gptctl.jobs.store", "gptctl.jobs.submission_order", "gptctl.jobs.last_state"),
     ("gptctl.planning",),
     ("gptctl.spec",),
     ("gptctl.engine", "gptctl.text", "gptctl.reporting", "gptctl"),
@@ -277,3 +277,47 @@ def test_comments_say_why() -> None:
     written = [line for line in lines if line.strip()]
     commented = [line for line in written if re.search(r"(^|\s)# ", line)]
     assert len(commented) / len(written) >= 0.05
+
+
+# Who reads files without `engine/file_reading.py`, and why that is safe.
+OTHER_READERS = {
+    "gptctl.engine.file_reading": "the reader itself",
+    "gptctl.engine.processes": "the kernel writes /proc",
+    "gptctl.engine.ranks_here": "the kernel writes /proc",
+    "gptctl.engine.stacks": "the kernel writes /proc",
+    "gptctl.engine.srun_node": "a descriptor that the job script opened",
+    "gptctl.engine.atomic_files": "opens a folder to flush it",
+    "gptctl.engine.agent": "/dev/null",
+    "gptctl.engine.guard": "/dev/null",
+    "gptctl.spec.rule_pages": "bundled files",
+    "gptctl.spec.trust": "compares with bundled files",
+    "gptctl.cli.config": "bundled files",
+    "gptctl.remote.scripts": "bundled files",
+}
+
+
+def reads_by_itself(node: ast.AST) -> bool:
+    """Whether this calls what reads a file or parses JSON without limits."""
+    if not isinstance(node, ast.Call):
+        return False
+    words = ast.unparse(node.func).split(".")
+    text = ast.unparse(node)
+    if words[-2:] in (["json", "loads"], ["json", "load"]):
+        return True
+    if len(words) > 1 or isinstance(node.func, ast.Attribute):
+        opens = words[-2:] == ["os", "open"] and "O_WRONLY" not in text
+        return opens or words[-1] in ("read_text", "read_bytes")
+    mode = next((ast.literal_eval(word) for word in node.args[1:2] if isinstance(word, ast.Constant)), "r")
+    is_reading = isinstance(mode, str) and not {"w", "a", "x"} & set(mode)
+    return words == ["open"] and is_reading and "opener=" not in text
+
+
+def test_files_of_others_are_read_by_one_reader() -> None:
+    """A FIFO, an endless or deeply nested file must not stop gptctl: see `engine/file_reading.py`."""
+    found = {
+        name
+        for name, file in GPTCTL.items()
+        if any(map(reads_by_itself, ast.walk(ast.parse(file.read_text(encoding="utf-8")))))
+    }
+    assert found - set(OTHER_READERS) == set()
+    assert set(OTHER_READERS) - found == set(), "these need no exception any more"

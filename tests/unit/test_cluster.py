@@ -61,6 +61,16 @@ def test_mistakes_in_a_profile(tmp_path, text: str, code: str, line: int) -> Non
     assert (code, line) in found
 
 
+def test_a_file_that_is_no_profile_is_not_called_a_run_config(tmp_path) -> None:
+    """Of any size, and with any number of unknown keys."""
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    (tmp_path / "many.yaml").write_text("".join(f"k{number}: 1\n" for number in range(300)))
+    assert load_profile(str(tmp_path / "zero.yaml")).findings[0].hint == "check that this is a cluster profile"
+    hints = {finding.hint for finding in load_profile(str(tmp_path / "many.yaml")).findings}
+    assert "check that this is the right file" in hints
+    assert not any("run config" in hint for hint in hints)
+
+
 def test_a_profile_in_the_current_folder_wins(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))

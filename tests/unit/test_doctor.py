@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -50,6 +52,7 @@ from gptctl.doctor.slurm_checks import (
     gpu_row,
     parse_sinfo,
 )
+from gptctl.doctor.ssh_hosts import files_of, unpack
 from gptctl.planning.build import Site
 from gptctl.spec.cluster import Cluster
 from tests.conftest import ROOT
@@ -186,6 +189,20 @@ def test_two_sound_nodes() -> None:
     assert not not_ok(rows)
     assert {row.node for row in rows} == {"n1", "n2", ""}
     assert [row.check for row in rows[-2:]] == ["same python", "same torch"]
+
+
+def test_firewall_lines_need_all_hosts_of_the_profile() -> None:
+    """Also those that --nodes leaves out. The first host is the first of the list, whoever answers."""
+    facts = {**FACTS, "listens": ["::"], "head": "10.0.0.1"}
+    first, second = NodeFacts("n1", facts), NodeFacts("n2", facts)
+    silent = rows_for_nodes([first, NodeFacts("n2", failed="setup: no")], [], EXPECTED)
+    left_out = rows_for_nodes([first, second], [], EXPECTED, ["n3"])
+    assert [[row.found for row in rows if row.check == "firewall"] for rows in (silent, left_out)] == [
+        ["no lines: the addresses of n2 are unknown"],
+        ["no lines: the addresses of n3 are unknown"],
+    ]
+    stores = {row.node: row.found.split()[0] for row in left_out if row.check == "rendezvous"}
+    assert stores == {"n1": "torch's", "n2": "no"}
 
 
 @pytest.mark.parametrize(
@@ -340,7 +357,7 @@ def test_the_scripts_are_quoted_and_bash_reads_them(tmp_path: Path) -> None:
     (tmp_path / "lab.yaml").write_text(PROFILE)
     folder = tmp_path / "a b'c$(boom)"
     folder.mkdir()
-    plan = plan_probe(str(tmp_path / "lab.yaml"), SITE, folder, 2, 2, "gpu")
+    plan = plan_probe(str(tmp_path / "lab.yaml"), None, SITE, folder, 2, 2, "gpu")
     assert plan.sbatch["gres"] == "gpu:2"
     assert plan.sbatch["qos"] == "high"
     assert (plan.sbatch["time"], plan.sbatch["output"]) == ("5", "/dev/null")
@@ -377,7 +394,7 @@ def test_the_choice_of_an_engine_python_on_slurm(tmp_path: Path, case: str) -> N
     (tmp_path / "lab.yaml").write_text(f"kind: slurm\ngpus_per_node: 1\nrun_root: /x\n{keys[case]}\n")
     submitted_with = str(real) if case == "submit" else "/nowhere/submit"
     site = SITE._replace(python=submitted_with)
-    plan = plan_probe(str(tmp_path / "lab.yaml"), site, tmp_path, 1, 1, "cpu")
+    plan = plan_probe(str(tmp_path / "lab.yaml"), None, site, tmp_path, 1, 1, "cpu")
     write_scripts(tmp_path, plan, site, ENGINE_SCRIPT)
     subprocess.run(["bash", str(tmp_path / ENGINE_SCRIPT)])
     [engine] = read_engines(tmp_path, ["n1", "n2"])
@@ -413,7 +430,7 @@ def test_the_engine_python_of_an_ssh_host(tmp_path: Path, keys: str, state: str,
     profile |= yaml.safe_load(keys.format(**words))
     (tmp_path / "hosts.yaml").write_text(yaml.safe_dump(profile))
     site = SITE._replace(folder=str(tmp_path))
-    plan = plan_probe(str(tmp_path / "hosts.yaml"), site, tmp_path, 1, 1, "cpu")
+    plan = plan_probe(str(tmp_path / "hosts.yaml"), None, site, tmp_path, 1, 1, "cpu")
     write_scripts(tmp_path, plan, site)
     variables = {"GPTCTL_NODE": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     subprocess.run(["bash", str(tmp_path / NODE_SCRIPT), "facts"], env={**os.environ, **variables})
@@ -466,11 +483,38 @@ def test_what_nodes_leave_is_read(tmp_path: Path) -> None:
 def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
     facts = str(FACTS).replace("'", '"')
     (tmp_path / "node.0.json").write_text(facts)
-    for number, name in enumerate(("rank.1.failed", "rank.0.failed")):
+    for number, name in enumerate(("node.0.rank.1.failed", "node.0.rank.0.failed")):
         (tmp_path / name).write_text(f"no way {name}")
         os.utime(tmp_path / name, (number, number))
     row = collect_rows(tmp_path, ["n1"], ArrivalTracker(tmp_path, 1), EXPECTED)[-1]
-    assert (row.check, row.state, row.found) == ("all-reduce", "wrong", "rank 1: no way rank.1.failed")
+    assert (row.check, row.state, row.found) == ("all-reduce", "wrong", "rank 1: no way node.0.rank.1.failed")
+
+
+def test_a_host_writes_only_its_own_files(tmp_path: Path) -> None:
+    """Not the facts of another host, not what rank 0 measures, and nothing elsewhere."""
+    names = [
+        "node.0.json",
+        "node.1.json",
+        "node.1.rank.2.failed",
+        "node.10.json",
+        "reduce.json",
+        "hosts",
+        "node.1.json\n",
+    ]
+    names += ["../node.1.json", "/tmp/node.1.json", "node.1./../../x", "node.1." + "x" * 300]
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:") as entries:
+        for name in names:
+            entry = tarfile.TarInfo(name)
+            entry.size = 1
+            entries.addfile(entry, io.BytesIO(b"x"))
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    unpack(archive.getvalue(), folder, files_of(1))
+    assert sorted(file.name for file in folder.iterdir()) == ["node.1.json", "node.1.rank.2.failed"]
+    assert list(tmp_path.iterdir()) == [folder]
+    unpack(archive.getvalue(), folder, files_of(0))
+    assert {file.name for file in folder.iterdir()} >= {"node.0.json", "reduce.json"}
 
 
 def test_signals_wait_also_for_children() -> None:

@@ -261,3 +261,11 @@ def test_name_lists_are_sorted_and_shaped() -> None:
         assert list(names) == sorted(set(names))
         assert not set(names) & environ_names.DEAD_NAMES.keys()
         assert all(re.fullmatch(f"{prefix}[A-Z0-9_]+", name) for name in names)
+
+
+def test_the_key_of_checkpoints_is_a_secret() -> None:
+    """It is refused in env, and no part of the finding has its value."""
+    (finding,) = lint({"GPTCTL_CHECKPOINT_KEY": "k" * 64}, JOB)
+    assert finding.code == "E002"
+    assert "Launch.secrets.GPTCTL_CHECKPOINT_KEY" in finding.hint
+    assert "kkk" not in str(finding.as_json())

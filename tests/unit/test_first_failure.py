@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 
 from gptctl.backends import Backends
+from gptctl.engine.attempt_outcome import exits_and_stopped, record_outcome
 from gptctl.engine.cause import Cause, cause_from, cause_in_message, first_cause
 from gptctl.engine.error_text import describe_exit, is_consequence, one_line
 from gptctl.engine.first_failure import cause_on_nodes
+from gptctl.engine.job_result import CANCELLED, FAILED, Result
+from gptctl.engine.node import NodeExit
 from gptctl.engine.rank_runs import rank_runs
-from gptctl.engine.run_folder import CANCELLED, FAILED, Result, RunFolder
+from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.hints import hint_of
-from gptctl.jobs.report import attempts_text
+from gptctl.jobs.history import facts_of
+from gptctl.jobs.report import attempts_text, exit_text
 from gptctl.jobs.state import state_of
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalLogFiles
@@ -228,6 +232,43 @@ def test_a_job_without_attempts_says_what_happened() -> None:
     assert attempts_text(2, "FAILED") == "2"
     assert attempts_text(0, "CANCELLED") == "none: it ended before the first attempt"
     assert attempts_text(0, "PENDING") == "none yet"
+
+
+@pytest.mark.parametrize(
+    ("first", "text"),
+    [
+        (Cause("its host is lost: no message", 1), "node 0: 1, node 1: 255, node 2: 137 (stopped by gptctl), node 3: 137 (stopped by gptctl)"),
+        # It was stopped, too, but later: what it wrote before is the first failure.
+        (Cause("x", 2, 4), "node 0: 1, node 1: 255, node 2: 137, node 3: 137 (stopped by gptctl)"),
+        (None, "node 0: 1, node 1: 255, node 2: 137 (stopped by gptctl), node 3: 137 (stopped by gptctl)"),
+    ],
+)  # fmt: skip
+def test_only_nodes_that_were_stopped_are_called_so(tmp_path: Path, first: Cause | None, text: str) -> None:
+    """Node 0 recorded its exit, node 1 was lost, 2 was stopped by the supervisor and 3 by srun."""
+    folder = RunFolder(tmp_path)
+    folder.begin_attempt()
+    (folder.attempt(0) / "node.0.exit").write_text("1\n")
+    for node in (0, 3):
+        (folder.attempt(0) / f"node.{node}.stop-requested").touch()
+    exits = {0: NodeExit(1), 1: NodeExit(255), 2: NodeExit(137, was_stopped=True), 3: NodeExit(137)}
+    record_outcome(folder, 0, Result(FAILED, "x", 0.0, first), exits)
+    assert exit_text(facts_of(record(local_dir=str(tmp_path), nodes=4))) == text
+
+
+@pytest.mark.parametrize(
+    ("outcome", "stopped"),
+    [
+        ({"failure": {"cause": "x", "node": 1}}, [0]),  # of an older version
+        ({"stopped": [0, 7, True, "1", [1]]}, [0]),
+        ({"stopped": {"0": 1}}, []),
+        ({"stopped": None}, []),
+    ],
+)
+def test_stopped_nodes_in_strange_outcomes(tmp_path: Path, outcome: dict[str, object], stopped: list[int]) -> None:
+    folder = RunFolder(tmp_path)
+    folder.begin_attempt()
+    (folder.attempt(0) / "outcome.json").write_text(json.dumps({"exits": {"0": 137, "1": 255}, **outcome}))
+    assert exits_and_stopped(folder, 0) == ({0: 137, 1: 255}, stopped)
 
 
 def test_hints_name_a_key_only_for_the_bundled_trainer() -> None:

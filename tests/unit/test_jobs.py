@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -19,7 +18,9 @@ import pytest
 from gptctl.backends import Backends, JobState
 from gptctl.cli.chain import Chain
 from gptctl.cli.dependencies import unmet
+from gptctl.cli.jobs import cancel_records
 from gptctl.engine import ports
+from gptctl.engine.job_result import COMPLETED, FAILED, STOPPED
 from gptctl.engine.processes import (
     clean_environment,
     descendants,
@@ -29,9 +30,10 @@ from gptctl.engine.processes import (
     processes_of,
     this_process,
 )
-from gptctl.engine.run_folder import COMPLETED, FAILED, STOPPED, RunFolder
+from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs import report
-from gptctl.jobs.freeze import frozen_config, git_state, imported_beside
+from gptctl.jobs.freeze import frozen_config, imported_beside
+from gptctl.jobs.git_state import git_state
 from gptctl.jobs.history import History
 from gptctl.jobs.remove import remove_tree
 from gptctl.jobs.store import JobRecord, Store, matching_ids, new_record
@@ -207,12 +209,13 @@ def test_attempts_are_numbered_on_whatever_becomes_of_their_folders(tmp_path) ->
 
 def test_a_result_that_makes_no_sense_is_none(tmp_path) -> None:
     folder = RunFolder(tmp_path)
-    for text in ("", "[]", '{"state": "DONE"}', '{"state": 5}', "[" * 100_000):
+    infinite = '{"state": "FAILED", "reason": "", "ended": 1e400}'
+    for text in ("", "[]", '{"state": "DONE"}', '{"state": 5}', "[" * 100_000, infinite):
         (tmp_path / "result.json").write_text(text)
         assert folder.result() is None
     (tmp_path / "result.json").write_text('{"state": "COMPLETED", "attempts": "x", "reason": 5, "ended": "never"}')
     assert folder.result().reason == ""
-    for ended in ("NaN", "1e400", "1e18", "-5", "null"):
+    for ended in ("1e18", "-5", "null"):
         (tmp_path / "result.json").write_text(f'{{"state": "FAILED", "reason": "a\\nb", "ended": {ended}}}')
         assert folder.result()[:3] == ("FAILED", "a b", 0.0)
 
@@ -223,7 +226,6 @@ def test_a_port_in_use_is_not_chosen(monkeypatch) -> None:
         busy.listen()
         port = busy.getsockname()[1]
         monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
-        monkeypatch.setattr(random, "sample", lambda ports, count: list(ports))
         with pytest.raises(OSError, match="no free port"):
             ports.free_port("127.0.0.1")
 
@@ -311,6 +313,18 @@ def test_modules_beside_a_script_are_followed(tmp_path) -> None:
     assert {path.name for path in imported_beside(tmp_path / "main.py")} == {"a.py", "b.py", "pack", "c.py"}
 
 
+@pytest.mark.parametrize(
+    "code",
+    ["x=" + "-" * 200_000 + "1", "x=a" + ".b" * 200_000, "import other\n" + "x = 1\n" * 200_000],
+    ids=["too deep for the parser", "too deep for the tree", "too long"],
+)
+def test_a_script_that_cannot_be_parsed_imports_nothing(tmp_path, code: str) -> None:
+    """Python fails on the first two with its own message, and a copy of the third can still list its modules."""
+    (tmp_path / "main.py").write_text(code)
+    (tmp_path / "other.py").write_text("")
+    assert list(imported_beside(tmp_path / "main.py")) == []
+
+
 def test_what_a_job_inherits(monkeypatch) -> None:
     monkeypatch.setattr(
         os,
@@ -331,6 +345,15 @@ def test_which_jobs_a_word_may_mean() -> None:
     assert matching_ids("3f9", ids) == []
     assert matching_ids("char", ids) == ["char-3f9a2d", "char-000001"]
     assert matching_ids("3f9a2c", [*ids, "big-3f9a2c"]) == ["gpt-3f9a2c", "big-3f9a2c"]
+
+
+def test_a_complete_id_never_means_another_job() -> None:
+    """If the record of a job is lost, the next job of the same config must not be removed in its place."""
+    ids = ["gpt-3f9a2c-2", "gpt-3f9a2c-21", "char-3f9a2d"]
+    for name in ("gpt-3f9a2c", "3f9a2c", "gpt-3f9a2c-1", "3f9a2c-1"):
+        assert matching_ids(name, ids) == []
+    assert matching_ids("gpt-3f9a2c-2", ids) == ["gpt-3f9a2c-2"]
+    assert matching_ids("gpt-3f9a", ids) == ["gpt-3f9a2c-2", "gpt-3f9a2c-21"]
 
 
 def test_an_ambiguous_hash_names_the_candidates(tmp_path) -> None:
@@ -372,6 +395,10 @@ def test_the_history_keeps_every_field_and_belongs_to_one_token(tmp_path) -> Non
     assert (history.state(mine), history.facts(mine), history.removed(mine)) == (None, {}, None)
     (history.folder / f"{mine.id}.ended").write_text('{"token": "t", "state": [1], "facts": 3}')
     assert (history.state(mine), history.facts(mine)) == (None, {})
+    (history.folder / f"{mine.id}.ended").write_text(
+        '{"token": "t", "state": {"state": "FAILED"}, "facts": {"ended": 1e300}}'
+    )
+    assert (history.state(mine), history.facts(mine)) == (None, {}), "no date can be made of it"
 
 
 def test_a_chain_reports_problems_of_jobs_that_started(tmp_path, monkeypatch, capsys) -> None:
@@ -400,6 +427,44 @@ def test_a_record_that_leads_elsewhere_is_damaged(tmp_path, facts: dict[str, obj
     file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
     assert store.records() == []
     assert "is invalid" in store.damaged[0]
+
+
+def test_a_damaged_record_is_not_an_unknown_job(tmp_path) -> None:
+    """By the command that finds the damage and by later ones, with and without other jobs."""
+    store = Store(tmp_path)
+    store.add(record("gpt-3f9a2c"))
+    (tmp_path / "jobs" / "gpt-3f9a2c.json").write_text("{")
+    for number in range(3):
+        with pytest.raises(UserError) as raised:
+            store.find("gpt-3f9a2c" if number else "3f9a2c")
+        (moved,) = (tmp_path / "damaged").iterdir()
+        assert raised.value.message == f"the record of gpt-3f9a2c is damaged: it was moved to {moved}"
+        assert "run folder" in raised.value.hint
+        assert raised.value.exit_code == 2
+        store.add(record("gpt-3f9a2d"))
+    with pytest.raises(UserError, match=r"^unknown job: gpt-3f9a2e$"):
+        store.find("gpt-3f9a2e")
+    assert store.add(record("gpt-3f9a2c")._replace(token="u"))
+    assert store.find("gpt-3f9a2c").token == "u"
+
+
+def test_an_interrupted_cancel_says_which_jobs_were_asked(monkeypatch, capsys) -> None:
+    """Ctrl-C comes while the second of three jobs is stopped, after the first one. Oracle: that order."""
+    records = [record(f"gpt-{number}") for number in range(3)]
+
+    def cancel(job: JobRecord, now: bool) -> None:
+        if job.id == "gpt-1":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("gptctl.jobs.state.may_run", lambda record, backends: True)
+    monkeypatch.setattr("gptctl.remote.parallel.in_parallel", lambda work, items, most: [work(item) for item in items])
+    session = SimpleNamespace(backends=None, backend_of=lambda record: SimpleNamespace(cancel=cancel))
+    assert cancel_records(session, records, now=False, as_json=False) == 130
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line and not line.startswith("stopping")] == [
+        "gpt-1 was asked to stop. Check it: gptctl status gpt-1",
+        "gpt-2 was not asked to stop yet. Stop it: gptctl cancel gpt-2",
+    ]
 
 
 def test_after_names_its_place(tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from gptctl.jobs.run_metrics import removed_steps, whole_run
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.training_progress import progress_of, trainer_status
 from gptctl.logs.metric_rows import metric_table
+from tests.conftest import save_checkpoint
 
 
 @pytest.fixture
@@ -177,7 +179,8 @@ def test_who_continues_a_job_that_is_removed(store: Store) -> None:
     first = add(store, "a-000001", "")
     second = add(store, "a-000002", first.id)
     third = add(store, "a-000003", second.id)
-    other = third._replace(id="a-000004", continues="", token="t9", output_dir=first.output_dir)
+    where = {"local_dir": str(third.run_folder.with_name("a-000004")), "output_dir": first.output_dir}
+    other = third._replace(id="a-000004", continues="", token="t9", **where)
     assert store.add(other)
     assert continued_by(first, store) == [second.id, other.id]
     assert continued_by(second, store) == [third.id]
@@ -209,3 +212,21 @@ def test_the_job_column_names_other_jobs() -> None:
     rows = [{"job": "a-1", "attempt": 0, "step": 3, "loss": 1.0}]
     assert metric_table(rows, "a-1")[0][0] == "step"
     assert metric_table(rows, "a-3")[0][0] == "job"
+
+
+def test_what_is_not_a_checkpoint_is_ignored(store: Store, backends: Any, tmp_path: Path) -> None:
+    """In a folder that this machine sees. Oracle: the trainer's rule, a folder with a manifest, which is a file."""
+    record = add(store, "a-000001", "", 60)  # an empty folder
+    output = Path(record.output_dir)
+    seen = SimpleNamespace(checkpoints=lambda record: (record.output_dir, os.listdir(record.output_dir)))
+    local = SimpleNamespace(of=lambda kind: seen)
+    (output / "step_70").write_text("a file")
+    for step, make in ((80, Path.mkdir), (90, os.mkfifo), (91, lambda place: place.symlink_to("nowhere"))):
+        (output / f"step_{step}").mkdir()
+        make(output / f"step_{step}" / "manifest.json")
+    with pytest.raises(NoCheckpoint, match="no checkpoint of a-000001"):
+        find_resume_point(record, store, local)
+    save_checkpoint(output, 50)
+    assert find_resume_point(record, store, local).step == 50
+    # What other machines have cannot be seen from here.
+    assert find_resume_point(record, store, backends).step == 91

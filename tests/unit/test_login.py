@@ -109,7 +109,7 @@ def test_replies_to_sbatch(monkeypatch, tmp_path: Path, code: int, out: str, sai
     """Doubtful: gptctl looks for the job in the queue before it says that nothing was submitted."""
     cluster = SimpleNamespace(login=SimpleNamespace(name="hpc"))
     link = SimpleNamespace(route=SimpleNamespace(name="hpc"))
-    monkeypatch.setattr(login_access, "login_link", lambda cluster: link)
+    monkeypatch.setattr(login_access, "login_link", lambda cluster, limit: link)
     access = login_access.LoginAccess(cluster, print)  # type: ignore[arg-type]
     done = CommandResult(code, out.encode(), f"{START_MARKER}\nsbatch: error: invalid account")
     monkeypatch.setattr(access, "run", lambda *words: done)
@@ -135,12 +135,14 @@ def test_a_host_that_is_no_ssh_server(error: Exception, said: str) -> None:
 
 @pytest.mark.parametrize("name", ["short", "n" * 255, "é" * 127, "\udcff" * 255])
 def test_any_file_name_has_room_for_an_unfinished_copy(tmp_path: Path, name: str) -> None:
-    """Oracle: the file system. Two files have two copies."""
-    parts = [Part("/r", tmp_path / each, 1, 1_700_000_000) for each in (name, f"{name[:-1]}x")]
-    copies = {fetch._unfinished(part) for part in parts}
+    """Oracle: the file system. Two files have two copies, and so have two hosts."""
+    hosts: list[Any] = [SimpleNamespace(route=SimpleNamespace(name=host)) for host in ("gpu1", "gpu2")]
+    parts = [Part(f"/r/{each}", tmp_path / each, 1, 1_700_000_000) for each in (name, f"{name[:-1]}x")]
+    copies = {fetch._unfinished(tmp_path, host, part) for host in hosts for part in parts}
     for copy in copies:
+        copy.parent.mkdir(exist_ok=True)
         copy.touch()
-    assert len(copies) == 2
+    assert len(copies) == 4
 
 
 def test_stdin_is_the_commands_own(home: Path) -> None:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from gptctl.logs.files import FileFilter, parse_ranks
 from gptctl.logs.lines import Assembler, Clock, parse_since, readable, start_of_last
 from gptctl.logs.local_files import LocalLogFiles
+from gptctl.logs.match import Grep
 from gptctl.logs.printer import Printer, Style, show_logs
 from gptctl.logs.stream import LineFilter, follow
 from trainer.errors import WRONG_USAGE, UserError
@@ -101,6 +103,62 @@ def test_the_start_of_the_last_lines(data: bytes, count: int, block: int) -> Non
     whole = [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
     expected = b"".join(whole[len(whole) - min(count, len(whole)) :])
     assert data[start_of_last(count, len(data), lambda at, size: data[at : at + size], block) :] == expected
+
+
+@given(count=st.integers(1, 4), block=st.integers(1, 40), tail=st.sampled_from([b"", b"\n", b"x", b"x\n"]))
+def test_a_line_without_an_end_is_searched_in_part(count: int, block: int, tail: bytes) -> None:
+    """Each 100 bytes of it count as a line. Oracle: the number of bytes that were read."""
+    data, asked = b"a\nb\n" + bytes(10_000) + tail, 0
+
+    def read(at: int, size: int) -> bytes:
+        nonlocal asked
+        asked += size
+        return data[at : at + size]
+
+    start = start_of_last(count, len(data), read, block, longest=100)
+    assert len(data) - (100 + block) * (count + 1) <= start < len(data)
+    assert asked <= (100 + block) * (count + 1)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        LineFilter(tail=3),
+        LineFilter(),
+        LineFilter(errors=True),
+        LineFilter(grep=Grep("RuntimeError")),
+        LineFilter(tail=3, errors=True),
+    ],
+)
+def test_a_gap_of_terabytes_is_skipped(job: Job, lines: LineFilter) -> None:
+    """`truncate` made the gap. Reading a terabyte would take minutes; the lines around it are shown."""
+    job.add("workerlog.0", "first\n")
+    os.truncate(job.path("workerlog.0"), 1 << 40)
+    job.add("workerlog.0", "\nRuntimeError: last\n")
+    began = time.monotonic()
+    shown = job.shown(lines=lines).splitlines()
+    assert time.monotonic() - began < 2
+    assert "RuntimeError: last" in shown[-1]
+    assert ("first" in shown[0]) == (lines == LineFilter())
+
+
+def test_following_skips_a_gap(job: Job) -> None:
+    job.add("workerlog.0", "first\n")
+    ticks = 0
+
+    def ended() -> bool:
+        nonlocal ticks
+        ticks += 1
+        if ticks == 2:
+            os.truncate(job.path("workerlog.0"), 1 << 40)
+            job.add("workerlog.0", "last\n")
+        return ticks == 3
+
+    out, began = io.BytesIO(), time.monotonic()
+    printer = Printer(out, "text", say=say_on_stderr)
+    follow(job.files, FileFilter(), LineFilter(), printer, ended, sleep=lambda _: time.sleep(0.4))
+    assert time.monotonic() - began < 10
+    assert out.getvalue().split()[2::3] == [b"first", b"last"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 
 from tests.unit.test_logs_terminal import STAMP, Watch, train
 from trainer.banner import announce, model_size
+from trainer.checkpoint.signing import VARIABLE
 from trainer.config import Override, load
 from trainer.config.sections import RunConfig
 from trainer.data import Length, Splits
@@ -69,6 +70,17 @@ def test_the_banner_has_eight_lines_at_most(tmp_path: Path, layout: Layout, over
     # The first text is FleetX's, and the second has a path of any length.
     wide = [line for line in shown if len(line) > COLUMNS]
     assert not [line for line in wide if "The distributed run" not in line and "Checkpoints:" not in line]
+
+
+def test_the_banner_says_that_checkpoints_are_signed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, end in (("", "and at the end\n"), ("a" * 32, "and at the end, signed\n")):
+        with monkeypatch.context() as context:
+            context.delenv(VARIABLE, raising=False)
+            if key:
+                context.setenv(VARIABLE, key)
+            text = banner(config(), Layout(), 0)
+        assert text.endswith(end)
+        assert not key or key not in text
 
 
 @pytest.mark.parametrize(

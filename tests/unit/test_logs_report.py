@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptctl.cli.logs import print_failure, print_list, print_metrics
+from gptctl.backends import JobState
+from gptctl.cli.logs import print_failure, print_list, print_metrics, show_failure
+from gptctl.engine.job_result import FAILED, RUNNING
 from gptctl.engine.rank_runs import node_exits, rank_runs
 from gptctl.logs.failed import find_failure
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile
 from gptctl.logs.metric_rows import metric_rows
 from gptctl.logs.tables import list_rows
+from tests.unit.test_jobs import record
 from tests.unit.test_logline import PUBLISHED
 from tests.unit.test_logs import Job
 from trainer.logline import TrainLine
@@ -140,6 +144,37 @@ def test_the_report_of_a_failure(job: Job, capsys: pytest.CaptureFixture[str]) -
     assert print_failure(job.files, as_json=True)
     answer = json.loads(capsys.readouterr().out)
     assert (answer["first"]["rank"], answer["cascade"][0]["rank"], len(answer["last_lines"])) == (3, 0, 20)
+
+
+def test_ranks_that_were_killed_without_an_exit_are_named(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `status` does, once the job is over: their agent was killed, and their watchers with it."""
+    write_records(job, records(*STARTS[:3], end(0, 5, 0)))
+    assert not print_failure(job.files)
+    assert capsys.readouterr().out == "attempt 0: no rank has failed (3 started)\n"
+    assert not print_failure(job.files, is_over=True)
+    said = "attempt 0: no rank recorded a failure (3 started); 2 ranks (1, 2) killed, no exit recorded\n"
+    assert capsys.readouterr().out == said
+    print_failure(job.files, as_json=True, is_over=True)
+    answer = json.loads(capsys.readouterr().out)
+    assert [(run["rank"], run["was_killed"]) for run in answer["silent"]] == [(1, True), (2, True)]
+    write_records(job, records(*STARTS, end(3, 5, 1)))
+    assert print_failure(job.files, is_over=True)
+    assert "no exit recorded for 3 ranks (0, 1, 2): killed\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("state", "is_copied", "is_killed"), [(FAILED, True, True), (FAILED, False, False), (RUNNING, True, False)]
+)
+def test_ranks_are_killed_only_if_the_job_is_over(
+    job: Job, capsys: pytest.CaptureFixture[str], state: str, is_copied: bool, is_killed: bool
+) -> None:
+    """Until all records are copied, a rank without a last one may still be running."""
+    write_records(job, records(*STARTS))
+    if not is_copied:
+        (job.run_dir / "not-copied").write_text("h1")
+    session: Any = SimpleNamespace(state_of=lambda record: JobState(state))
+    show_failure(session, record(local_dir=str(job.run_dir)), job.files, {"as_json": False, "attempt": None})
+    assert ("4 ranks (0, 1, 2, 3) killed, no exit recorded" in capsys.readouterr().out) == is_killed
 
 
 def test_no_rank_ever_started(job: Job, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
-from gptctl.engine.cause import Cause
-from gptctl.engine.messages import ConnectionLost, MessageStream, admit, challenge, is_proof, join, prove, socket_stream
+from gptctl.engine.cause import Cause, cause_from
+from gptctl.engine.messages import INVALID_MAC, MAX_BUFFER, MAX_BURST, ConnectionLost, MessageStream
 from gptctl.engine.node import NodeExit
 from gptctl.engine.remote_node import RemoteNode
-
-KEY = b"k" * 32
 
 
 @pytest.fixture
@@ -52,60 +52,6 @@ def test_the_other_side_is_gone(pair: tuple[MessageStream, MessageStream]) -> No
         here.receive(1)
 
 
-def meet(peer_key: bytes, head_key: bytes) -> list[object]:
-    """A peer that joins and a head that admits, each with its own key: what became of each."""
-    answers: list[object] = [None, None]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def as_peer() -> None:
-            try:
-                answers[0] = join("127.0.0.1", listener.getsockname()[1], 3, peer_key, 5.0)
-            except ConnectionLost as closed:
-                answers[0] = str(closed)
-
-        thread = threading.Thread(target=as_peer)
-        thread.start()
-        connection, _ = listener.accept()
-        stream, asked = socket_stream(connection, 5.0), challenge()
-        stream.send(challenge=asked)
-        answers[1] = admit(stream, asked, stream.receive(5.0) or {}, head_key)
-        if answers[1] is None:
-            connection.close()
-        thread.join()
-    return answers
-
-
-def test_both_sides_need_the_key() -> None:
-    peer, head = meet(KEY, KEY)
-    assert isinstance(peer, MessageStream)
-    assert head == 3
-    peer, head = meet(KEY, b"other")
-    assert isinstance(peer, str)
-    assert head is None
-
-
-def test_a_false_head_is_not_joined() -> None:
-    """One that listens at the right place, keeps the connection, and does not have the key."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def pretend() -> None:
-            connection, _ = listener.accept()
-            stream = socket_stream(connection, 5.0)
-            stream.send(challenge=challenge())
-            stream.receive(5.0)
-            stream.send(proof=prove(b"other", "head", "x"))
-            done.wait(5)
-            connection.close()
-
-        done = threading.Event()
-        thread = threading.Thread(target=pretend)
-        thread.start()
-        with pytest.raises(ConnectionLost, match="is not the agent of the first host"):
-            join("127.0.0.1", listener.getsockname()[1], 3, KEY, 5.0)
-        done.set()
-        thread.join()
-
-
 def test_deep_nonsense_is_nonsense() -> None:
     reading, writing = os.pipe()
     threading.Thread(target=os.write, args=(writing, b"[" * 60_000 + b"\n"), daemon=True).start()
@@ -113,7 +59,22 @@ def test_deep_nonsense_is_nonsense() -> None:
         MessageStream(reading, writing).receive(5)
 
 
-@pytest.mark.parametrize("fields", [5, "no", {}, [], ["1"], [1], [1, "", False, "late", False, False]])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        5,
+        "no",
+        {},
+        [],
+        ["1"],
+        [1],
+        [1, "", False, "late", False, False],
+        [True, None, False, 0, False, False],
+        [10**18, None, False, 0, False, False],
+        [-1, None, False, 0, False, False],
+        [1, None, False, 1e300, False, False],
+    ],
+)
 def test_an_exit_that_is_malformed_means_a_lost_host(pair: tuple[MessageStream, MessageStream], fields: object) -> None:
     """The supervisor goes on: for it the node has exited. The oracle is what was sent."""
     here, there = pair
@@ -128,6 +89,24 @@ def test_an_exit_that_is_malformed_means_a_lost_host(pair: tuple[MessageStream, 
     node.kill()  # does not wait for a host that is lost
 
 
+@pytest.mark.parametrize("node", [0, 2, 1 << 20])
+def test_a_node_reports_on_itself_only(pair: tuple[MessageStream, MessageStream], node: int) -> None:
+    """Whichever node its agent names: the oracle is the connection that the message came from."""
+    here, there = pair
+    remote = RemoteNode(1, here)
+    remote.start(0, "host", 1)
+    there.send(start=1, exit=NodeExit(1, Cause("boom", node)))
+    end = remote.exited()
+    assert end
+    assert end.cause == Cause("boom", 1)
+
+
+@pytest.mark.parametrize("node", [-1, -(10**9), True, 1 << 40, 1.0, "1", None])
+def test_a_cause_without_a_valid_node_is_none(node: object) -> None:
+    """As the number of a host, a negative one would name another host, or none at all."""
+    assert cause_from({"cause": "boom", "node": node}) is None
+
+
 def test_an_exit_arrives_as_it_was_sent(pair: tuple[MessageStream, MessageStream]) -> None:
     here, there = pair
     node = RemoteNode(1, here)
@@ -138,7 +117,116 @@ def test_an_exit_arrives_as_it_was_sent(pair: tuple[MessageStream, MessageStream
     assert node.exited() == sent
 
 
-def test_a_proof_is_of_these_words_only() -> None:
-    assert is_proof(prove(KEY, "peer", "x", "1"), KEY, "peer", "x", "1")
-    for said in (prove(KEY, "peer", "x", "2"), prove(KEY, "head", "x", "1"), "", None, 5, "ü"):
-        assert not is_proof(said, KEY, "peer", "x", "1")
+def test_a_line_without_an_end(pair: tuple[MessageStream, MessageStream]) -> None:
+    """The limit is named; what was sent before still arrives."""
+    here, there = pair
+
+    def flood() -> None:
+        with suppress(OSError):
+            os.write(there.reading, b'{"a": 1}\n' + b"x" * (MAX_BUFFER + 70_000))
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    assert here.receive(5) == {"a": 1}
+    with pytest.raises(ConnectionLost, match="more than 1,048,576 bytes"):
+        here.receive(5)
+    here.close()
+    thread.join()
+
+
+def test_a_descriptor_above_1023(pair: tuple[MessageStream, MessageStream]) -> None:
+    """select() raises ValueError for it."""
+    here, there = pair
+    high = fcntl.fcntl(here.reading, fcntl.F_DUPFD_CLOEXEC, 1500)
+    there.send(a=1)
+    assert high >= 1500
+    assert MessageStream(high, high).receive(5) == {"a": 1}
+    os.close(high)
+
+
+def sealed(pair: tuple[MessageStream, MessageStream]) -> tuple[MessageStream, MessageStream]:
+    here, there = pair
+    here.secure(b"a" * 32, b"b" * 32)
+    there.secure(b"b" * 32, b"a" * 32)
+    return here, there
+
+
+def line_of(stream: MessageStream) -> bytes:
+    """What the other side sent, as somebody in between sees it."""
+    return os.read(stream.reading, 1 << 16)
+
+
+def test_sealed_messages_arrive_in_both_directions(pair: tuple[MessageStream, MessageStream]) -> None:
+    here, there = sealed(pair)
+    for number in range(3):
+        here.send(n=number)
+        there.send(m=number)
+    assert [there.receive(1) for _ in range(3)] == [{"n": number} for number in range(3)]
+    assert [here.receive(1) for _ in range(3)] == [{"m": number} for number in range(3)]
+
+
+def tampered(name: str, first: bytes, second: bytes) -> bytes:
+    return {
+        "repeated": first + first,
+        "moved": second + first,
+        "dropped": second,
+        "altered": first.replace(b"1", b"2", 1),
+        "injected": b'{"kill": true}\n',
+        "unsigned": first[64:],
+        "cut": first[:70] + b"\n",
+        "empty": b"\n",
+    }[name]
+
+
+@pytest.mark.parametrize("how", ["repeated", "moved", "dropped", "altered", "injected", "unsigned", "cut", "empty"])
+def test_a_message_that_somebody_tampered_with_ends_the_connection(
+    pair: tuple[MessageStream, MessageStream], how: str
+) -> None:
+    """At most the untouched messages before it arrive."""
+    here, there = sealed(pair)
+    here.send(n="one")
+    first = line_of(there)
+    here.send(n="two")
+    second = line_of(there)
+    os.write(here.reading, tampered(how, first, second))
+    if how == "repeated":
+        assert there.receive(1) == {"n": "one"}
+    with pytest.raises(ConnectionLost, match=INVALID_MAC):
+        there.receive(1)
+
+
+def test_a_message_is_not_valid_in_the_other_direction(pair: tuple[MessageStream, MessageStream]) -> None:
+    here, there = sealed(pair)
+    here.send(kill=True)
+    os.write(there.reading, line_of(there))
+    with pytest.raises(ConnectionLost, match=INVALID_MAC):
+        here.receive(1)
+
+
+def test_bytes_from_before_the_handshake_do_not_count(pair: tuple[MessageStream, MessageStream]) -> None:
+    here, there = pair
+    os.write(here.reading, b'{"a": 1}\n{"kill": true}\n')
+    assert there.receive(1) == {"a": 1}
+    with pytest.raises(ConnectionLost):
+        there.secure(b"a", b"b")
+
+
+@pytest.mark.parametrize("start", [True, 1.0, "1", None, [1], 2, -1])
+def test_only_messages_about_this_start_count(pair: tuple[MessageStream, MessageStream], start: object) -> None:
+    here, there = pair
+    node = RemoteNode(1, here)
+    node.start(0, "host", 1)
+    there.send(start=start, ranks=True, exit=NodeExit(0))
+    assert not node.has_ranks()
+    assert node.exited() is None
+
+
+def test_a_flood_does_not_keep_the_supervisor(pair: tuple[MessageStream, MessageStream]) -> None:
+    """Of very many messages a part is handled at a time."""
+    here, there = pair
+    node = RemoteNode(1, here, queues=True)
+    os.write(there.reading, b'{"waits_for": "x"}\n' * 1000 + b'{"waits_for": ""}\n')
+    polls = 0
+    while node.poll():
+        polls += 1
+    assert polls == 1000 // MAX_BURST

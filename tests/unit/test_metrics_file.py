@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,21 @@ def test_foreign_lines_stay(tmp_path: Path, opened) -> None:
     opened("a").resume(0)
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(foreign)
     assert not (tmp_path / "metrics.repeated.jsonl").exists()
+
+
+@pytest.mark.parametrize("start", ["", '{"step": 5, "job": "a"}\n'])
+def test_a_file_without_lines_is_renamed(tmp_path: Path, opened, start: str) -> None:
+    """A terabyte of NULs, made by `truncate`: no memory has room for it, and the run continues."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(start)
+    os.truncate(file, 1 << 40)
+    (tmp_path / "metrics.jsonl.foreign1").write_text("")
+    mine = opened("a")
+    mine.resume(3)
+    assert records(file) == [("a", None)]
+    assert (tmp_path / "metrics.jsonl.foreign2").stat().st_size == 1 << 40
+    warned = mine.log.stream.getvalue()
+    assert "renamed to metrics.jsonl.foreign2" in warned
 
 
 def test_a_file_that_cannot_be_rewritten_is_told(tmp_path: Path, opened) -> None:

@@ -124,7 +124,7 @@ def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A program under rank_log.py, with a sitecustomize of its user."""
     for folder in ("python", "own", "attempt"):
         (tmp_path / folder).mkdir()
-    shutil.copy(ROOT / "trainer/stack_dumps.py", tmp_path / "python/sitecustomize.py")
+    shutil.copy(ROOT / "trainer/startup.py", tmp_path / "python/sitecustomize.py")
     (tmp_path / "own/sitecustomize.py").write_text("import sys\nsys.own = 'own'\n")
     (tmp_path / "program.py").write_text(PROGRAM)
     env = {"GPTCTL_RUN_DIR": str(tmp_path), "GPTCTL_ATTEMPT_DIR": str(tmp_path / "attempt"), "RANK": "3"}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptctl.engine.run_folder import COMPLETED, FAILED, PENDING, RUNNING
+from gptctl.engine.job_result import COMPLETED, FAILED, PENDING, RUNNING
 from gptctl.jobs.progress_text import list_cells, status_pairs
 from gptctl.jobs.store import JobRecord
 from gptctl.jobs.training_progress import METRICS_TAIL, progress_facts, steps_of_arguments

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from gptctl.engine.contract import LAUNCH_SCRIPT as LAUNCH
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.planning.build import IN_PLACE, JobIdentity, Site
 from gptctl.planning.render import check_syntax, render, script_of
+from gptctl.planning.user_templates import named_templates
 from gptctl.spec.check import Checked, check_config
 from gptctl.spec.cluster import load_profile
 from tests.conftest import ROOT
@@ -184,7 +187,7 @@ def test_an_old_batch_script_of_the_users_is_explained(tmp_path) -> None:
     """One that runs srun itself would have no engine: the error names what changed."""
     (tmp_path / "job.sbatch.j2").write_text("#!/usr/bin/env bash\nsrun bash launch.sh\n")
     plan = plan_of(tmp_path, SLURM, ["nodes=2"], JOB)
-    text = render(plan, BATCH, [tmp_path])
+    text = render(plan, BATCH, named_templates(tmp_path))
     with pytest.raises(UserError, match="does not start gptctl's engine") as raised:
         check_syntax(BATCH, text)
     assert "templates/jobs/job.sbatch.j2" in raised.value.hint
@@ -196,12 +199,12 @@ def test_a_template_of_the_users_replaces_ours(tmp_path) -> None:
     own = tmp_path / "mine"
     own.mkdir()
     (own / "environment.sh.j2").write_text("# {{ job_id }} on ${#array[@]}\n")
-    assert "# gpt-3f9a2c on ${#array[@]}\n" in render(plan, LAUNCH, [own])
+    assert "# gpt-3f9a2c on ${#array[@]}\n" in render(plan, LAUNCH, named_templates(own))
     (own / "launch.sh.j2").write_text("echo {{ job_name }} {{ world }}\n")
-    assert render(plan, LAUNCH, [own / "launch.sh.j2"]) == "echo gpt 2\n"
+    assert render(plan, LAUNCH, named_templates(own / "launch.sh.j2")) == "echo gpt 2\n"
     (own / "other.j2").write_text("")
     with pytest.raises(UserError, match="does not replace any template"):
-        render(plan, LAUNCH, [own / "other.j2"])
+        named_templates(own / "other.j2")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_a_wrong_template_is_explained(tmp_path, template: str, expected: list[s
     plan = plan_of(tmp_path, LOCAL, [], JOB)
     (tmp_path / "mine.sh.j2").write_text(template)
     with pytest.raises(UserError) as caught:
-        render(plan, "mine.sh", [tmp_path])
+        render(plan, "mine.sh", named_templates(tmp_path))
     assert all(word in caught.value.message + caught.value.hint for word in expected), caught.value.message
 
 
@@ -381,3 +384,51 @@ def test_a_variable_as_endpoint_is_left_to_the_shell(check, endpoint: str, word:
 def test_no_other_shell_code_is_an_endpoint(check, endpoint: str) -> None:
     findings = check("Launch: {nodes: 2, gpus_per_node: 1}\n", f"Launch.rdzv.endpoint='{endpoint}'").findings
     assert [finding.code for finding in findings] == ["C014"]
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 1
+    file.write_bytes(data)
+
+
+def swap(file: Path, put: Callable[[Path], None]) -> None:
+    file.unlink()
+    put(file)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip,
+        lambda file: file.write_bytes(b""),
+        lambda file: file.write_bytes(file.read_bytes()[:100]),
+        # As jinja2's own cache wrote it, and what runs other code: without the digest in front.
+        lambda file: file.write_bytes(file.read_bytes()[32:]),
+        lambda file: os.truncate(file, 1 << 40),
+        lambda file: swap(file, os.mkfifo),
+        lambda file: swap(file, lambda name: name.symlink_to(name.name)),
+        lambda file: swap(file, Path.mkdir),
+    ],
+)
+def test_damaged_compiled_templates_are_compiled_again(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
+) -> None:
+    """Oracle: the script from an empty cache. A test that opens the FIFO as jinja2 does would never end."""
+    monkeypatch.setenv("GPTCTL_HOME", str(tmp_path / "home"))
+    expected = script_text(tmp_path, "job")
+    files = list((tmp_path / "home/compiled-templates").iterdir())
+    assert files
+    for file in files:
+        damage(file)
+    assert script_text(tmp_path, "job") == expected
+    written = [file for file in files if file.is_file() and not file.is_symlink()]
+    assert all(hashlib.sha256(file.read_bytes()[32:]).digest() == file.read_bytes()[:32] for file in written)
+    assert len(written) == len(files) or all(file.is_dir() for file in files)
+
+
+def test_compiled_templates_are_used(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTCTL_HOME", str(tmp_path / "home"))
+    expected = script_text(tmp_path, "job")
+    monkeypatch.setattr("jinja2.Environment._compile", None)
+    assert script_text(tmp_path, "job") == expected

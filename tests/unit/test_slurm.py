@@ -20,8 +20,9 @@ from gptctl.backends.slurm.backend import SlurmBackend
 from gptctl.backends.slurm.client import ClientResult, SlurmClient, SlurmError
 from gptctl.cli.dependencies import refuse_foreign
 from gptctl.doctor.slurm_checks import pyxis_row
-from gptctl.engine.processes import clean_environment
-from gptctl.engine.run_folder import PENDING, RunFolder
+from gptctl.engine.job_result import PENDING
+from gptctl.engine.processes import clean_environment, this_process
+from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.spec.cluster import load_profile
 from trainer.errors import UserError
@@ -78,6 +79,13 @@ def record(tmp_path: Path) -> JobRecord:
 def test_states(backend: SlurmBackend, record: JobRecord, facts: dict[str, object], state: str) -> None:
     backend.queue.jobs = {"7": SEEN._replace(work_dir=record.local_dir, **facts)}
     assert str(backend.state(record)) == state
+
+
+def test_a_handle_without_a_job_is_damaged_and_not_half_submitted(backend: SlurmBackend, record: JobRecord) -> None:
+    """One flipped bit in the name of its key: the job was submitted, by a gptctl that may still be running."""
+    damaged = record._replace(handle={"scheduler_ie": "17", "host": "h"}, submitter=this_process())
+    assert backend.state(damaged).state == "UNKNOWN"
+    assert backend.state(damaged._replace(handle={})).state == "PENDING"
 
 
 def test_a_controller_that_does_not_answer_is_waited_for_once(

@@ -26,6 +26,7 @@ from gptctl.jobs.submit import START_AT_ONCE, Prepared, freeze_job, prepare, thi
 from gptctl.jobs.submit import add_record as record_job
 from gptctl.spec.check import check_config
 from gptctl.text import clock_time
+from tests.conftest import save_checkpoint
 from trainer.checkpoint.snapshot import load_snapshot, save_snapshot
 from trainer.config import Override
 from trainer.errors import UserError
@@ -132,7 +133,7 @@ def test_resume_refuses_the_snapshot_of_another_run(desk: Desk) -> None:
 def test_a_script_cannot_take_the_place_of_a_trainer_that_is_resumed(desk: Desk) -> None:
     """It would not load the checkpoint. A rerun may use it."""
     first = desk.add(desk.prepare(f"{SNAPSHOT}="))
-    Path(first.output_dir, "step_6").mkdir(parents=True)
+    save_checkpoint(Path(first.output_dir), 6)
     (desk.folder / "x.py").touch()
     with pytest.raises(UserError, match=r"^gptctl cannot resume .*x\.py$"):
         desk.rerun(first, "Launch.entrypoint=x.py", resume=True)
@@ -182,7 +183,7 @@ def test_nothing_left_to_train(desk: Desk) -> None:
 def test_no_epochs_left_in_a_checkpoint(desk: Desk, epochs: int, expected: list[str]) -> None:
     """10 epochs are 30 steps, so a checkpoint of step 15 has finished five."""
     record = desk.add(desk.prepare(f"{SNAPSHOT}="))
-    Path(record.output_dir, "step_15").mkdir(parents=True)
+    save_checkpoint(Path(record.output_dir), 15)
     line = {"step": 15, "max_steps": 30, "loss": 1.0, "step_time": 1.0, "job": record.id}
     Path(record.output_dir, "metrics.jsonl").write_text(json.dumps(line) + "\n")
     try:
@@ -233,7 +234,7 @@ def test_a_rerun_starts_from_step_0(desk: Desk) -> None:
     """The checkpoint that gptctl chose for a resume is dropped; one that the user wrote stays, and is said."""
     first = desk.add(desk.prepare(f"{SNAPSHOT}="))
     step = Path(first.output_dir, "step_6")
-    step.mkdir(parents=True)
+    save_checkpoint(Path(first.output_dir), 6)
     resumed = desk.add(desk.rerun(first, resume=True))
     for written in ("written.json", ""):
         if not written:  # the folder of an older version
@@ -263,3 +264,25 @@ def test_a_removed_job_says_when_it_was_removed(desk: Desk) -> None:
     answer = {"job": record.id, "removed": moment, "already_removed": True, "kept": []}
     assert described(answer) == f"{record.id}: already removed {clock_time(moment)}"
     assert described({**answer, "already_removed": False}) == f"{record.id}: removed"
+
+
+def test_another_secret_is_a_difference(desk: Desk) -> None:
+    """It may be the key of the checkpoints. Oracle: the references, as typed; never the content of a file."""
+    (desk.folder / "key").write_text("s3cret" * 8)
+    (desk.folder / "other").write_text("0ther" * 8)
+    name = "GPTCTL_CHECKPOINT_KEY"
+    first = desk.add(desk.prepare(f"Launch.secrets={{{name}: {{file: key}}}}"))
+    plain = desk.add(desk.prepare())
+    key = f"Launch.secrets={{{name}: {{file: {desk.folder / 'other'}}}}}"
+    for record, override, expected in (
+        (first, "Launch.secrets=", "{file: key} → none"),
+        (first, key, f"{{file: key}} → {{file: {desk.folder / 'other'}}}"),
+        (plain, f"Launch.secrets={{{name}: {{env: HOME}}}}", "none → {env: HOME}"),
+    ):
+        notes = desk.rerun(record, override).notes
+        assert notes[1:] == (f"  Launch.secrets.{name}: {expected}",), notes
+        assert "1 difference" in notes[0]
+    assert not any("Launch.secrets" in note for note in desk.rerun(first).notes)
+    desk.save(1, first.id)
+    resumed = desk.rerun(first, "Launch.secrets=", resume=True).notes
+    assert f"  Launch.secrets.{name}: {{file: key}} → none" in resumed

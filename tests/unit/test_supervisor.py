@@ -10,20 +10,25 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gptctl.engine.cause import Cause
+from gptctl.engine.contract import ROLL_BACK_VARIABLE
 from gptctl.engine.error_text import KILLED_FOR_MEMORY
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.messages import MessageStream
 from gptctl.engine.node import NodeExit
+from gptctl.engine.remote_node import RemoteNode
 from gptctl.engine.run_folder import RunFolder
-from gptctl.engine.srun_node import SrunNode, Step
+from gptctl.engine.srun_node import SrunNode, Step, hosts_of_allocation
 from gptctl.engine.supervisor import STOP_SIGNALS, Supervisor
 from gptctl.jobs import freeze
 from gptctl.jobs.freeze import pack_engine
@@ -31,7 +36,9 @@ from tests.conftest import ROOT
 
 
 def plan_in(folder: Path, **facts: object) -> LaunchPlan:
-    empty = dict.fromkeys(LaunchPlan._fields, "") | {
+    lists = ("interfaces", "container", "program", "setup")
+    empty = dict.fromkeys(LaunchPlan._fields, "") | LaunchPlan._field_defaults | dict.fromkeys(lists, ()) | {
+        "env_origins": {}, "secrets": {},
         "form": "static", "nodes": 1, "nnodes": "1", "per_node": 1, "world": 1, "hosts": (), "max_restarts": 0, "env": {}, "sbatch": {},
         "master_addr": "127.0.0.1", "master_port": 29500, "is_one_machine": True,
         "remote_dir": str(folder), "log_dir": str(folder / "logs"),
@@ -62,7 +69,12 @@ class QuickNode:
 
     def request_stop(self) -> None: ...
 
+    def begin_kill(self) -> None: ...
+
     def kill(self) -> None: ...
+
+    def is_lost(self) -> bool:
+        return False
 
     def output(self) -> str:
         return ""
@@ -149,6 +161,36 @@ def test_too_little_memory_is_not_tried_again(
     result = RunFolder(tmp_path).result()
     assert result is not None
     assert result.reason.endswith("would fail in the same way") == (started == [0])
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "has_exited", "reason"),
+    [
+        (
+            3,
+            False,
+            "node 1 (b): its host is lost: it closed the connection; not restarted after the loss of node 1 (b)",
+        ),
+        (3, True, "node 1 (b): disk full; not restarted after the loss of node 1 (b)"),
+        (0, False, "node 1 (b): its host is lost: it closed the connection"),
+    ],
+)
+def test_a_job_is_not_restarted_without_a_lost_host(
+    tmp_path: Path, max_restarts: int, has_exited: bool, reason: str
+) -> None:
+    """Its agent cannot join again, so every other attempt would fail at once. Oracle: the attempts that were started."""
+    sockets = socket.socketpair()
+    near, far = (MessageStream(side.fileno(), side.fileno(), side) for side in sockets)
+    node, first = RemoteNode(1, near), QuickNode(0)
+    if has_exited:
+        far.send(start=1, exit=NodeExit(1, Cause("disk full", 1)))
+    sockets[1].shutdown(socket.SHUT_WR)
+    plan = plan_in(tmp_path, max_restarts=max_restarts, nodes=2, nnodes="2", hosts=("a", "b"))
+    Supervisor(plan, [first, node]).run()
+    assert first.started == [0]
+    result = RunFolder(tmp_path).result()
+    assert result is not None
+    assert (result.state, result.reason) == ("FAILED", reason)
 
 
 def test_a_completed_job_stays_completed_if_its_result_cannot_be_written(tmp_path: Path) -> None:
@@ -274,6 +316,17 @@ def test_sinfo_may_answer_in_any_encoding(tmp_path: Path, monkeypatch: pytest.Mo
     assert "node1 of the last attempt is down: d\ufffdfectueux" in log
 
 
+def test_a_command_that_the_jobs_signal_killed_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`scancel` reaches each process of the job: a scontrol without an answer made a cancelled job FAILED."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\nrm {tmp_path}/first && kill -TERM $$\necho node1\n")
+    scontrol.chmod(0o755)
+    (tmp_path / "first").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
+    assert hosts_of_allocation() == ["node1"]
+
+
 def test_the_engine_is_packed_whatever_the_dates_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some package managers date all files 1970; the zip format begins with 1980."""
     shutil.copytree(ROOT / "gptctl", tmp_path / "gptctl")
@@ -282,3 +335,23 @@ def test_the_engine_is_packed_whatever_the_dates_of_its_files(tmp_path: Path, mo
     monkeypatch.setattr(freeze, "__file__", str(tmp_path / "gptctl/jobs/freeze.py"))
     pack_engine(tmp_path / "engine.pyz")
     subprocess.run([sys.executable, str(tmp_path / "engine.pyz"), "contract"], check=True, timeout=60)
+
+
+def test_a_guard_ends_well_after_its_agent_has_rolled_back(tmp_path: Path) -> None:
+    """The agent has removed the folder with the engine: the guard still tells its fallback to do nothing."""
+    run_dir, heard = tmp_path / "gpt-1", tmp_path / "heard"
+    run_dir.mkdir()
+    pack_engine(run_dir / "engine.pyz")
+    (run_dir / "agent.sh").write_text(f'read -r word; echo "$word" > {heard}\n')
+    # Without a plan the agent refuses the job.
+    words = [sys.executable, "-E", "-S", str(run_dir / "engine.pyz"), "guard", str(run_dir), "0"]
+    environment = {**os.environ, ROLL_BACK_VARIABLE: "1"}
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    done = subprocess.run(words, **streams, env=environment, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "refused" in done.stdout
+    assert not run_dir.exists()
+    deadline = time.monotonic() + 10
+    while not (heard.exists() and heard.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert heard.read_text() == "finished\n"

@@ -19,6 +19,7 @@ from torch import Tensor
 from trainer.checkpoint.loading import Shape, Untrusted, load_pieces
 from trainer.checkpoint.manifest import NAME, TORCH_FORMAT, read_manifest, write_manifest
 from trainer.checkpoint.sharing import Rows, share_out
+from trainer.checkpoint.signing import SIGNATURE_HINT, current_keys, is_about_signature
 from trainer.checkpoint.store import Store, unusable
 from trainer.checkpoint.tensor_files import Written, file_name, tensor_index, write_pieces
 from trainer.checkpoint.verification import Job, Verifier, record_all
@@ -41,6 +42,7 @@ class Checkpoints:
         info: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
+        current_keys()  # raises UserError for an invalid key, before anything is trained
         self.store, self.keep_last, self.mesh = Store(output), keep_last, mesh
         self.info, self.warn = info, warn
         # The step of the newest checkpoint that this run wrote or resumed from.
@@ -50,7 +52,8 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self.failure = ""  # why the last save failed
         self._unverified: Job | None = None  # this rank's newest file, if it was not read back
-        self._source, self._rejected = "auto", list[Path]()
+        # Why each checkpoint was rejected.
+        self._source, self._rejected = "auto", dict[Path, str]()
         # One rank per disk deletes old checkpoints.
         deletes = keep_last and mesh.rank_on_disk == 0
         self.verifier = Verifier(warn, self._prune if deletes else None)
@@ -67,9 +70,12 @@ class Checkpoints:
         self._source = ckpt_dir
         where = self.store.folder if ckpt_dir == "auto" else Path(ckpt_dir)
         named = os.path.exists(where / NAME)  # False, not an error, without permission to look
-        found = self.mesh.gather([where] if named else Store(where).checkpoints())
+        found = [where] if named else Store(where).checkpoints()
         # Nodes may have separate disks: only a checkpoint that is on all of them can be used.
-        everywhere = found[:: self.mesh.per_disk]
+        everywhere = [
+            list(map(Path, folders))
+            for folders in self.mesh.gather(list(map(str, found)))[:: self.mesh.per_disk]
+        ]
         candidates = [
             folder for folder in everywhere[0] if all(folder in others for others in everywhere)
         ]
@@ -83,9 +89,21 @@ class Checkpoints:
             self._set_aside(-1, "is not on the disks of all nodes")
             return None
         if candidates or ckpt_dir != "auto":
-            hint = "set Engine.save_load.ckpt_dir to another one, or leave it empty to start again"
-            raise UserError(f"{where} contains no usable checkpoint", hint)
+            raise self._none_usable(where, candidates)
         return None
+
+    def _none_usable(self, where: Path, candidates: Sequence[Path]) -> UserError:
+        """Why no checkpoint can be used: the reason of the newest, since it is the wanted one."""
+        reasons = [self._rejected[folder] for folder in candidates]
+        hint = "set Engine.save_load.ckpt_dir to another one, or leave it empty to start again"
+        if any(map(is_about_signature, reasons)):
+            hint = f"{SIGNATURE_HINT}; or {hint}"
+        message = f"{where} contains no usable checkpoint"
+        if candidates:
+            message += f": {candidates[0].name}: {reasons[0]}"
+        if len(candidates) > 1:
+            message += f"; and {len(candidates) - 1} more"
+        return UserError(message, hint)
 
     def _unusable(self, folder: Path) -> str:
         return unusable(folder, self.mesh.rank_on_disk, self.mesh.per_disk)
@@ -96,7 +114,10 @@ class Checkpoints:
             return ""
         # A node may have been in another run before: replicas of different weights would never
         # notice it, and with different steps the ranks would wait for each other forever.
-        manifest = read_manifest(folder)
+        try:
+            manifest = read_manifest(folder)
+        except ValueError as error:  # changed since it was checked; no other rank may wait here
+            manifest = {"save_id": str(error)}
         ours = [manifest.get(key) for key in ("save_id", "step", "updates", "samples")]
         is_same = all(others == ours for others in self.mesh.gather(ours))
         return "" if is_same else "it is not the same checkpoint on all nodes"
@@ -105,7 +126,7 @@ class Checkpoints:
         """Whether any rank found damage: all of them must reach the same decision."""
         damage = next(filter(None, self.mesh.gather(damage)), "")
         if damage:
-            self._rejected.append(folder)
+            self._rejected[folder] = damage
             if self.mesh.is_first:
                 self.warn(f"cannot use {folder}: {damage}")
         return bool(damage)
@@ -124,9 +145,14 @@ class Checkpoints:
         before it instead. Returns the checkpoint that was loaded, and its facts.
         """
         self.info(f"Try to load checkpoint from {folder}")
-        facts = read_manifest(folder)
-        check(facts, folder)
-        if self._reject(folder, load_tensors(folder, facts, pieces, shapes)):
+        facts: Facts = {}
+        try:
+            facts = read_manifest(folder)
+            check(facts, folder)
+            damage = load_tensors(folder, facts, pieces, shapes)
+        except ValueError as error:  # the manifest was changed since `find` read it
+            damage = str(error)
+        if self._reject(folder, damage):
             older = self.find(self._source)
             assert older is not None  # it raises UserError if there is none
             return self.load(older, pieces, shapes, check)
@@ -218,7 +244,7 @@ class Checkpoints:
             failure = failure or self._agree(
                 lambda: written.append(write_pieces(part / name, pieces))
             )
-            everything = self._on_disk(written)
+            everything = [[Written(*file) for file in files] for files in self._on_disk(written)]
             # 3. Only when all files are on disk, write the manifest and rename the folder: its
             # final name means that it is complete.
             failure = failure or self._agree(lambda: self._commit(part, facts, everything))

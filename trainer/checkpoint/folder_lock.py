@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.checksums import Damaged, opened
 from trainer.errors import UserError
+from trainer.input_files import read_object
 
 LOCK, OWNER = ".lock", ".owner"
 HEARTBEAT = 5.0  # seconds
@@ -185,11 +185,9 @@ def _modified(file: Path) -> int | None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        with opened(file) as descriptor:
-            found = json.loads(os.read(descriptor, LARGEST))
-    except (Damaged, ValueError, RecursionError):
+        return read_object(file, LARGEST)
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _process_table() -> list[str]:

@@ -8,7 +8,7 @@ before it reads anything.
 from __future__ import annotations
 
 import math
-import pickle
+import pickle  # nosec B403  # only with an allow-list of classes
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from trainer.checkpoint.loading import Shape, Untrusted
+from trainer.input_files import open_regular
 from trainer.slices import Piece
 
 METADATA = ".metadata"
@@ -118,7 +119,9 @@ def load_shards(
 def read_metadata(folder: Path, files: dict[str, dict[str, Any]]) -> Metadata:
     """Unpickle the metadata, and check that it refers only to these files."""
     try:
-        with open(folder / METADATA, "rb") as stream:
+        if METADATA not in files:  # its checksum was not compared
+            raise Untrusted(f"its manifest does not list {METADATA}")
+        with open(open_regular(folder / METADATA), "rb") as stream:
             metadata = _Unpickler(stream).load()
     except Untrusted:
         raise

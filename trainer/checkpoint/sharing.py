@@ -30,7 +30,7 @@ NOTHING_TIED = Tied()
 
 def share_out(pieces: dict[str, Piece], mesh: Mesh) -> dict[str, Rows]:
     """The rows that this rank writes. All ranks call it together, once."""
-    names = frozenset(name for name, piece in pieces.items() if piece.is_copy)
+    names = sorted(name for name, piece in pieces.items() if piece.is_copy)
     tied = Tied(frozenset().union(*mesh.gather(names)))
     if tied.names:
         others = {name: piece for name, piece in pieces.items() if name not in tied.names}

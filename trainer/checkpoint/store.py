@@ -7,6 +7,9 @@ So a crash never leaves an incomplete checkpoint under its final name.
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -14,26 +17,33 @@ from pathlib import Path
 
 from trainer.checkpoint.folder_lock import FolderLock
 from trainer.checkpoint.manifest import (
+    STEP,
     TORCH_FORMAT,
     find_damage,
     find_missing,
     is_verified,
     read_manifest,
 )
+from trainer.checkpoint.signing import current_keys
 from trainer.durable import replacing, sync_folder
 from trainer.errors import UserError
 
-_STEP = re.compile(r"step_(\d+)")
-_ASIDE = re.compile(r"step_(\d+)\.aside(\d+)")
+_ASIDE = re.compile(r"step_([0-9]+)\.aside([0-9]+)")
+# What this program is writing or deleting, and what it replaces.
+_PART = re.compile(r"step_[0-9]+(\.aside[0-9]+)?\.tmp")
+_OLD = re.compile(r"step_[0-9]+\.old")
+_NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)  # a link, a socket, a folder
 KEPT_AT_LEAST = 2  # even if the user wants fewer: one may turn out to be damaged
 
 
 class Store:
     def __init__(self, folder: Path) -> None:
         self.folder, self.lock = folder, FolderLock(folder)
+        self._warn: Callable[[str], None] = lambda text: None
 
     def open_for_writing(self, warn: Callable[[str], None]) -> None:
         """Create and lock the folder, and clean up after a run that was killed while saving."""
+        self._warn = warn
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock.take(warn)
@@ -43,26 +53,32 @@ class Store:
             ) from None
         except OSError as error:
             hint = "set Engine.save_load.output_dir to a writable folder"
-            raise UserError(f"cannot write to {self.folder}: {error.strerror}", hint) from None
-        for part in self.folder.glob("step_*.tmp"):
-            shutil.rmtree(part, ignore_errors=True)
-        for old in self.folder.glob("step_*.old"):  # killed during `commit`
-            if old.with_suffix("").exists():
-                shutil.rmtree(old, ignore_errors=True)
-            else:
+            if error.errno in _NOT_A_FILE:
+                hint = "delete or rename it: the run needs a file with this name"
+            place = error.filename or self.folder
+            raise UserError(f"cannot write to {place}: {error.strerror}", hint) from None
+        for part in self._named(_PART):
+            self._make_room(part)
+        for old in self._named(_OLD):  # killed during `commit`
+            if os.path.isdir(old) and not os.path.lexists(old.with_suffix("")):
                 old.rename(old.with_suffix(""))
+            else:
+                self._make_room(old)
+        for place in self._named(STEP):
+            if not os.path.isdir(place):
+                self._make_room(place)
 
     def close(self) -> None:
         self.lock.release()
 
     def checkpoints(self) -> list[Path]:
         """All checkpoints, the newest first, including damaged ones."""
-        found = [
-            folder
-            for folder in self.folder.glob("step_*")
-            if _STEP.fullmatch(folder.name) and folder.is_dir()
-        ]
+        # os.path.isdir: False, not an error, without permission to look.
+        found = [folder for folder in self._named(STEP) if os.path.isdir(folder)]
         return sorted(found, key=_step_of, reverse=True)
+
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        return [entry for entry in self.folder.glob("step_*") if pattern.fullmatch(entry.name)]
 
     def holds(self, folder: Path | None) -> bool:
         return folder is not None and folder.parent.resolve() == self.folder.resolve()
@@ -79,11 +95,14 @@ class Store:
         target, old = part.with_suffix(""), part.with_suffix(".old")
         self.lock.require()
         sync_folder(part)
-        if target.exists():
+        self._make_room(old)
+        if not os.path.isdir(target) or os.path.islink(target):
+            self._make_room(target)
+        else:
             target.rename(old)
         part.rename(target)
         sync_folder(self.folder)  # the rename must be durable before the old one is deleted
-        shutil.rmtree(old, ignore_errors=True)
+        self._make_room(old)
         # `latest` is only for people: if the disk is full, the checkpoint is still usable.
         with contextlib.suppress(OSError), replacing(self.folder / "latest") as stream:
             stream.write(f"{target.name}\n".encode())
@@ -103,7 +122,21 @@ class Store:
 
     def discard(self, part: Path) -> None:
         self.lock.require()
-        shutil.rmtree(part, ignore_errors=True)
+        self._make_room(part)
+
+    def _make_room(self, place: Path) -> None:
+        """Free a name that we need. Deletes our folders; renames anything else, which is not ours.
+
+        A link is not followed: what it leads to stays as it is.
+        """
+        if os.path.isdir(place) and not os.path.islink(place):
+            shutil.rmtree(place, ignore_errors=True)
+        elif os.path.lexists(place):
+            taken = {entry.name for entry in self.folder.glob("step_*")}
+            names = (f"{place.name}.foreign{number}" for number in itertools.count(1))
+            aside = place.with_name(next(name for name in names if name not in taken))
+            place.rename(aside)
+            self._warn(f"{place} is not a folder of a checkpoint: renamed to {aside.name}")
 
     def require_space(self, wanted: int) -> None:
         """Raise OSError before writing: a save that fails half-way may fill the disk for others."""
@@ -123,13 +156,13 @@ class Store:
             if good >= keep:
                 self._delete(folder)
             else:  # an unverified checkpoint must not replace a good one
-                good += is_verified(folder)
+                good += is_verified(folder) and _is_accepted(folder)
         for _, folder in self._aside()[keep:]:
             self._delete(folder)
 
     def _aside(self) -> list[tuple[tuple[int, int], Path]]:
         """The checkpoints that were set aside: step, number and folder, the newest first."""
-        found = [(_ASIDE.fullmatch(folder.name), folder) for folder in self.folder.glob("step_*")]
+        found = [(_ASIDE.fullmatch(folder.name), folder) for folder in self._named(_ASIDE)]
         named = [((int(name[1]), int(name[2])), folder) for name, folder in found if name]
         return sorted(named, reverse=True)
 
@@ -137,7 +170,18 @@ class Store:
         """Delete a checkpoint. If the run is killed meanwhile, `open_for_writing` continues."""
         with contextlib.suppress(OSError):
             doomed = folder.rename(folder.with_name(f"{folder.name}.tmp"))
-            shutil.rmtree(doomed, ignore_errors=True)
+            if os.path.islink(doomed):
+                doomed.unlink()  # a checkpoint on another disk: what it leads to is not ours
+            else:
+                shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _is_accepted(folder: Path) -> bool:
+    """Whether a checkpoint could be loaded with the key of this run. Without one, reads nothing."""
+    try:
+        return not current_keys() or bool(read_manifest(folder))
+    except ValueError:
+        return False
 
 
 def unusable(folder: Path, share: int = 0, of: int = 1) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from trainer.checkpoint.manifest import is_damaged, is_verified, record
 from trainer.checksums import Damaged, FileFacts, verify_file
+from trainer.input_files import open_regular
 
 LOWEST_PRIORITY = 19
 LONGEST_POLL = 1.0  # seconds
@@ -113,7 +114,7 @@ class Verifier:
 
 def drop_from_cache(file: Path) -> None:
     """Make the next read come from the disk. Works for files that were synced."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_regular(file)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:

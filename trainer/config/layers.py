@@ -16,6 +16,7 @@ from trainer.config.tree import (
     List,
     Map,
     Node,
+    ReadFile,
     Scalar,
     checked_text,
     is_null,
@@ -65,16 +66,22 @@ def _reported(tree: Map) -> Map:
 
 
 def load_tree(
-    path: str | os.PathLike[str] | None, overrides: Iterable[Override], found: list[Finding]
+    path: str | os.PathLike[str] | None,
+    overrides: Iterable[Override],
+    found: list[Finding],
+    files: list[ReadFile] | None = None,
 ) -> Map | None:
-    """Merge a file (optional) and overrides into one tree; None if the file has no usable tree."""
+    """Merge a file (optional) and overrides into one tree; None if the file has no usable tree.
+
+    All files that were read are added to `files`.
+    """
     layers: list[Translated] = []
     if path is not None:
-        tree = read_file(path, found)
+        tree = read_file(path, found, files)
         if tree is None:
             return None
         tree = _reported(tree)
-        layers = _with_bases(tree, os.fspath(path), [], found)
+        layers = _with_bases(tree, os.fspath(path), [], found, files)
     merged: Node = Map({}, Place(os.fspath(path) if path is not None else "command line"))
     # What a dialect implies comes first, so that anything written in any file wins over it.
     for layer in [layer.implied for layer in layers] + [layer.written for layer in layers]:
@@ -94,7 +101,11 @@ def with_overrides(tree: Map, overrides: Iterable[Override], found: list[Finding
 
 
 def _with_bases(
-    tree: Map, path: str, children: Sequence[str], found: list[Finding]
+    tree: Map,
+    path: str,
+    children: Sequence[str],
+    found: list[Finding],
+    files: list[ReadFile] | None,
 ) -> list[Translated]:
     """The layers of the file's bases, then its own layer."""
     base = tree.items.get("_base_")
@@ -132,12 +143,13 @@ def _with_bases(
         )
         return [layer]
     try:
-        base_tree = read_file(base_path, found)
+        base_tree = read_file(base_path, found, files)
     except UserError as error:
         hint = "the path is relative to the file that contains _base_"
         found.append(BASE.found("_base_", base.text, error.message, hint, base.place))
         return [layer]
-    return [*(_with_bases(base_tree, base_path, chain, found) if base_tree else []), layer]
+    inner = _with_bases(base_tree, base_path, chain, found, files) if base_tree else []
+    return [*inner, layer]
 
 
 def _override_tree(override: Override, found: list[Finding]) -> Map:

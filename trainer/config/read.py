@@ -208,7 +208,9 @@ def _suggestion(
 ) -> tuple[str, str]:
     """The key that was probably meant, if any, and a hint."""
     if len(reading.found) >= MANY:
-        return "", "check that this is a run config"
+        # A cluster profile has no sections.
+        what = "the right file" if "" in reading.sections else "a run config"
+        return "", f"check that this is {what}"
     paths = [path for section, cls in reading.sections.items() for path in _paths(cls, section)]
     # From the most to the least certain guess.
     if name in OTHER_WORDS and isinstance(node, Scalar):

@@ -78,23 +78,47 @@ def plain(node: Node) -> Any:
     return None if node.is_empty else node.text
 
 
-def read_file(path: str | os.PathLike[str], found: list[Finding]) -> Map | None:
-    """Parse a file. Raises UserError if it cannot be read; mistakes in it are added to `found`."""
-    text = _decode(_read_bytes(path), str(path), found)
+class ReadFile(NamedTuple):
+    """A file as it was when it was read. Owner and mode are those of the file with these bytes."""
+
+    path: str
+    data: bytes  # one byte more than allowed, if the file is too large
+    uid: int = 0
+    gid: int = 0
+    mode: int = stat.S_IFREG
+
+
+def read_file(
+    path: str | os.PathLike[str],
+    found: list[Finding],
+    files: list[ReadFile] | None = None,
+    what: str = "run config",
+) -> Map | None:
+    """Parse a file. Raises UserError if it cannot be read; mistakes in it are added to `found`.
+
+    What was read is added to `files`. `what` is the kind of file, for messages.
+    """
+    file = read_once(path)
+    if files is not None:
+        files.append(file)
+    text = _decode(file.data, str(path), found, what)
     return None if text is None else parse(text, str(path), found)
 
 
-def _read_bytes(path: str | os.PathLike[str]) -> bytes:
+def read_once(path: str | os.PathLike[str]) -> ReadFile:
+    """Read a file, and who may change it. Raises UserError if it cannot be read."""
     try:
-        # Opening a named pipe without a writer blocks forever; /dev/fd/N comes from <(command).
-        if stat.S_ISFIFO(os.stat(path).st_mode) and not os.fspath(path).startswith("/dev/"):
-            raise UserError(
-                f"{path} is a named pipe, which may block forever",
-                "use a file, or <(command)",
-                WRONG_USAGE,
-            )
-        with open(path, "rb") as file:
-            return file.read(MAX_BYTES + 1)  # one byte more shows that the file is too large
+        with open(path, "rb", opener=_open_at_once) as file:
+            facts = os.fstat(file.fileno())
+            if stat.S_ISFIFO(facts.st_mode) and not os.fspath(path).startswith("/dev/"):
+                raise UserError(
+                    f"{path} is a named pipe, which may block forever",
+                    "use a file, or <(command)",
+                    WRONG_USAGE,
+                )
+            os.set_blocking(file.fileno(), True)  # the writer of <(command) may be slow
+            data = file.read(MAX_BYTES + 1)  # one byte more shows that the file is too large
+        return ReadFile(os.fspath(path), data, facts.st_uid, facts.st_gid, facts.st_mode)
     except IsADirectoryError:
         raise UserError(f"{path} is a folder", "use a YAML file inside it", WRONG_USAGE) from None
     except (OSError, ValueError) as error:
@@ -104,14 +128,19 @@ def _read_bytes(path: str | os.PathLike[str]) -> bytes:
         ) from None
 
 
-def _decode(data: bytes, file: str, found: list[Finding]) -> str | None:
+def _open_at_once(path: str, flags: int) -> int:
+    # Opening a named pipe without a writer would block forever; /dev/fd/N comes from <(command).
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _decode(data: bytes, file: str, found: list[Finding], what: str) -> str | None:
     if len(data) > MAX_BYTES:
         found.append(
             TOO_MUCH.found(
                 "",
                 None,
                 f"the file is larger than {MAX_BYTES >> 20} MiB",
-                "check that this is a run config",
+                f"check that this is a {what}",
                 Place(file),
             )
         )

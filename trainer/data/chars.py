@@ -16,6 +16,7 @@ import numpy.typing as npt
 from trainer.config.sections import Dataset
 from trainer.data.order import Numbers, permuted
 from trainer.errors import UserError
+from trainer.input_files import explain, open_regular
 
 BUILTIN = "builtin"
 BUILTIN_CHARACTERS = 2_000_000  # enough for the demo, and quick to read
@@ -83,11 +84,10 @@ class CharSplit:
 
 def _read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with open(open_regular(path), encoding="utf-8") as stream:
+            return stream.read()
     except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror}", "check Data.Train.dataset.path"
-        ) from None
+        raise UserError(explain(path, error), "check Data.Train.dataset.path") from None
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         message = f"{path} is not UTF-8 text: byte {error.start} is {byte:#04x}"

@@ -16,6 +16,7 @@ from trainer.data.order import Numbers
 from trainer.data.tokens import Corpus, TokenFile
 from trainer.durable import replacing
 from trainer.errors import UserError
+from trainer.input_files import read_object
 from trainer.mesh import Mesh
 
 SPLITS = ("train", "valid", "test")
@@ -163,7 +164,7 @@ def check_vocabulary(
     Ranks share the reading, and the result is stored, because reading a large corpus takes minutes.
     """
     mine = [file for number, file in enumerate(corpus.files) if number % mesh.world == mesh.rank]
-    largest = [(file.prefix, _largest_id(file, vocab_size, cache_dir)) for file in mine]
+    largest = [(str(file.prefix), _largest_id(file, vocab_size, cache_dir)) for file in mine]
     for prefix, token in [pair for pairs in mesh.gather(largest) for pair in pairs]:
         if not 0 <= token < vocab_size:  # negative ids would index from the end of the embedding
             hint = (
@@ -183,7 +184,7 @@ def _largest_id(file: TokenFile, vocab_size: int, cache_dir: str | None) -> int:
     facts = [len(file.ids), file.changed]  # if one of them differs, the stored result is outdated
     for memory in known:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            stored = json.loads(memory.read_bytes())
+            stored = read_object(memory)
             if stored["facts"] == facts:
                 return int(stored["largest_id"])
     largest = file.largest_id()

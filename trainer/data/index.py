@@ -15,16 +15,20 @@ import json
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.durable import replacing
 from trainer.errors import UserError
+from trainer.input_files import open_regular, read_object, require_regular
 
 # If less than this fraction of the last epoch is needed, it is shuffled separately. Mixed with the
 # other epochs, it would take the place of samples that those should contain.
 _SEPARATE_BELOW = 0.8
+# What numpy raises for a file that is not one of its arrays, besides those of damaged JSON.
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, EOFError, OverflowError, BadZipFile)
 _ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 
 
@@ -110,25 +114,24 @@ class Cache:
     def is_current(self) -> bool:
         """Whether another process has stored these maps, perhaps at this moment."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return bool(json.loads(self.key_file.read_bytes())["facts"] == self.facts)
+            return bool(read_object(self.key_file)["facts"] == self.facts)
         return False
 
     def load(self, check: bool) -> IndexMaps | None:
         """Load the maps; None if they are missing or outdated. `check` also verifies checksums."""
         try:
-            key = json.loads(self.key_file.read_text(encoding="utf-8"))
+            key = read_object(self.key_file)
             if key["facts"] != self.facts:
                 return None
+            # Before the checksums: a file of another kind may have any size.
+            maps = IndexMaps(*(_mapped(self.file(array)) for array in _ARRAYS))
             if check and any(
                 _checksum(self.file(array)) != key["checksums"][array] for array in _ARRAYS
             ):
                 return None
-            maps = IndexMaps(
-                *(np.load(self.file(array), mmap_mode="r", allow_pickle=False) for array in _ARRAYS)
-            )
             # Again: another job, with another seed, may have replaced some of them meanwhile.
             return maps if self.is_current() else None
-        except (OSError, ValueError, KeyError, TypeError, EOFError):
+        except _DAMAGED:
             return None
 
     def store(self, maps: IndexMaps) -> None:
@@ -145,9 +148,17 @@ class Cache:
             stream.write(json.dumps({"facts": self.facts, "checksums": checksums}).encode())
 
 
+def _mapped(file: Path) -> npt.NDArray[Any]:
+    require_regular(file)  # numpy would wait for a FIFO
+    array = np.load(file, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        raise ValueError("an archive, not an array")
+    return array
+
+
 def _checksum(file: Path) -> int:
     checksum = 0
-    with open(file, "rb") as stream:
+    with open(open_regular(file), "rb") as stream:
         while block := stream.read(1 << 22):
             checksum = zlib.crc32(block, checksum)
     return checksum

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.errors import UserError
+from trainer.input_files import Unsuitable, require_regular
 
 _HINT = "set input_dir of the dataset to a token file, or to a folder of them"
 _FORMATS = "*_ids.npz (arrays ids, lens), or *_ids.npy with *_idx.npz (arrays lens, docs)"
@@ -90,14 +91,19 @@ def _open(prefix: Path) -> TokenFile:
     try:
         if pair.exists():  # preferred to a single npz, as in FleetX
             file = prefix.with_name(prefix.name + "_ids.npy")
+            require_regular(file)  # numpy would wait for a FIFO
+            require_regular(pair)
             ids = np.load(file, mmap_mode="r", allow_pickle=False)
             lengths = _document_lengths(pair, ids.size)
         else:
+            require_regular(single)
             file, ids = single, _mapped_member(single, "ids")
             lengths = _lengths(single, "lens", ids.size)
         changed = file.stat().st_mtime
     except UserError:
         raise
+    except Unsuitable as error:
+        raise UserError(f"{error.filename} {error.strerror}", _HINT) from None
     except Exception as error:  # a damaged file makes numpy and zipfile raise anything
         raise UserError(
             f"{prefix}: cannot read token files: {error}", f"expected: {_FORMATS}"
@@ -150,7 +156,16 @@ def _member(file: Path, name: str) -> npt.NDArray[Any]:
                 f"{file} has no array {name}",
                 f"it has {', '.join(arrays) or 'no arrays'}; expected: {_FORMATS}",
             )
-        return np.asarray(arrays[name])
+        try:
+            return np.asarray(arrays[name])
+        except ValueError as error:
+            if "allow_pickle" not in str(error):
+                raise
+            raise _objects(file, name) from None
+
+
+def _objects(file: Path, name: str) -> UserError:
+    return UserError(f"{file}: {name} contains Python objects", f"{name} must contain integers")
 
 
 def _mapped_member(file: Path, name: str) -> npt.NDArray[Any]:
@@ -171,9 +186,7 @@ def _mapped_member(file: Path, name: str) -> npt.NDArray[Any]:
         }
         shape, _, dtype = read_header[version](stream)
         if dtype.hasobject:
-            raise UserError(
-                f"{file}: {name} contains Python objects", f"{name} must contain integers"
-            )
+            raise _objects(file, name)
         if shape == (0,):
             return np.empty(0, dtype)  # an empty array cannot be mapped
         return np.memmap(file, dtype=dtype, mode="r", offset=stream.tell(), shape=shape)

@@ -20,11 +20,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import trainer.mesh
 from trainer.config.sections import RunConfig
-from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, UserError
+from trainer.errors import OUT_OF_REACH, UserError
+from trainer.input_files import open_own
 from trainer.mesh import Mesh, answer_time
 from trainer.rank_log import UNRECOVERABLE
 from trainer.resume import output_dir
@@ -32,10 +33,12 @@ from trainer.status import report_failure
 from trainer.watchdog.channel import Channel, address, is_in_first_rank, with_timeout
 from trainer.watchdog.network_errors import LOST, TIMED_OUT, nccl_error, network_error
 from trainer.watchdog.peer import Peer
+from trainer.watchdog.verdicts import Answer, Verdict, answer_in, verdict_in
 
 # Seconds by which other ranks outlive the one that failed. torchrun finds the first failure by time
 # stamps in whole seconds, so it must be clearly the first to exit.
 EXIT_DELAY = 1.1
+DELIVERY = 0.5  # seconds that others get to receive a verdict; less than EXIT_DELAY
 EXIT_GRACE = 5.0  # seconds that a thread leaves to another one that is already exiting
 # Files in which a thread waits for other ranks: FSDP exchanges gradients during `backward`, and a
 # GPU does what other ranks have a part in until an event of a stream.
@@ -44,32 +47,6 @@ WAITING = re.compile(
     rf"|^{re.escape(trainer.mesh.__file__)}$"
 )
 NO_RESPONSE, NO_PROGRESS = "not respond", "not make progress"
-
-
-class Answer(NamedTuple):
-    """How far a rank is."""
-
-    rank: int
-    ticks: int
-    where: str
-    idle: float  # seconds since the last tick
-    waits: bool  # whether it waits for other ranks, judging by its stack
-
-
-class Verdict(NamedTuple):
-    """Why the job stops. The first verdict of any rank counts for all ranks."""
-
-    reason: str
-    hint: str
-    culprits: Sequence[int] = ()
-    is_silent: bool = False  # the culprits do not respond, so others have to kill them
-    code: int = OUT_OF_REACH  # exit code of the other ranks
-
-    @property
-    def error(self) -> UserError:
-        return UserError(
-            self.reason, self.hint, OUT_OF_REACH if self.code == OUT_OF_REACH else ANSWER_IS_NO
-        )
 
 
 def find_stuck_ranks(
@@ -100,6 +77,7 @@ class Watchdog:
         self.mesh, self.limit, self.window = mesh, limit, answer_time(limit)
         self.output, self.report = output, report
         self.logs = Path(os.environ.get("GPTCTL_LOG_DIR") or output / "logs")
+        self.stacks = self.logs / f"stacks.{mesh.rank}"
         self._delete_stacks()  # those of an earlier run
         self.peers = [Peer(*peer) for peer in mesh.gather(tuple(Peer.of_this_rank()))]
         # The process of rank 0 is different in every attempt, so its name separates attempts.
@@ -112,6 +90,7 @@ class Watchdog:
         self.verdict: Verdict | None = None
         self.is_decided, self.is_over = threading.Event(), threading.Event()
         self.exiting = threading.RLock()  # held by the thread that exits this process
+        self.dumping = threading.Lock()
         self.threads = [
             threading.Thread(target=act, daemon=True) for act in (self._receive, self._watch)
         ]
@@ -198,7 +177,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self.is_over.wait(max(0.01, self._due() - time.monotonic())):
-            if self._due() <= time.monotonic():
+            if self._due() <= time.monotonic() and not self.is_decided.is_set():
                 self._check_ranks()
 
     def _due(self) -> float:
@@ -230,11 +209,12 @@ class Watchdog:
         answers = self.channel.ask(self.rounds, self.window, is_late=is_late)
         if answers is None:
             return [], []
+        found = [answer_in(answer, self.mesh.world) for answer in answers]
+        told = {answer.rank: answer for answer in found if answer}
         # This rank surely runs, even if its own answer came too late.
-        answers.setdefault(self.mesh.rank, self._here()._asdict())
-        missing = [rank for rank in range(self.mesh.world) if rank not in answers]
-        told = [Answer(**answer) for answer in answers.values()]
-        return told, [rank for rank in missing if not self.channel.has_left(rank)]
+        told.setdefault(self.mesh.rank, self._here())
+        missing = [rank for rank in range(self.mesh.world) if rank not in told]
+        return list(told.values()), [rank for rank in missing if not self.channel.has_left(rank)]
 
     def _verdict(self, answers: Sequence[Answer], culprits: Sequence[int], how: str) -> Verdict:
         front = max(answers, key=lambda answer: answer.ticks).where
@@ -261,15 +241,16 @@ class Watchdog:
         with suppress(RuntimeError):  # the store has exited: code that needs it will notice
             while not self.is_over.is_set():
                 message = self.channel.next_message()
-                if "question" in message:
-                    self.rounds, self.last_check = message["question"] + 1, time.monotonic()
-                    self.must_stop |= message["is_late"]
-                    self.channel.answer(message["question"], self._here()._asdict())
+                question = message.get("question")
+                if type(question) is int:
+                    self.rounds, self.last_check = question + 1, time.monotonic()
+                    self.must_stop |= message.get("is_late") is True
+                    self.channel.answer(question, self._here()._asdict())
                     self._dump_stacks()
                 elif "continue" in message and not self.must_stop:  # nothing is wrong after all
                     self._delete_stacks()
-                elif "reason" in message:
-                    self._stop(Verdict(**message))
+                elif verdict := verdict_in(message, self.mesh.world):
+                    self._stop(verdict)
 
     def _here(self) -> Answer:
         heartbeat = self.mesh.heartbeat
@@ -301,10 +282,15 @@ class Watchdog:
         """Send a verdict to all ranks. Returns the one that counts, which may be an earlier one."""
 
         def publish() -> Verdict:
-            first, settled = self.channel.set_once("verdict", [self.mesh.rank, verdict._asdict()])
-            if first == self.mesh.rank:
-                self.channel.send(settled)
-            return Verdict(**settled)
+            ours = verdict._asdict()
+            settled = self.channel.set_once("verdict", {"by": self.mesh.rank, "verdict": ours})
+            if settled.get("by") == self.mesh.rank:
+                self.channel.send(ours)
+                # The store may exit with this process, and with it what nobody has received yet.
+                if self.mesh.is_first and is_in_first_rank():
+                    self.channel.wait_until_received(DELIVERY)
+            told = settled.get("verdict")
+            return (isinstance(told, dict) and verdict_in(told, self.mesh.world)) or verdict
 
         settled = with_timeout(self.window, publish)
         if settled is None:  # the store does not respond: stop at least this process
@@ -334,21 +320,25 @@ class Watchdog:
                         stream.write(f"rank {rank} ({peer}) does not respond. Its threads:\n")
                         stream.writelines(peer.threads())
                     if log.exists():
-                        with open(log, "a", encoding="utf-8") as stream:
+                        with open(log, "a", encoding="utf-8", opener=open_own) as stream:
                             stream.write(f"error: {verdict.reason}\nhint: {verdict.hint}\n")
                     os.kill(peer.pid, signal.SIGKILL)
 
     def _dump_stacks(self) -> None:
-        with suppress(OSError):
+        # Complete or not at all: this process may exit at any moment.
+        part = self.stacks.with_name(f".{self.stacks.name}")
+        with self.dumping, suppress(OSError):
             self.logs.mkdir(parents=True, exist_ok=True)
-            with open(self.logs / f"stacks.{self.mesh.rank}", "w", encoding="utf-8") as stream:
+            part.unlink(missing_ok=True)
+            with open(part, "x", encoding="utf-8") as stream:
                 stream.write(self.trace)
                 stream.flush()  # faulthandler writes to the descriptor directly
                 faulthandler.dump_traceback(stream)
+            os.replace(part, self.stacks)
 
     def _delete_stacks(self) -> None:
         with suppress(OSError):
-            (self.logs / f"stacks.{self.mesh.rank}").unlink()
+            self.stacks.unlink()
 
     def _names(self, ranks: Sequence[int]) -> str:
         return " and ".join(f"rank {rank} ({self.peers[rank]})" for rank in ranks)

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from trainer.input_files import parse_object
+
 T = TypeVar("T")
 Message = dict[str, Any]
 PAUSE = 0.02  # seconds between two checks for answers
@@ -32,26 +34,37 @@ class Channel:
     def __init__(self, name: str, rank: int, world: int, timeout: float) -> None:
         self.name, self.rank, self.world = name, rank, world
         self._sender = _connect(timeout)
-        # torch needs a timeout; `next_message` starts to wait again after it.
-        self._receiver = _connect(timedelta(days=20).total_seconds())
+        self._receiver = _connect(timeout)
+        # torch needs a timeout; `next_message` starts to wait again after it. Not for connecting:
+        # if the store has exited meanwhile, torch would try for as long.
+        self._receiver.set_timeout(timedelta(days=20))
 
     def send(self, message: Mapping[str, Any], to: int | None = None) -> None:
         """Send a message to one rank, or to all, including this one."""
         for rank in range(self.world) if to is None else [to]:
             self._sender.queue_push(self._key("rank", rank), json.dumps(message))
 
+    def wait_until_received(self, timeout: float) -> None:
+        """Wait until all ranks have received what was sent to them, or the time is over."""
+        deadline = time.monotonic() + timeout
+        for rank in range(self.world):
+            queue = self._key("rank", rank)
+            while self._sender.queue_len(queue) and time.monotonic() < deadline:
+                time.sleep(PAUSE)
+
     def next_message(self) -> Message:
         """Wait for the next message, as long as the store exists."""
         while True:
-            with suppress(dist.DistStoreError):  # the connection timed out
-                return json.loads(self._receiver.queue_pop(self._key("rank", self.rank)))
+            # The connection timed out, or somebody else wrote to the store.
+            with suppress(dist.DistStoreError, ValueError):
+                return parse_object(self._receiver.queue_pop(self._key("rank", self.rank)))
 
-    def ask(self, number: int, timeout: float, **more: Any) -> dict[int, Message] | None:
-        """Ask all ranks, and return the answers that arrive in time, by rank.
+    def ask(self, number: int, timeout: float, **more: Any) -> list[Message] | None:
+        """Ask all ranks, and return the answers that arrive in time.
 
         None if another rank asks this question already: one set of answers is enough.
         """
-        if self.set_once(f"question/{number}", self.rank) != self.rank:
+        if self.set_once(f"question/{number}", {"by": self.rank}).get("by") != self.rank:
             return None
         self.send({"question": number, **more})
         answers: dict[int, Message] = {}
@@ -59,21 +72,25 @@ class Channel:
         while len(answers) < self.world and time.monotonic() < deadline:
             # queue_pop would block until there is an answer, and miss the deadline.
             if self._sender.queue_len(queue):
-                answer = json.loads(self._sender.queue_pop(queue))
-                answers[answer["rank"]] = answer
+                with suppress(ValueError):
+                    answer = parse_object(self._sender.queue_pop(queue))
+                    if answer.get("rank") in range(self.world):
+                        answers[answer["rank"]] = answer
             else:
                 time.sleep(PAUSE)
-        return answers
+        return list(answers.values())
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
         # Called by the thread that receives, so its connection is not waiting.
         self._receiver.queue_push(self._key("answers", number), json.dumps(answer))
 
-    def set_once(self, name: str, value: Any) -> Any:
+    def set_once(self, name: str, value: Message) -> Message:
         """Set a value unless a rank has set it before. Returns the value that counts."""
-        return json.loads(
-            self._sender.compare_set(self._key("settled", name), "", json.dumps(value))
-        )
+        counts = self._sender.compare_set(self._key("settled", name), "", json.dumps(value))
+        try:
+            return parse_object(counts)
+        except ValueError as error:
+            raise RuntimeError(f"the store contains an invalid message: {error}") from None
 
     def leave(self) -> None:
         self._sender.set(self._key("left", self.rank), "")

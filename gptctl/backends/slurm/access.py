@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from gptctl.backends import JobState
 from gptctl.backends.slurm.client import SlurmClient
 from gptctl.backends.slurm.queue import Queue
+from gptctl.engine.job_result import Result
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import Result
 from gptctl.jobs.store import JobRecord
 
 
@@ -64,12 +63,4 @@ class Access(Protocol):
 
     def command(self, words: Sequence[str], has_terminal: bool) -> list[str]:
         """Return the command of this machine that runs these words on the cluster."""
-        ...
-
-    def remember(self, record: JobRecord, state: JobState) -> None:
-        """Keep the state for the time when the cluster cannot be reached."""
-        ...
-
-    def last_known(self, record: JobRecord) -> str:
-        """Describe the state that was remembered; empty if there is none."""
         ...

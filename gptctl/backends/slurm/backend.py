@@ -29,13 +29,17 @@ from gptctl.backends.slurm.options import sbatch_options
 from gptctl.backends.slurm.queue import Queue
 from gptctl.backends.slurm.states import STATES, after_scancel, state_after_end, state_in_queue
 from gptctl.backends.slurm.submission import Submission, slurm_dir
+from gptctl.deadline import Deadline
 from gptctl.engine.contract import BATCH_SCRIPT, LAUNCH_SCRIPT
+from gptctl.engine.job_result import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN, RunFolder
+from gptctl.engine.processes import seconds_since_start
+from gptctl.engine.run_folder import RunFolder
+from gptctl.jobs.last_state import last_state_text, remember
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site, log_dir_of
 from gptctl.planning.container import NOT_MOUNTABLE
-from gptctl.reporting import Fetched, Say, ShowProgress
+from gptctl.reporting import Fetched, FetchOptions, Say, ShowProgress
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster, cluster_of_job
 from gptctl.spec.resources import home
@@ -56,9 +60,9 @@ T = TypeVar("T")
 class SlurmBackend(Backend):
     scripts: ClassVar[tuple[str, ...]] = (BATCH_SCRIPT, LAUNCH_SCRIPT)
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
-        self.direct = DirectAccess()
+    def __init__(self, say: Say, limit: Deadline | None = None) -> None:
+        self._say, self._limit = say, limit or Deadline()
+        self.direct = DirectAccess(self._limit)
         self._logins: dict[str, LoginAccess] = {}  # with open connections
         self._login_of_job: dict[str, LoginAccess] = {}
 
@@ -76,7 +80,7 @@ class SlurmBackend(Backend):
 
         how = repr((cluster.login, cluster.identity_file, cluster.known_hosts))
         if how not in self._logins:
-            self._logins[how] = LoginAccess(cluster, self._say)
+            self._logins[how] = LoginAccess(cluster, self._say, self._limit)
         return self._logins[how]
 
     def client(self, cluster: Cluster) -> SlurmClient:
@@ -144,7 +148,10 @@ class SlurmBackend(Backend):
         return self._submission(record).abandon(record)
 
     def _submission(self, record: JobRecord) -> Submission:
-        return Submission(self.access(record), self._say)
+        access = self.access(record)
+        # The last answer does not list the new job, which would look lost.
+        access.queue.expire()
+        return Submission(access, self._say)
 
     # Arrays
 
@@ -164,20 +171,28 @@ class SlurmBackend(Backend):
 
     # States
 
-    def prefetch_states(self, records: Sequence[JobRecord]) -> None:
-        by_access: dict[Access, list[JobRecord]] = {}
+    def asked_together(self, records: Sequence[JobRecord]) -> list[list[JobRecord]]:
+        by_access: dict[Access | None, list[JobRecord]] = {}
         for record in records:
+            access = None
             # `state` reports the error for each job.
             with suppress(UserError):
-                by_access.setdefault(self.access(record), []).append(record)
-        for access, own in by_access.items():
-            access.queue.refresh()
-            # A cluster that does not answer would only make the user wait once more.
-            if access.queue.silent_since is not None:
-                continue
-            with suppress(SlurmError):
-                ids = [record.handle.get("scheduler_id") for record in own]
-                access.queue.query_accounting([job for job in ids if job])
+                access = self.access(record)
+            by_access.setdefault(access, []).append(record)
+        return list(by_access.values())
+
+    def prefetch_states(self, records: Sequence[JobRecord]) -> None:
+        try:
+            access = self.access(records[0])
+        except UserError:
+            return
+        access.queue.refresh()
+        # A cluster that does not answer would only make the user wait once more.
+        if access.queue.silent_since is not None:
+            return
+        with suppress(SlurmError):
+            ids = [record.handle.get("scheduler_id") for record in records]
+            access.queue.query_accounting([job for job in ids if job])
 
     def state(self, record: JobRecord) -> JobState:
         try:
@@ -187,18 +202,22 @@ class SlurmBackend(Backend):
             return JobState(UNKNOWN, error.message)
         folder = RunFolder(record.local_dir)
         claim = folder.claimed_by() or dict(record.handle)
-        job = claim.get("scheduler_id")
+        job = claim.get("scheduler_id") or record.handle.get("scheduler_id")
         if claim.get("abandoned"):
             return JobState(CANCELLED, "abandoned before it was submitted")
+        if not job and record.handle:
+            return JobState(UNKNOWN, "its record is damaged: it has no id of Slurm")
         if not job:
             return half_submitted(record)
         try:
             state = self._known_state(job, folder, record, access)
         # The cluster was reachable a moment ago, but its last answer is not complete.
         except SlurmError as error:
-            return JobState(UNKNOWN, f"{error.detail}{access.last_known(record)}")
+            return JobState(UNKNOWN, f"{error.detail}{last_state_text(record)}")
+        except UserError as error:  # its plan is damaged
+            return JobState(UNKNOWN, error.message)
         if access.queue.silent_since is None:
-            access.remember(record, state)
+            remember(record, state.state)
         return state
 
     def _known_state(
@@ -234,7 +253,7 @@ class SlurmBackend(Backend):
             return state_after_end(known, folder, record)
         if was_removed(job, record, folder, access.queue):
             return after_scancel(folder)
-        if access.queue.has_accounting and time.time() - record.created < ACCOUNTING_DELAY:
+        if access.queue.has_accounting and _age(record) < ACCOUNTING_DELAY:
             reason = f"job {job} is not in the queue any more, and not in the accounting yet"
             return JobState(UNKNOWN, reason)
         where = "" if folder.path.is_dir() else f", and its folder {record.local_dir} is missing"
@@ -250,7 +269,7 @@ class SlurmBackend(Backend):
         reason = f"Slurm has not answered since {since}: {queue.last_error}"
         if state.state in (PENDING, RUNNING):
             return JobState(state.state, reason)
-        return JobState(UNKNOWN, f"{reason}{access.last_known(record)}")
+        return JobState(UNKNOWN, f"{reason}{last_state_text(record)}")
 
     # Cancelling
 
@@ -294,6 +313,10 @@ class SlurmBackend(Backend):
     def following(self, record: JobRecord) -> AbstractContextManager[None]:
         return self._login_of(record).following(record) if record.login else nullcontext()
 
+    def want_logs(self, record: JobRecord, max_size: int | None) -> None:
+        if record.login:
+            self._login_of(record).sync_of(record).want_all(max_size)
+
     def catch_up(self, record: JobRecord) -> list[str]:
         return self._login_of(record).catch_up(record) if record.login else []
 
@@ -306,12 +329,10 @@ class SlurmBackend(Backend):
         if record.login:
             self._login_of(record).remove(record)
 
-    def fetch(
-        self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
-    ) -> Fetched:
+    def fetch(self, record: JobRecord, options: FetchOptions, show: ShowProgress) -> Fetched:
         if record.login:
-            return self._login_of(record).fetch(record, target, checkpoints, show)
-        return super().fetch(record, target, checkpoints, show)
+            return self._login_of(record).fetch(record, options, show)
+        return super().fetch(record, options, show)
 
     def _login_of(self, record: JobRecord) -> LoginAccess:
         # The profile as it was when the job was submitted; it never changes again.
@@ -327,3 +348,10 @@ def _not_asked(checked: Checked, why: str) -> Finding:
     if checked.cluster.login:
         hint = f"check the login host: gptctl doctor --cluster {checked.cluster.name}"
     return rule.found("Launch.cluster", checked.cluster.name, message, hint)
+
+
+def _age(record: JobRecord) -> float:
+    """Seconds since the job was submitted."""
+    # The clock may have been set since. Only if another machine submitted it, its time must do.
+    age = seconds_since_start(record.submitter)
+    return time.time() - record.created if age is None else age

@@ -9,7 +9,8 @@ from gptctl.backends.slurm.access import Access
 from gptctl.backends.slurm.client import SlurmError
 from gptctl.backends.slurm.queue import Queue, QueuedJob
 from gptctl.backends.slurm.states import STATES
-from gptctl.engine.run_folder import PENDING, RUNNING, RunFolder
+from gptctl.engine.job_result import PENDING, RUNNING
+from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
 from trainer.errors import OUT_OF_REACH, UserError
 
@@ -24,6 +25,8 @@ def ask_to_save(jobs: Mapping[str, QueuedJob], record: JobRecord, access: Access
         # A job that was killed records no result: check that it still runs.
         queue.refresh()
         if queue.silent_since is None and not any(_is_running(job, queue) for job in jobs):
+            return
+        if queue.is_mute:
             return
         time.sleep(0.2)
         access.update(record)
@@ -44,6 +47,10 @@ def wait_until_ended(jobs: set[str], record: JobRecord, access: Access) -> None:
         access.queue.refresh(now=True)
         if access.queue.silent_since is None and not unfinished_jobs(jobs, access):
             return
+        # It was told to stop, and nobody says whether it has.
+        if access.queue.is_mute:
+            message = f"{record.id} was told to stop, but may still run: {access.queue.last_error}"
+            raise UserError(message, f"check again: gptctl status {record.id}", OUT_OF_REACH)
         time.sleep(1)
     message = f"{record.id} did not stop within {STOP_TIMEOUT:.0f} s"
     raise UserError(message, f"check again: gptctl status {record.id}", OUT_OF_REACH)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from shutil import which
 from typing import NamedTuple
 
+from gptctl.deadline import Deadline
 from gptctl.engine.processes import clean_environment
 from trainer.errors import OUT_OF_REACH, UserError
 
-TIMEOUT = 60.0  # seconds; a command of Slurm gives up earlier by itself
+TIMEOUT = 30.0  # seconds; a command of Slurm gives up earlier by itself
+SUBMIT_TIMEOUT = 60.0  # seconds for sbatch: a busy controller may need them, and doubt is expensive
 # Errors after which Slurm may have processed the request nevertheless. Whole phrases, because error
 # messages also repeat what the user typed.
 _OUT_OF_REACH = re.compile(
@@ -31,7 +35,8 @@ class SlurmError(UserError):
     """A command of Slurm failed.
 
     `is_doubtful`: Slurm may have processed the request; `is_missing`: Slurm is not installed here;
-    `is_answer`: it was Slurm that refused, not the way to it.
+    `is_answer`: it was Slurm that refused, not the way to it; `is_silent`: nobody answered for as
+    long as gptctl waits, so that asking again would only take as long once more.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class SlurmError(UserError):
         is_missing: bool = False,
         hint: str = "",
         is_answer: bool = True,
+        is_silent: bool = False,
     ) -> None:
         usual = "`sinfo` shows partitions and limits; `gptctl doctor --cluster NAME` checks more"
         if is_missing:
@@ -50,6 +56,7 @@ class SlurmError(UserError):
         super().__init__(f"Slurm: {said}" if is_answer else said, hint or usual, OUT_OF_REACH)
         self.detail, self.is_doubtful, self.is_missing = said, is_doubtful, is_missing
         self.is_answer = is_answer and not is_doubtful and not is_missing
+        self.is_silent = is_silent
 
 
 class ClientResult(NamedTuple):
@@ -64,34 +71,61 @@ class ClientResult(NamedTuple):
 Execute = Callable[[Sequence[str], str], ClientResult]
 
 
-def execute_here(command: Sequence[str], stdin: str) -> ClientResult:
-    # Variables of a surrounding job would change what the command does.
-    environment = clean_environment()
+def execute_here(command: Sequence[str], stdin: str, timeout: float = TIMEOUT) -> ClientResult:
     try:
-        done = subprocess.run(
-            command,
-            input=stdin,
-            capture_output=True,
-            timeout=TIMEOUT,
-            env=environment,
-            text=True,
-            errors="replace",
-        )
+        return _run(command, stdin, timeout)
     except FileNotFoundError:
         said = f"{command[0]} is not installed here"
         raise SlurmError(said, is_doubtful=False, is_missing=True) from None
     except subprocess.TimeoutExpired:
-        said = f"{command[0]} got no answer in {TIMEOUT:.0f} s"
-        raise SlurmError(said, is_doubtful=True) from None
-    return ClientResult(done.returncode, done.stdout, done.stderr)
+        said = f"{command[0]} got no answer in {timeout:.3g} s"
+        raise SlurmError(said, is_doubtful=True, is_silent=True) from None
+
+
+def _run(command: Sequence[str], stdin: str, timeout: float) -> ClientResult:
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Variables of a surrounding job would change what the command does.
+        env=clean_environment(),
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(stdin, timeout)
+        except BaseException:
+            # Clusters wrap these commands in scripts: what those started must not stay, either.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return ClientResult(process.returncode, out, err)
 
 
 class SlurmClient:
     """Slurm's commands, on this machine or wherever `execute` runs them."""
 
-    def __init__(self, execute: Execute = execute_here) -> None:
-        self._execute = execute
-        self.is_here = execute is execute_here
+    def __init__(self, execute: Execute | None = None, limit: Deadline | None = None) -> None:
+        """`limit`: when the command that asks has to end, if it has to."""
+        self._execute_there, self.is_here = execute, execute is None
+        self._limit = limit or Deadline()
+        self._silence: tuple[SlurmError, Deadline] | None = None  # and how long it is believed
+
+    def _execute(self, command: Sequence[str], stdin: str) -> ClientResult:
+        # Nobody answers: do not wait for each of ten commands. Whoever follows a job asks later.
+        # But a request to stop a job is always sent.
+        if self._silence and self._silence[1].left and command[0] != "scancel":
+            raise self._silence[0]
+        try:
+            if self._execute_there:
+                return self._execute_there(command, stdin)
+            return execute_here(command, stdin, min(TIMEOUT, self._limit.left))
+        except SlurmError as error:
+            if error.is_silent:
+                self._silence = error, Deadline(TIMEOUT)
+            raise
 
     @property
     def my_jobs(self) -> str:

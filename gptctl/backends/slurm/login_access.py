@@ -8,14 +8,12 @@ templates/remote make sure that it takes effect once.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-from gptctl.backends import JobState
 from gptctl.backends.slurm.client import (
-    TIMEOUT,
+    SUBMIT_TIMEOUT,
     ClientResult,
     SlurmClient,
     SlurmError,
@@ -24,17 +22,18 @@ from gptctl.backends.slurm.client import (
 )
 from gptctl.backends.slurm.options import submitted_comment
 from gptctl.backends.slurm.queue import Queue
-from gptctl.engine.atomic_files import private_files, replacing
+from gptctl.deadline import Deadline
+from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import BATCH_SCRIPT, NO_SUCH_JOB
-from gptctl.engine.file_reading import is_time, read_json
+from gptctl.engine.file_reading import parse_json
+from gptctl.engine.job_result import Result
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.messages import parse_message
-from gptctl.engine.run_folder import PENDING, RUNNING, Result, RunFolder, is_scheduler_id
+from gptctl.engine.run_folder import RunFolder, is_scheduler_id
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.archive import MIN_SPEED, pack, secrets_of
 from gptctl.remote.connection import CommandResult
 from gptctl.remote.host_error import USABLE, HostError
-from gptctl.remote.log_sync import LogSync, is_copied
+from gptctl.remote.log_sync import LogSync, catch_up
 from gptctl.remote.login import login_link, login_route
 from gptctl.remote.scripts import (
     START_MARKER,
@@ -45,13 +44,10 @@ from gptctl.remote.scripts import (
     remote_command,
 )
 from gptctl.remote.ssh_program import ssh_words
-from gptctl.reporting import Fetched, Say, ShowProgress
+from gptctl.reporting import Fetched, FetchOptions, Say, ShowProgress
 from gptctl.spec.cluster import Cluster
-from gptctl.text import clock_time
 from trainer.errors import Finding, UserError
 
-LAST_STATE = "last-state.json"  # in the job's folder on this machine
-REMEMBER_EVERY = 60.0  # seconds after which an unchanged state is recorded again
 MAX_AGE = 1.0  # seconds for which the copy of a job's folder counts as up to date
 UNSENT = {"abandoned": True, "unsent": True}  # the claim of a job of which nothing was sent
 NOT_FOUND = 127  # the exit code of bash if a command does not exist
@@ -71,8 +67,8 @@ def check_login(cluster: Cluster) -> Iterator[Finding]:
 class LoginAccess:
     """See `Access`. All jobs of this login host share one connection."""
 
-    def __init__(self, cluster: Cluster, say: Say) -> None:
-        self._link, self._say = login_link(cluster), say
+    def __init__(self, cluster: Cluster, say: Say, limit: Deadline | None = None) -> None:
+        self._link, self._say = login_link(cluster, limit), say
         self.host = self._link.route.name
         self.client = SlurmClient(self._execute)
         self.queue = Queue(self.client)
@@ -90,10 +86,12 @@ class LoginAccess:
             said = f"login host {self.host}: {error.detail}"
             # If the connection was lost, the request may have arrived.
             hint = error.hint or f"check that you can log in: ssh {self.host}"
-            raise SlurmError(said, error.is_lost, hint=hint, is_answer=False) from None
+            raise SlurmError(
+                said, error.is_lost, hint=hint, is_answer=False, is_silent=error.is_silent
+            ) from None
 
     def run(
-        self, command: Sequence[str], stdin: bytes = b"", timeout: float = TIMEOUT
+        self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None
     ) -> CommandResult:
         with self._host_errors(), self._link.connected() as connection:
             done = connection.run(command, stdin, timeout)
@@ -154,7 +152,7 @@ class LoginAccess:
 
     def send_folder(self, plan: LaunchPlan, record: JobRecord) -> None:
         archive = pack(record.run_folder)
-        limit = TIMEOUT + len(archive) / MIN_SPEED
+        limit = SUBMIT_TIMEOUT + len(archive) / MIN_SPEED
         sizes = (str(len(archive)), f"{limit:.0f}")
         words = (plan.remote_dir, record.token, *sizes, plan.log_dir, *plan.inputs)
         done = self._checked(self.run(remote_command("place_job.sh", *words), archive, limit))
@@ -168,7 +166,8 @@ class LoginAccess:
         words = (record.remote_dir, record.token, str(self._requests), comment, BATCH_SCRIPT)
         # Over stdin: other users of the host can read the arguments of every process.
         secrets = "".join(f"{name}={value}\0" for name, value in secrets_of(plan).items())
-        done = self.run(login_script("submit_job.sh", *words), secrets.encode())
+        command = login_script("submit_job.sh", *words)
+        done = self.run(command, secrets.encode(), SUBMIT_TIMEOUT)
         result = self._login_result("sbatch", done)
         if result.code == TRY_LATER:
             said = f"another request is still running on {self.host}"
@@ -196,7 +195,7 @@ class LoginAccess:
         return folder.claimed_by() or found
 
     def _claim_in(self, done: CommandResult) -> dict[str, Any]:
-        found = parse_message(self._checked(done).out)
+        found = parse_json(self._checked(done).out)
         if found is None:
             raise SlurmError(f"login host {self.host}: the claim is damaged", is_doubtful=False)
         return found
@@ -227,8 +226,7 @@ class LoginAccess:
         return self.sync_of(record).keep_updated()
 
     def catch_up(self, record: JobRecord) -> list[str]:
-        is_complete = not record.handle or is_copied(record)
-        return [] if is_complete else self.sync_of(record).catch_up()
+        return catch_up(record, self.sync_of)
 
     def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
         return self.sync_of(record).checkpoints()
@@ -238,34 +236,12 @@ class LoginAccess:
         with self._host_errors():
             self.sync_of(record).hosts[0].remove_folder()
 
-    def fetch(
-        self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
-    ) -> Fetched:
+    def fetch(self, record: JobRecord, options: FetchOptions, show: ShowProgress) -> Fetched:
         from gptctl.remote.fetch import fetch
 
-        return fetch(record, self.sync_of(record), target, checkpoints, self._say, show)
+        return fetch(record, self.sync_of(record), options, self._say, show)
 
     def command(self, words: Sequence[str], has_terminal: bool) -> list[str]:
         # A terminal ends what runs in it when the connection is lost.
         script = words if has_terminal else remote_command("while_connected.sh", *words)
         return ssh_words(self._link.route, login_command(*script), has_terminal)
-
-    # The last known state
-
-    def remember(self, record: JobRecord, state: JobState) -> None:
-        if state.state not in (PENDING, RUNNING):
-            return
-        known = read_json(record.run_folder / LAST_STATE) or {}
-        now = time.time()
-        is_recent = is_time(known.get("seen")) and now - known["seen"] < REMEMBER_EVERY
-        if known.get("state") == state.state and is_recent:
-            return
-        text = json.dumps({"state": state.state, "seen": now})
-        with suppress(OSError), private_files(), replacing(record.run_folder / LAST_STATE) as file:
-            file.write(text.encode())
-
-    def last_known(self, record: JobRecord) -> str:
-        known = read_json(record.run_folder / LAST_STATE) or {}
-        if known.get("state") not in (PENDING, RUNNING) or not is_time(known.get("seen")):
-            return ""
-        return f"; last known state: {known['state']} at {clock_time(known['seen'])}"

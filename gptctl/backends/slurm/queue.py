@@ -128,6 +128,7 @@ class Queue:
         self._client = client
         self.jobs: Mapping[str, QueuedJob] = {}
         self.silent_since: float | None = None
+        self.is_mute = False  # not even an error came, for as long as gptctl waits
         self.last_error = ""
         self.has_accounting = False
         self._asked = float("-inf")
@@ -140,12 +141,16 @@ class Queue:
             return
         try:
             self.jobs = query_squeue(self._client)
-            self.silent_since = None
+            self.silent_since, self.is_mute = None, False
         # Keep the old answer: the last known state is better than none.
         except SlurmError as error:
-            self.last_error = error.detail
+            self.last_error, self.is_mute = error.detail, error.is_silent
             self.silent_since = self.silent_since or time.time()
         self._asked = time.monotonic()
+
+    def expire(self) -> None:
+        """Ask again before the next answer is used: what it was asked about has changed."""
+        self._asked = float("-inf")
 
     def query_accounting(self, jobs: Sequence[str]) -> None:
         """Ask the accounting, with one query, about jobs that the controller has forgotten."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from gptctl.backends import JobState, cause_in_folder, recorded_state
 from gptctl.backends.slurm.queue import ACTIVE_STATES, PENDING_STATES, AccountingRecord, QueuedJob
 from gptctl.engine.contract import NO_ENGINE_PYTHON
-from gptctl.engine.file_reading import read_text
-from gptctl.engine.run_folder import (
+from gptctl.engine.first_failure import tail
+from gptctl.engine.job_result import (
     CANCELLED,
     COMPLETED,
     FAILED,
@@ -21,8 +21,8 @@ from gptctl.engine.run_folder import (
     RUNNING,
     TIMEOUT,
     UNKNOWN,
-    RunFolder,
 )
+from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
 
 # Slurm writes why it stopped a job to the job's own log, such as
@@ -100,7 +100,7 @@ def _stop_reason(record: JobRecord, folder: RunFolder) -> str:
     """Return why Slurm stopped an attempt, from the newest log that contains a reason."""
     newest = folder.attempts() - 1
     for attempt in range(newest, -1, -1):
-        log = read_text(Path(record.log_dir) / f"attempt-{attempt}" / "batch.log")
+        log = tail(Path(record.log_dir) / f"attempt-{attempt}" / "batch.log")
         if reasons := dict.fromkeys(match[1] for match in STOP_REASON.finditer(log)):
             which = "" if attempt == newest else f"attempt {attempt}: "
             return f" ({which}{'; '.join(reasons)})"
@@ -121,7 +121,7 @@ def state_after_end(end: AccountingRecord, folder: RunFolder, record: JobRecord)
         return _with_result_saved(JobState(kind, reason), folder)
     # The batch script explained this in its only line of output.
     if end.code == NO_ENGINE_PYTHON:
-        said = read_text(Path(record.log_dir) / "batch.log").strip().rpartition("\n")[2]
+        said = tail(Path(record.log_dir) / "batch.log").strip().rpartition("\n")[2]
         return _with_result_saved(JobState(kind, said.removeprefix("error: ")), folder)
     # Slurm reports 0 and an empty text for what it does not know.
     facts = {"exit code": end.code, "signal": end.signal, "on": end.nodes}

@@ -110,7 +110,7 @@ class Submission:
                 # Slurm may have accepted the job although sbatch failed: look for its token first.
                 if found := find():
                     return found[0].id, True
-                if not error.is_doubtful:
+                if not error.is_doubtful or error.is_silent:
                     raise
                 if not is_reported:
                     self._say(f"{error.detail}; trying again …")
@@ -159,7 +159,8 @@ class Submission:
             try:
                 return action()
             except SlurmError as error:
-                if not error.is_doubtful or time.monotonic() > deadline:
+                # Who was silent for so long is not asked again: the user waits.
+                if not error.is_doubtful or error.is_silent or time.monotonic() > deadline:
                     raise
                 if not is_reported:
                     self._say(f"{error.detail}; trying again …")

@@ -9,51 +9,47 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gptctl.backends import Backend, JobState, half_submitted, recorded_state
+from gptctl.deadline import Deadline
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.cause import cause_in_message
 from gptctl.engine.contract import AGENT_SCRIPT, LAUNCH_SCRIPT
 from gptctl.engine.error_text import one_line
+from gptctl.engine.host_commands import KILL_TIMEOUT
+from gptctl.engine.job_result import CANCELLED, LONGEST_REASON, LOST, PENDING, RUNNING, UNKNOWN
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import (
-    CANCELLED,
-    LONGEST_REASON,
-    LOST,
-    PENDING,
-    RUNNING,
-    UNKNOWN,
-    RunFolder,
-)
+from gptctl.engine.run_folder import RunFolder
+from gptctl.jobs.last_state import last_state_text, remember
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
-from gptctl.remote.connection import Connection, JumpHosts, routes
+from gptctl.remote.connection import routes
 from gptctl.remote.host_error import HostError
 from gptctl.remote.host_sync import HostSync
-from gptctl.remote.link import HostLink
-from gptctl.remote.log_sync import LogSync, is_copied
+from gptctl.remote.link import HostLinks
+from gptctl.remote.log_sync import LogSync, catch_up
 from gptctl.remote.parallel import in_parallel
-from gptctl.reporting import Fetched, Say, ShowProgress
+from gptctl.reporting import Fetched, FetchOptions, Say, ShowProgress
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import cluster_of_job
 from gptctl.spec.resources import home
+from gptctl.text import count, some_of
 from trainer.errors import OUT_OF_REACH, UserError
 
 if TYPE_CHECKING:
     from gptctl.backends.ssh.launcher import Launcher
 
-MAX_JOBS = 4  # queried at the same time: sshd accepts only a few connections at once
-END_TIMEOUT = 120.0  # seconds in which a host must stop a job
+END_TIMEOUT = 120.0  # seconds in which a host must stop a job whose ranks may save first
+MAX_NAMED = 10  # processes that one message names; a host may list any number
 
 
 class SshBackend(Backend):
     scripts: ClassVar[tuple[str, ...]] = (AGENT_SCRIPT, LAUNCH_SCRIPT)
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: Say, limit: Deadline | None = None) -> None:
         self._say = say
-        self._jump_hosts = JumpHosts()
+        self._links = HostLinks(limit)
         self._syncs: dict[str, LogSync] = {}  # by job id, with open connections
 
     def plan_defaults(self, checked: Checked, site: Site, identity: JobIdentity) -> PlanDefaults:
@@ -69,10 +65,7 @@ class SshBackend(Backend):
     def sync_of(self, record: JobRecord) -> LogSync:
         if record.id not in self._syncs:
             cluster = cluster_of_job(record.run_folder)
-            used = routes(cluster)[: record.nodes]
-            links = [
-                HostLink(route, partial(Connection, route, self._jump_hosts)) for route in used
-            ]
+            links = [self._links.to(route) for route in routes(cluster)[: record.nodes]]
             self._syncs[record.id] = LogSync(record, links, cluster.shared_fs)
         return self._syncs[record.id]
 
@@ -89,13 +82,18 @@ class SshBackend(Backend):
         from gptctl.backends.ssh.launcher import Launcher
 
         folder = RunFolder(record.local_dir)
-        launcher = Launcher(plan, record, self._jump_hosts, self._say)
+        launcher = Launcher(plan, record, self._links.jump_hosts, self._say)
         try:
             _prepare(launcher, folder)
             # From here on the job may run, even if the reply never arrives. Recorded before the
             # commit, so that a gptctl that is killed meanwhile does not remove a running job.
             folder.in_doubt_file.touch(mode=0o600)
             answer = launcher.commit()
+        except HostError as error:
+            # What is asked of the host next need not wait for it again.
+            self.sync_of(record)
+            self._links.blame(error)
+            raise
         finally:
             launcher.close()
         host, port = answer["endpoint"]
@@ -116,11 +114,13 @@ class SshBackend(Backend):
         if (folder.claimed_by() or {}).get("abandoned"):
             return True
         head, *others = self.sync_of(record).hosts
-        claim = (head.ask("abandon") or {}).get("claim") or {"abandoned": True}
+        answer = _kill(head, "abandon") or {}
+        claim = answer.get("claim") or {"abandoned": True}
         if not claim.get("abandoned"):
             folder.try_claim({**claim, "host": head.route.name})
             return False
-        for result in in_parallel(lambda host: host.ask("abandon"), others):
+        asked = in_parallel(lambda host: _kill(host, "abandon"), others)
+        for result in asked:
             if isinstance(result, Exception):
                 raise result
         return True
@@ -131,7 +131,18 @@ class SshBackend(Backend):
         started = [record for record in records if record.handle]
         # Around all threads: the umask belongs to the process, not to a thread.
         with private_files():
-            in_parallel(lambda record: self.sync_of(record).refresh(), started, MAX_JOBS)
+            in_parallel(lambda record: self.sync_of(record).refresh(), started)
+            for record in started:
+                self._check_not_ended(record)
+
+    def _check_not_ended(self, record: JobRecord) -> None:
+        """Forget the hosts that answer by now that nothing of an ended job is left there."""
+        folder = RunFolder(record.local_dir)
+        if hosts := folder.not_ended():
+            sync = self.sync_of(record)
+            sync.refresh()
+            left = sync.not_ended()
+            folder.set_not_ended(host for host in hosts if host in left)
 
     def state(self, record: JobRecord) -> JobState:
         if not record.handle:
@@ -147,29 +158,41 @@ class SshBackend(Backend):
             return recorded_state(result)
         head = sync.hosts[0]
         if head.unreachable_reason:
-            return JobState(UNKNOWN, "; ".join(unreachable))
-        return _as_reported(head.route.name, head.status, record, unreachable)
+            return JobState(UNKNOWN, "; ".join(unreachable) + last_state_text(record))
+        state = _as_reported(head.route.name, head.status, record, unreachable)
+        remember(record, state.state)
+        # Nobody has recorded a result: the hosts themselves say what is left.
+        if state.state == LOST:
+            with private_files():
+                RunFolder(record.local_dir).set_not_ended(sync.not_ended())
+        return state
+
+    def is_over(self, record: JobRecord) -> bool:
+        folder = RunFolder(record.local_dir)
+        result = folder.result()
+        # The engine of an older job did not record which hosts it could not stop: ask them.
+        return result is not None and result.not_ended is not None and not folder.not_ended()
 
     # Cancelling
 
     def cancel(self, record: JobRecord, now: bool) -> None:
         """Let the first host stop all ranks gently, then kill what is left on every host."""
         sync, folder = self.sync_of(record), RunFolder(record.local_dir)
-        folder.cancel(now)
+        # A full disk here is no reason to let the job run: the hosts have files of their own.
+        with suppress(OSError):
+            folder.cancel(now)
         # The agent of the first host lets the ranks of all hosts save, and records the result.
         if not now:
             with suppress(HostError):
                 sync.hosts[0].ask("end", "gently", timeout=END_TIMEOUT)
         # A host that lost its connection to the first one may still run ranks.
-        answers = in_parallel(lambda host: host.ask("end", "now", timeout=END_TIMEOUT), sync.hosts)
-        problems = [answer for answer in answers if isinstance(answer, HostError)]
-        problems += [
-            HostError(host.route.name, f"processes {answer['left']} cannot be killed")
-            for host, answer in zip(sync.hosts, answers)
-            if isinstance(answer, dict) and answer["left"]
-        ]
+        answers = in_parallel(lambda host: _kill(host, "end", "now"), sync.hosts)
+        # A host counts as stopped only if it says so.
+        found = zip(sync.hosts, answers)
+        problems = [each for host, answer in found if (each := _not_stopped(host, answer))]
         sync.refresh(0.0)
-        _note_not_ended(folder, problems)
+        with suppress(OSError), private_files():
+            folder.set_not_ended(problem.host for problem in problems)
         if problems:
             where = "; ".join(problem.message for problem in problems)
             hint = f"cancel it again when the hosts are reachable: gptctl cancel {record.id}"
@@ -178,7 +201,7 @@ class SshBackend(Backend):
             )
         if not folder.result():
             with private_files():
-                folder.finish(CANCELLED, "")
+                folder.finish(CANCELLED, "", not_ended=())
 
     def node_command(
         self, record: JobRecord, node: int, words: Sequence[str], has_terminal: bool
@@ -195,9 +218,14 @@ class SshBackend(Backend):
     def following(self, record: JobRecord) -> AbstractContextManager[None]:
         return self.sync_of(record).keep_updated()
 
+    def want_logs(self, record: JobRecord, max_size: int | None) -> None:
+        if record.handle:
+            self.sync_of(record).want_all(max_size)
+
     def catch_up(self, record: JobRecord) -> list[str]:
-        is_complete = not record.handle or is_copied(record)
-        return [] if is_complete else self.sync_of(record).catch_up()
+        with private_files():
+            self._check_not_ended(record)
+        return catch_up(record, self.sync_of)
 
     def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
         return self.sync_of(record).checkpoints()
@@ -214,12 +242,10 @@ class SshBackend(Backend):
                 f"{record.id} could not be removed on all hosts: {where}", hint, OUT_OF_REACH
             )
 
-    def fetch(
-        self, record: JobRecord, target: str | None, checkpoints: bool, show: ShowProgress
-    ) -> Fetched:
+    def fetch(self, record: JobRecord, options: FetchOptions, show: ShowProgress) -> Fetched:
         from gptctl.remote.fetch import fetch
 
-        return fetch(record, self.sync_of(record), target, checkpoints, self._say, show)
+        return fetch(record, self.sync_of(record), options, self._say, show)
 
 
 def _prepare(launcher: Launcher, folder: RunFolder) -> None:
@@ -230,6 +256,25 @@ def _prepare(launcher: Launcher, folder: RunFolder) -> None:
         folder.try_claim({"abandoned": True})
         launcher.roll_back()
         raise
+
+
+def _kill(host: HostSync, *command: str) -> dict[str, Any] | None:
+    """Ask a host to end a job at once. Its agent may need a moment more than an answer."""
+    return host.ask(*command, timeout=host.route.patience + KILL_TIMEOUT)
+
+
+def _not_stopped(host: HostSync, answer: Any) -> HostError | None:
+    """What a host's answer to `end` says of processes that may still run there."""
+    name = host.route.name
+    if isinstance(answer, HostError):
+        # Its jump host may be the one that does not answer.
+        what = answer.detail if answer.host == name else answer.message
+        return HostError(name, what, answer.hint)
+    if isinstance(answer, Exception):
+        return HostError(name, repr(answer))
+    left = [str(pid) for pid in answer["left"]] if answer else []
+    problem = f"cannot kill {count(len(left), 'process', 'processes')}: {some_of(left, MAX_NAMED)}"
+    return HostError(name, problem) if left else None
 
 
 def _half_submitted(record: JobRecord) -> JobState:
@@ -259,8 +304,7 @@ def _as_reported(
         safe = one_line(reason, LONGEST_REASON)
         return JobState(final, safe, cause_in_message(rest[1]) if len(rest) > 1 else None)
     if status["processes"]:
-        reason = f"its agent on {name} was killed: no restarts, and no time limit"
-        return JobState(RUNNING, reason)
+        return JobState(RUNNING, f"its agent on {name} was killed, and processes are left there")
     is_same_boot = status["boot"] == record.handle.get("boot")
     reason = f"its agent on {name} was killed" if is_same_boot else f"{name} was restarted"
     return JobState(LOST, reason)
@@ -270,17 +314,9 @@ def _waiting_for(status: Mapping[str, Any], folder: RunFolder) -> str:
     """What the job waits for on its first host; the folder here gets the same note."""
     # An agent of an older gptctl does not report it.
     reported = status.get("waiting")
-    waiting = " ".join(reported.split()) if isinstance(reported, str) else ""
+    # As the folder reads it, so that an equal note is not written again.
+    waiting = one_line(reported, LONGEST_REASON) if isinstance(reported, str) else ""
     if waiting != folder.waiting_for():
         with suppress(OSError), private_files():
             folder.set_waiting(waiting)
     return waiting
-
-
-def _note_not_ended(folder: RunFolder, problems: Sequence[HostError]) -> None:
-    """Record on which hosts the job must still be stopped, even if it has a result."""
-    if problems:
-        names = "\n".join(problem.host for problem in problems)
-        folder.not_ended_file.write_text(names, encoding="utf-8")
-    else:
-        folder.not_ended_file.unlink(missing_ok=True)

@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from gptctl.engine.file_reading import parse_json
+from gptctl.engine.handshake import node_key
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.messages import MAX_BUFFER, parse_message
+from gptctl.engine.messages import MAX_BUFFER
 from gptctl.jobs.store import JobRecord
-from gptctl.remote.answers import is_commit
+from gptctl.remote.answers import is_commit, is_endpoint
 from gptctl.remote.archive import MIN_SPEED, pack, secrets_of
 from gptctl.remote.connection import (
     Channel,
@@ -28,7 +30,7 @@ from gptctl.remote.connection import (
     remaining_stderr,
     routes,
 )
-from gptctl.remote.host_error import HostError, all_or_none
+from gptctl.remote.host_error import HostError, all_or_none, silent_host
 from gptctl.remote.parallel import in_parallel
 from gptctl.remote.route import Route
 from gptctl.remote.scripts import START_MARKER, remote_command
@@ -38,6 +40,8 @@ from gptctl.text import count
 from trainer.errors import UserError
 
 UNEXPECTED = "unexpected reply from its agent"
+MAX_REFUSAL = 2000  # characters of a host's reason; it may name several files
+ROLL_BACK_TIMEOUT = 5.0  # seconds: the user is waiting, perhaps after Ctrl-C
 
 
 class AgentClient:
@@ -50,6 +54,7 @@ class AgentClient:
         self._sending = threading.Lock()
         self._buffer = b""
         self._has_started = False  # before that, the login shell may print something
+        self._is_silent = False
 
     def begin(self, plan: LaunchPlan, archive: bytes, lease: float, **hello: Any) -> None:
         """Send the job's folder, and start the agent there."""
@@ -57,7 +62,7 @@ class AgentClient:
         script = "receive_job.sh" if archive else "join_job.sh"
         # The host waits only so long for the archive: gptctl may be killed while it is sent.
         limit = lease + len(archive) / MIN_SPEED
-        words = map(str, (len(archive), self.node, limit))
+        words = map(str, (len(archive), self.node, limit, lease))
         self._channel = self.connection.start(remote_command(script, plan.remote_dir, *words))
         self._write(archive)
         self.send(lease=lease, **hello)
@@ -76,21 +81,30 @@ class AgentClient:
         # One deadline for all lines: a host may print something every second, forever.
         deadline = time.monotonic() + timeout
         try:
-            # Skip what the login shell printed before the agent started.
-            while not self._has_started:
-                self._has_started = self._line(deadline) == START_MARKER.encode()
+            self._await_start(min(timeout, self.route.patience))
             line = self._line(deadline)
         except TimeoutError:
             problem = f"no answer in {timeout:.0f} s"
             hint = "check that no line of `setup` hangs, or increase `start_timeout` in the profile"
             raise HostError(self.route.name, problem, hint, is_lost=True) from None
-        message = parse_message(line)
+        message = parse_json(line)
         if message is None:
             raise self._unexpected(line)
         if key not in message:
-            problem = str(message.get("refused", UNEXPECTED))
+            problem = str(message.get("refused", UNEXPECTED))[:MAX_REFUSAL]
             raise HostError(self.route.name, problem)
         return message
+
+    def _await_start(self, seconds: float) -> None:
+        """Skip what the login shell printed before the agent started."""
+        # Nothing of the job runs yet that could need its time.
+        deadline = time.monotonic() + seconds
+        try:
+            while not self._has_started:
+                self._has_started = self._line(deadline) == START_MARKER.encode()
+        except TimeoutError:
+            self._is_silent = True
+            raise silent_host(self.route.name, seconds) from None
 
     def _line(self, deadline: float) -> bytes:
         while b"\n" not in self._buffer:
@@ -117,6 +131,8 @@ class AgentClient:
     def _exit_error(self) -> HostError:
         """Explain why the agent closed its output: by its last error message, if there is one."""
         assert self._channel
+        if self.connection.is_silent:
+            return silent_host(self.route.name, self.route.patience)
         errors = remaining_stderr(self._channel)
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         if not lines:
@@ -125,10 +141,12 @@ class AgentClient:
 
     def roll_back(self, plan: LaunchPlan, token: str) -> None:
         """Remove the job from the host now, instead of when its lease expires."""
-        # A host that cannot be reached now does so by itself later.
+        # A host that does not answer now does so by itself later.
+        if self._is_silent:
+            return
         with suppress(HostError):
             command = remote_command("roll_back.sh", plan.remote_dir, token)
-            self.connection.run(command, timeout=self.route.timeout)
+            self.connection.run(command, timeout=min(ROLL_BACK_TIMEOUT, self.route.patience))
 
     def close(self) -> None:
         self.connection.close()
@@ -145,7 +163,7 @@ class Launcher:
         self.profile = cluster_of_job(self.folder)
         self.timeout = 2 * self.profile.start_timeout
         # Agents prove to each other that they have this key: the network is not trusted.
-        self.key = os.urandom(32).hex()
+        self.key = os.urandom(32)
         self.agents: list[AgentClient] = []
         self.leases = LeaseRenewer(self.profile.start_timeout / 4)
 
@@ -162,9 +180,7 @@ class Launcher:
         is_shared = self.profile.shared_fs
         self._begin([head] if is_shared else self.agents)
         # The address where the agent of the first host listens for the others.
-        (control,) = self._all_or_none(
-            lambda agent: agent.receive("control", self.timeout)["control"], [head]
-        )
+        (control,) = self._all_or_none(self._control_of, [head])
         self._begin(peers if is_shared else [])
 
         def join(peer: AgentClient) -> None:
@@ -175,15 +191,24 @@ class Launcher:
         self._all_or_none(join, peers)
         self._say("all hosts are ready; starting the job …")
 
+    def _control_of(self, head: AgentClient) -> list[Any]:
+        control = head.receive("control", self.timeout)["control"]
+        # The other hosts connect to it: a broken host must not send them just anywhere.
+        if not is_endpoint(control):
+            raise HostError(head.route.name, UNEXPECTED)
+        return list(control)
+
     def _begin(self, agents: Sequence[AgentClient]) -> None:
         archive = pack(self.folder)
-        hello = {"key": self.key, "secrets": secrets_of(self.plan)}
+        # As bytes: a variable need not be valid UTF-8.
+        secrets = {name: os.fsencode(value).hex() for name, value in secrets_of(self.plan).items()}
 
         def begin(agent: AgentClient) -> None:
             owns_folder = not self.profile.shared_fs or agent.node == 0
             own = archive if owns_folder else b""
-            address = self.profile.hosts[agent.node].address
-            agent.begin(self.plan, own, self.profile.start_timeout, address=address, **hello)
+            key = node_key(self.key, agent.node) if agent.node else self.key
+            hello = {"address": self.profile.hosts[agent.node].address, "key": key.hex()}
+            agent.begin(self.plan, own, self.profile.start_timeout, secrets=secrets, **hello)
             # From now on the agent rolls back unless it hears from gptctl.
             self.leases.keep(agent)
 

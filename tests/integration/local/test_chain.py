@@ -20,7 +20,7 @@ while [ -n "$HOLD" ] && [ ! -e "$OUT/go" ]; do sleep 0.05; done
 [ -z "$HOPELESS" ] || : > "$GPTCTL_ATTEMPT_DIR/unrecoverable"
 [ -z "$HOPELESS$HOLD" ] || exit 1
 [ "$(wc -l < "$OUT/ran")" -lt 2 ] && exit 1
-echo "{\\"state\\": \\"finished\\", \\"time\\": $(date +%s.%N)}" > "$OUT/trained/status.json"
+echo "{\\"state\\": \\"finished\\", \\"time\\": $(date +%s.%N), \\"job\\": \\"$GPTCTL_JOB\\"}" > "$OUT/trained/status.json"
 """
 
 
@@ -96,7 +96,7 @@ def test_a_failure_in_the_middle_names_what_was_submitted(jobs) -> None:
     # A template that is not a shell script for the jobs after the first.
     (launch / "launch.sh.j2").write_text("{% if continues %}( {% endif %}exit 0\n")
     tiny = [word for key in TINY for word in ("-o", key)]
-    refused = jobs.gptctl("submit", "--cluster", "./quick.yaml", "--chain", "3", *tiny)
+    refused = jobs.gptctl("submit", "--cluster", "./quick.yaml", "--chain", "3", "--trust", *tiny)
     assert refused.returncode != 0, refused.stdout
     (first,) = [entry.name for entry in (jobs.folder / "runs").iterdir() if entry.name != "latest"]
     assert f"1 of 3 jobs were submitted: {first}" in refused.stderr

@@ -72,7 +72,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 def test_the_list_of_jobs(desk: Desk, columns: int) -> None:
     run = desk.show(columns, "list")
     rows = [line.split() for line in run.screen() if line.startswith(" char-gpt")]
-    assert [row[1:3] for row in rows] == [["FAILED", "40%"], ["CANCELLED", "40%"], ["RUNNING", "40%"], ["COMPLETED", "40%"]]  # fmt: skip
+    assert [row[1:3] for row in rows] == [["COMPLETED", "40%"], ["FAILED", "40%"], ["CANCELLED", "40%"], ["RUNNING", "40%"]]  # fmt: skip
     for state, colour in COLOURS.items():
         assert f"\x1b[{colour}m{state}" in run.text
     text = "\n".join(run.screen())
@@ -128,7 +128,7 @@ def test_the_groups_of_a_layout(desk: Desk, columns: int) -> None:
 def test_a_profile_is_shown_without_python(desk: Desk, columns: int) -> None:
     text = "\n".join(desk.show(columns, "clusters", "show", "slurm-example").screen())
     assert "NCCL_SOCKET_IFNAME: bond0" in text
-    assert "line 26" in text
+    assert "line 31" in text
     assert not re.search(r"None|True|False|\(\)|\{|'", text)
 
 

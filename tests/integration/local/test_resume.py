@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import save_checkpoint
 from tests.integration.local.test_jobs import SMALL, losses
 from tests.integration.test_mingpt import ITERATION, MINGPT
 
@@ -35,7 +36,7 @@ def stopped(jobs) -> str:
     jobs.gptctl("init")
     job = jobs.submit("--cluster", "./quick.yaml", *TRAIN, "-o", "Engine.max_steps=400")
     assert jobs.wait(job) == "COMPLETED"
-    (jobs.run_dir(job) / "output" / "step_40").mkdir(parents=True)
+    save_checkpoint(jobs.run_dir(job) / "output", 40)
     return job
 
 
@@ -157,6 +158,7 @@ for step in $steps; do
 done
 [ -n "$saved" ] || exit 0
 mkdir "output/step_$saved"
+echo {{}} > "output/step_$saved/manifest.json"
 exit 1
 """
 
@@ -274,3 +276,28 @@ def await_text(file: Path, text: str, seconds: float = 200) -> None:
     while not file.exists() or text not in file.read_text():
         assert time.monotonic() < deadline, f"no {text} in {file}"
         time.sleep(0.02)
+
+
+@pytest.mark.long
+def test_signed_checkpoints_are_resumed_with_their_key_only(jobs) -> None:
+    """Two ranks sign, and resume what they signed. With another key, the same checkpoint is refused in words. The key
+    is in no file of the jobs."""
+    jobs.gptctl("init")
+    key, other = "0123456789abcdef" * 4, "fedcba9876543210" * 4
+    (jobs.folder / "key").write_text(f"{key}\n")
+    signed = ("-o", "Launch.secrets={GPTCTL_CHECKPOINT_KEY: {file: key}}", "-o", "Launch.max_restarts=0")
+    first = jobs.submit(*TRAIN, *signed, "-o", "Engine.max_steps=20")
+    assert jobs.ended(first, seconds=120) == ["COMPLETED"]
+    assert json.loads((jobs.run_dir(first) / "output/step_20/manifest.json").read_text())["signature"]
+    for content, state in ((f"{other}\n", "FAILED"), (f"{other}\n{key}\n", "COMPLETED"), ("short\n", "FAILED")):
+        (jobs.folder / "key").write_text(content)
+        answer = jobs.gptctl("resume", first, "--json", "-o", "Engine.max_steps=25")
+        assert answer.returncode == 0, answer.stderr
+        job = json.loads(answer.stdout)["job"]
+        assert jobs.ended(job, seconds=120) == [state]
+        told = jobs.log(job, 0) + jobs.log(job, 1)
+        assert ("its signature does not match GPTCTL_CHECKPOINT_KEY" in told) == (content == f"{other}\n")
+        assert ("key 1 has 5 characters, at least 32 needed" in told) == (content == "short\n")
+    for file in [*(jobs.folder / "runs").rglob("*"), *(jobs.folder / "home").rglob("*")]:
+        if file.is_file():
+            assert not re.search(f"{key}|{other}".encode(), file.read_bytes()), file

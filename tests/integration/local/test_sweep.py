@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import save_checkpoint
+
 SWEEP = """
 parameters:
   Optimizer.lr.max_lr: [1e-3, 3e-4, 1e-4]
@@ -102,7 +104,7 @@ def test_a_sweep_stays_as_it_was_submitted(jobs) -> None:
     (jobs.folder / "config.yaml").write_text("Engine: {max_steps: broken}\n")
     (jobs.folder / "elsewhere").mkdir()
     # The third one is resumed by hand: it is still the same run.
-    (jobs.run_dir(ids[2]) / "output" / "step_1").mkdir(parents=True)
+    save_checkpoint(jobs.run_dir(ids[2]) / "output", 1)
     third = json.loads(jobs.gptctl("resume", ids[2], "--json").stdout)["job"]
     again = jobs.gptctl("sweep", "resume", name, "--json", cwd=jobs.folder / "elsewhere")
     assert [each["run"] for each in json.loads(again.stdout)["jobs"]] == [0, 1], again.stderr
@@ -200,7 +202,7 @@ def test_no_sweep_is_left_if_the_first_run_is_refused(jobs) -> None:
     assert "sweep resume" not in refused.stderr
     assert json.loads(jobs.gptctl("sweep", "list", "--json").stdout) == []
     assert jobs.left_over() == []
-    assert not any((jobs.folder / "home/.local/state/gptctl/sweeps").iterdir())
+    assert [file.name for file in (jobs.folder / "home/.local/state/gptctl/sweeps").iterdir()] == ["order"]
 
 
 @pytest.mark.long
@@ -212,7 +214,7 @@ def test_places_after_a_resume(jobs) -> None:
     name, ids = answer["sweep"], [each["job"] for each in answer["jobs"]]
     assert jobs.gptctl("cancel", "--now", ids[0], ids[3]).returncode == 0
     assert jobs.gptctl("rm", "--yes", ids[3]).returncode == 0
-    (jobs.run_dir(ids[0]) / "output" / "step_1").mkdir(parents=True)
+    save_checkpoint(jobs.run_dir(ids[0]) / "output", 1)
     wait(jobs, name, lambda states: states.count("RUNNING") == 2)
     again = json.loads(jobs.gptctl("sweep", "resume", name, "--json").stdout)["jobs"]
     assert [each["run"] for each in again] == [0, 3]

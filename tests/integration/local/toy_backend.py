@@ -10,10 +10,12 @@ from signal import SIGTERM
 from typing import Any
 
 from gptctl.backends import Backend, JobState
+from gptctl.deadline import Deadline
 from gptctl.engine.contract import ENGINE_FILE
+from gptctl.engine.job_result import LOST, RUNNING
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import clean_environment, is_alive, send
-from gptctl.engine.run_folder import LOST, RUNNING, RunFolder
+from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.reporting import Say
@@ -21,7 +23,7 @@ from gptctl.spec.check import Checked
 
 
 class ToyBackend(Backend):
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: Say, limit: Deadline | None = None) -> None:
         self._say = say
 
     def plan_defaults(self, checked: Checked, site: Site, identity: JobIdentity) -> PlanDefaults:

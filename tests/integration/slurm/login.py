@@ -23,9 +23,12 @@ sleep "${JOB_SECONDS:-0}" &
 trap 'echo "$GPTCTL_NODE" >> "$GPTCTL_RUN_DIR/asked"; kill $!; exit 1' TERM USR1
 wait $!
 [ -z "$JOB_HOPELESS" ] || : > "$GPTCTL_ATTEMPT_DIR/unrecoverable"
+[ -z "$JOB_TRAINED" ] || echo "{\\"state\\": \\"finished\\", \\"job\\": \\"$GPTCTL_JOB\\"}" > "$JOB_TRAINED/status.json"
 [ "$JOB_KILLED" != "$GPTCTL_NODE" ] || kill -9 $PPID
 exit "${JOB_EXIT:-0}"
 """
+# What a client of Slurm does that kills the gptctl behind it. The parent of sbatch is `timeout`.
+KILL_GPTCTL, KILL_SUBMITTER = "kill -9 $PPID", "kill -9 $(ps -o ppid= -p $PPID) $PPID"
 # A model small enough for two cores, in few steps; losses in full.
 TINY = (
     "Model.num_layers=2 Model.hidden_size=32 Model.num_attention_heads=2 Data.Train.dataset.max_seq_len=16 "

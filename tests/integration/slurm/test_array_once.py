@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm.login import TINY, Login, await_true, ran
+from tests.integration.slurm.login import KILL_GPTCTL, KILL_SUBMITTER, TINY, Login, await_true, ran
 from tests.lab import Lab
 
 RUNS = 4
@@ -58,10 +58,10 @@ def assert_once(login: Login, runs: int = RUNS) -> None:
 
 
 STEPS = {
-    "before sbatch": ("sbatch", "kill -9 $PPID"),
-    "after sbatch": ("sbatch", '"$LAB_REAL" "$@"; kill -9 $PPID'),
-    "before release": ("scontrol", '[ "$1" = release ] || exec "$LAB_REAL" "$@"; kill -9 $PPID'),
-    "after release": ("scontrol", '[ "$1" = release ] || exec "$LAB_REAL" "$@"; "$LAB_REAL" "$@"; kill -9 $PPID'),
+    "before sbatch": ("sbatch", KILL_SUBMITTER),
+    "after sbatch": ("sbatch", f'"$LAB_REAL" "$@"; {KILL_SUBMITTER}'),
+    "before release": ("scontrol", f'[ "$1" = release ] || exec "$LAB_REAL" "$@"; {KILL_GPTCTL}'),
+    "after release": ("scontrol", f'[ "$1" = release ] || exec "$LAB_REAL" "$@"; "$LAB_REAL" "$@"; {KILL_GPTCTL}'),
 }
 
 
@@ -131,7 +131,7 @@ def test_lost_requests_and_replies(login: Login) -> None:
 
 @pytest.mark.long
 def test_two_resumes_at_once(login: Login) -> None:
-    login.lab.break_client("sbatch", "kill -9 $PPID")
+    login.lab.break_client("sbatch", KILL_SUBMITTER)
     login.run(*submit(login))
     login.lab.mend_client("sbatch")
     (sweep,) = login.json("sweep", "list")

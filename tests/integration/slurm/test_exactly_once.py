@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm.login import Login, await_true, ran
+from tests.integration.slurm.login import KILL_GPTCTL, KILL_SUBMITTER, Login, await_true, ran
 from tests.lab import Lab
 
 
@@ -58,10 +58,10 @@ def test_lost_requests_and_replies(login: Login, submissions: int, seed: int) ->
 
 
 STEPS = {
-    "before sbatch": ("sbatch", "kill -9 $PPID", 0),
-    "after sbatch": ("sbatch", '"$LAB_REAL" "$@"; kill -9 $PPID', 0),
-    "before release": ("scontrol", "kill -9 $PPID", 0),
-    "after release": ("scontrol", '"$LAB_REAL" "$@"; kill -9 $PPID', 1),
+    "before sbatch": ("sbatch", KILL_SUBMITTER, 0),
+    "after sbatch": ("sbatch", f'"$LAB_REAL" "$@"; {KILL_SUBMITTER}', 0),
+    "before release": ("scontrol", KILL_GPTCTL, 0),
+    "after release": ("scontrol", f'"$LAB_REAL" "$@"; {KILL_GPTCTL}', 1),
 }
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.integration.slurm.login import TINY, Login, await_true, losses, ran
 from tests.lab import Lab
+from tests.modes import not_private
 from tests.ranks import run as run_ranks
 
 DUMP = """
@@ -173,8 +173,8 @@ def test_a_chain(login: Login) -> None:
     """All are submitted at once, and may not requeue; those whose turn comes after the training is complete do not run."""
     trained = login.folder / "trained"
     trained.mkdir()
-    (trained / "status.json").write_text(json.dumps({"state": "finished", "time": time.time() + 3600}))
-    words = login.quick_trainer("--chain", "3", "-o", f"Engine.save_load.output_dir={trained}", JOB_EXIT="5")
+    keys = ("-o", f"Engine.save_load.output_dir={trained}")
+    words = login.quick_trainer("--chain", "3", *keys, JOB_TRAINED=str(trained), JOB_EXIT="5")
     done = login.run(*words)
     assert done.returncode == 0, done.stderr
     first, second, third = json.loads(done.stdout)["chain"]
@@ -185,6 +185,7 @@ def test_a_chain(login: Login) -> None:
         assert not ran(facts)
         script = (Path(facts["run_dir"]) / "job.sbatch").read_text()
         assert "#SBATCH --no-requeue" in script
+        assert "#SBATCH --dependency=afterany:" in script
     assert "export GPTCTL_CONTINUES=1" in (Path(facts["run_dir"]) / "launch.sh").read_text()
 
 
@@ -222,3 +223,15 @@ def test_validate_asks_slurm(login: Login) -> None:
         "notice: S008 Launch.cluster: cannot ask Slurm whether it accepts the job: sbatch is not installed here"
         in elsewhere.stdout
     )
+
+
+def test_nobody_else_can_read_anything_of_a_job(login: Login) -> None:
+    """Oracle: the modes of all files, after a job that failed and one that was cancelled."""
+    failed = login.submit_quick("--nodes", "2", "--max-restarts", "1", JOB_EXIT="1")["job"]
+    login.wait(failed, "FAILED")
+    cancelled = login.submit_quick(JOB_SECONDS="100", JOB_EXIT="0")["job"]
+    login.wait(cancelled, "RUNNING")
+    for command in ("logs", "cancel"):
+        assert login.run(command, cancelled).returncode == 0
+    login.wait(cancelled, "CANCELLED")
+    assert not_private(login.folder / "home", *(login.folder / "runs" / job for job in (failed, cancelled))) == []

@@ -202,10 +202,10 @@ def test_a_training_and_a_secret(laptop: Laptop) -> None:
     fetched = laptop.json("fetch", "--to", f"{laptop.folder}/mine")
     assert fetched["files"] > 4
     assert "step_3" in laptop.on("laptop", f"ls {laptop.folder}/mine/output")
-    program = "import os; assert os.environ['TOKEN'] == os.environ['CHECK'][::-1]\n"
+    program = "import os; assert os.environ['GPTCTL_CHECKPOINT_KEY'] == os.environ['CHECK'][::-1]\n"
     laptop.write("laptop", f"{laptop.folder}/secret.py", program)
     word = "s'3 $x\""
-    keys = ("-o", "Launch.secrets.TOKEN.env=MINE", "--env", f"CHECK={word[::-1]}")
+    keys = ("-o", "Launch.secrets.GPTCTL_CHECKPOINT_KEY.env=MINE", "--env", f"CHECK={word[::-1]}")
     done = laptop.run("submit", "--cluster", "hpc", "--follow", *keys, "--", "secret.py", MINE=word)
     assert done.returncode == 0, done.stdout + done.stderr
     for machine, place in (("head", laptop.run_root), ("laptop", laptop.folder)):
@@ -216,10 +216,9 @@ def test_a_training_and_a_secret(laptop: Laptop) -> None:
 def test_a_chain_and_a_job_after_it(laptop: Laptop) -> None:
     """Slurm keeps the order while the laptop is away; the second job finds that the training is complete."""
     trained = f"{laptop.run_root}-trained"
-    laptop.write("head", f"{trained}/status.json", json.dumps({"state": "finished", "time": time.time() + 3600}))
-    words = laptop.train(
-        "--json", "--chain", "2", "--env", "JOB_EXIT=5", keys=(f"Engine.save_load.output_dir={trained}",)
-    )
+    laptop.write("head", f"{trained}/status.json", "")  # creates the folder
+    variables = ("--env", "JOB_EXIT=5", "--env", f"JOB_TRAINED={trained}")
+    words = laptop.train("--json", "--chain", "2", *variables, keys=(f"Engine.save_load.output_dir={trained}",))
     done = laptop.run(*["quick" if word == "hpc" else word for word in words])
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = json.loads(done.stdout)["chain"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import time
 from pathlib import Path
 
@@ -86,6 +87,49 @@ def test_a_silent_controller_is_waited_for(login: Login) -> None:
     assert login.run("cancel", "--now", job["job"]).returncode == 0
     assert follower.wait(30) == 1
     assert "CANCELLED" in (login.folder / "said").read_text()
+
+
+def hang(login: Login, *clients: str) -> None:
+    """What a script around a client starts hangs, too, and keeps its output open."""
+    for client in clients:
+        login.lab.break_client(client, "sleep 200; exit 1")
+
+
+def timed(login: Login, *words: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    began = time.monotonic()
+    done = login.run(*words, timeout=300)
+    print(f"gptctl {' '.join(words)}: {time.monotonic() - began:.1f} s, exit {done.returncode}")
+    assert "Traceback" not in done.stderr
+    return done, time.monotonic() - began
+
+
+def test_a_command_of_slurm_that_hangs_does_not_hang_list(login: Login) -> None:
+    """`list` waits 3 s, and shows the last known state with its age. Oracle: the clock."""
+    job = login.submit_quick("--sbatch", "begin=now+100")
+    assert login.json("list")[-1]["state"] == "PENDING"
+    hang(login, "squeue", "sacct")
+    done, took = timed(login, "list")
+    assert took < 3 + 2
+    assert re.search(rf"{job['job']} +PENDING \(\d+ s ago\) .*squeue got no answer in 2\.\d+ s", done.stdout), (
+        done.stdout
+    )
+    login.lab.mend_client("squeue")
+    login.lab.mend_client("sacct")
+
+
+@pytest.mark.long
+def test_a_command_of_slurm_that_hangs_is_waited_for_once(login: Login) -> None:
+    """Three jobs: each command ends 30 s later at most, and says which command of Slurm did not answer."""
+    jobs = [login.submit_quick("--sbatch", "begin=now+500")["job"] for _ in range(3)]
+    hang(login, "squeue", "sacct", "scancel", "scontrol")
+    for words, code in ((("status", jobs[0]), 0), (("cancel", *jobs), 3), (("rm", "--yes", jobs[1]), 3)):
+        done, took = timed(login, *words)
+        assert took < 30 + 5
+        assert done.returncode == code
+        assert "squeue got no answer in 30 s" in done.stdout + done.stderr
+    for client in ("squeue", "sacct", "scancel", "scontrol"):
+        login.lab.mend_client(client)
+    assert timed(login, "cancel", *jobs)[0].returncode == 0
 
 
 @pytest.mark.long
@@ -217,6 +261,8 @@ def test_with_accounting_the_end_is_known_after_slurm_forgot(lab_with_accounting
     assert facts["state"] == "UNKNOWN"
     assert "Problem talking to the database" in facts["reason"]
     login.lab.break_client("sacct")  # not installed
+    assert login.state(job["job"]) == "CANCELLED"  # as it was seen before
+    (login.folder / "home" / "jobs" / f"{job['job']}.ended").unlink()
     assert login.state(job["job"]) == "LOST"
     login.lab.stop_accounting()
     login.lab.mend_client("squeue")

@@ -232,6 +232,7 @@ def test_a_job_is_resumed_after_its_time_limit(login: Login) -> None:
     login.stand_in.write_text(
         f"""#!/bin/bash
         mkdir -p "$GPTCTL_RUN_DIR/output/step_40"
+        echo {{}} > "$GPTCTL_RUN_DIR/output/step_40/manifest.json"
         trap '' TERM USR1
         [ -e {may_end} ] || sleep 600
         """

@@ -153,7 +153,7 @@ def test_jobs_with_a_template_of_the_user_are_no_array(login: Login) -> None:
     templates.mkdir()
     bundled = (Path(__file__).parents[3] / "templates/jobs/job.sbatch.j2").read_text()
     (templates / "job.sbatch.j2").write_text(bundled.replace("bash\n", "bash\n#SBATCH --nice=7\n", 1))
-    answer = sweep(login, "parameters: {Engine.max_steps: [2, 3, 4]}\nparallel: 2\n")
+    answer = sweep(login, "parameters: {Engine.max_steps: [2, 3, 4]}\nparallel: 2\n", "--trust")
     jobs = [each["job"] for each in answer["jobs"]]
     ids = {row["job"]: row["scheduler_id"] for row in login.json("list")}
     shown = [login.lab.run("head", "scontrol", "show", "job", ids[job]).stdout for job in jobs]
@@ -192,5 +192,5 @@ def assert_nothing_left(login: Login, done: CompletedProcess[str], code: int, wo
     assert "Traceback" not in done.stderr
     assert login.jobs_in_slurm() == []
     assert login.json("list", "--all") == login.json("sweep", "list") == []
-    assert not any((login.folder / "home" / "jobs").iterdir())
+    assert [file.name for file in (login.folder / "home" / "jobs").iterdir()] == ["order"]
     assert not any((login.folder / "runs").glob("*"))

@@ -33,6 +33,10 @@ def test_all_is_well(desk: Desk) -> None:
         for check in ("ssh", "run_root", "free space", "python", "engine python", "torch", "GPUs", "network", "clock"):
             assert rows[check, host]["state"] == "ok", rows[check, host]
         assert ADDRESSES[host] in rows["network", host]["found"]
+    assert "listens on " in rows["rendezvous", "ssh1"]["found"]
+    assert "it runs on the first host" in rows["rendezvous", "private1"]["found"]
+    lines = rows["firewall", ""]["fix"]
+    assert all(f"iptables -A GPTCTL -s {address} -j RETURN" in lines for address in used.values())
     assert rows["port", "ssh1"]["state"] == "ok"
     assert rows["all-reduce", ""]["found"].count("over 2 ranks with gloo") == 1
     for check in ("same python", "same torch", "same clock"):

@@ -53,7 +53,7 @@ def test_a_commit_that_is_answered_with_nonsense(desk: Desk) -> None:
     """The job is in doubt, and never taken for one that was not started; an honest answer settles it."""
     agent = f"""{sys.executable} "$@" | sed -u 's/"endpoint"/"point"/'"""
     is_started = '[[ "$*" != *" engine.pyz "* ]]'
-    engine_python(desk, f'{is_started} && exec {sys.executable} "$@"', f'[ "$4" = agent ] || exec echo "{{}}"; {agent}')
+    engine_python(desk, f'{is_started} && exec {sys.executable} "$@"', f'[ "$4" = guard ] || exec echo "{{}}"; {agent}')
     done = desk.run(*desk.quick("--name", "doubt", JOB_SECONDS="200"))
     assert done.returncode == 3, done.stdout + done.stderr
     assert "it may have been started; ssh1: invalid answer to `abandon`" in done.stderr
@@ -82,7 +82,7 @@ def test_a_login_shell_that_never_stops_talking(desk: Desk) -> None:
         done = desk.run(*desk.quick(), timeout=100)
         assert time.monotonic() - began < 60
         assert done.returncode == 3
-        assert "ssh1: no answer in 10 s" in done.stderr
+        assert "ssh1: no answer in 5 s" in done.stderr
         desk.on("ssh1", "echo 'exec cat /dev/zero' > ~/.bashrc")
         done = desk.run(*desk.quick(), timeout=100)
         assert done.returncode == 3

@@ -135,5 +135,10 @@ def test_files_are_the_users_alone(desk: Desk) -> None:
     for host in HOSTS:
         open_ones = desk.on(host, f"find {desk.run_root} -perm /077")
         assert open_ones == "", host
+    # Whoever reads logs and cancels a job writes, too.
+    other = desk.submit_quick(JOB_SECONDS="100")["job"]
+    for command in ("logs", "cancel"):
+        assert desk.run(command, other).returncode == 0
+    assert desk.on("head", f"find {desk.folder}/home ! -type l -perm /077") == ""
     assert stat.S_IMODE(Path(job["run_dir"]).stat().st_mode) == 0o700
     assert json.loads((Path(job["run_dir"]) / "plan.json").read_text())["kind"] == "ssh"

@@ -59,7 +59,7 @@ def test_a_host_is_out_of_reach_when_the_job_ends(desk: Desk) -> None:
     desk.lab.restart_sshd("ssh2")
     shown = desk.run("logs", "--rank", "1").stdout.splitlines()
     assert [line for line in shown if "line" in line] == [f"[rank 1] line {number}" for number in range(60)]
-    kinds = desk.on("head", f"find {desk.folder}/home/runs -type f -perm /077")
+    kinds = desk.on("head", f"find {desk.folder}/home ! -type l -perm /077")
     assert kinds == ""
 
 

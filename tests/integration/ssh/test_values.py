@@ -101,14 +101,15 @@ def test_the_environment_of_every_rank(desk: Desk, form: str) -> None:
 
 
 def test_secrets_are_nowhere_to_be_found(desk: Desk) -> None:
-    """One from the environment of gptctl, one from a file on each host."""
+    """One from the environment of gptctl, one from a file on each host: the key of checkpoints, as users name it."""
     from_env, from_file = secrets.token_hex(16), secrets.token_hex(16)
     for host in HOSTS:
         desk.on(host, f"umask 077; echo {from_file} > ~/token")
-    script = "import os, subprocess\nprint('has', len(os.environ['A']), len(os.environ['B']), flush=True)\n"
+    script = "import os, subprocess\nprint('has', len(os.environ['A']), len(os.environ['GPTCTL_CHECKPOINT_KEY']), flush=True)\n"
     script += "print(subprocess.run(['ps', 'axww', '-o', 'args'], capture_output=True, text=True).stdout)\n"
     (desk.folder / "talk.py").write_text(script)
-    keys = ["-o", "Launch.secrets.A.env=MY_TOKEN", "-o", "Launch.secrets.B.file=/home/gpt/token"]
+    keys = ["-o", "Launch.secrets.A.env=MY_TOKEN"]
+    keys += ["-o", "Launch.secrets.GPTCTL_CHECKPOINT_KEY.file=/home/gpt/token"]
     asked = ["submit", "--cluster", "hosts", "--nodes", "2", "--gpus-per-node", "1", *keys, "--follow", "--", "talk.py"]
     done = desk.run(*asked, MY_TOKEN=from_env)
     assert done.returncode == 0, done.stdout + done.stderr

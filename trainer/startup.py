@@ -1,0 +1,115 @@
+"""What a job does in the Python of its ranks and of torchrun, before their programs start.
+
+A rank writes its Python stacks to a file when it gets SIGURG: for `gptctl stacks`. torchrun exits
+with launch.sh, and its store listens on the address of the job, where torch would use all addresses
+of the machine.
+
+A job has a copy of this file as `python/sitecustomize.py`, which Python imports first. SIGURG,
+because its default action is to do nothing: a program that does not run this file is not disturbed,
+and neither torchrun, schedulers nor the trainer use the signal. faulthandler needs no Python thread
+to run, so a rank that hangs in C code answers, too. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+PR_SET_PDEATHSIG = 1  # of Linux
+BACKLOG = 4096  # connections that wait to be accepted: all ranks connect at the same time
+
+
+def install() -> None:
+    """Restore what the program would see without this file, and do what it is for."""
+    own = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != own]
+    kept = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != own]
+    os.environ["PYTHONPATH"] = os.pathsep.join(kept)
+    if not any(kept):
+        del os.environ["PYTHONPATH"]
+    _import_next()
+    # Whatever is wrong here, the program must run.
+    if "RANK" not in os.environ:
+        with suppress(Exception):
+            _die_with_parent()
+        # Without torch, or with another version of it, torchrun starts as it always does.
+        with suppress(Exception):
+            _bind_store()
+        return
+    try:
+        _register()
+    except Exception as error:
+        print(f"gptctl stacks will not work for this rank: {error}", file=sys.stderr)
+
+
+def _import_next() -> None:
+    """Import the sitecustomize of the user or the system, which this one hides."""
+    hidden_by = sys.modules.pop("sitecustomize")
+    try:
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        sys.modules.setdefault("sitecustomize", hidden_by)
+
+
+def _register() -> None:
+    import faulthandler
+    import signal
+
+    folder, rank = os.environ["GPTCTL_ATTEMPT_DIR"], int(os.environ["RANK"])
+    # Neither waits for a FIFO nor follows a link.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW
+    file = os.open(os.path.join(folder, f"stacks.{rank}"), flags, 0o600)
+    faulthandler.register(signal.SIGURG, file=file, all_threads=True)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill torchrun when launch.sh exits; its ranks exit with it.
+
+    launch.sh exits after torchrun, unless it is killed. Then nobody else may know of torchrun: a
+    scheduler that follows parents, as Slurm does without cgroups, has lost it.
+    """
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _bind_store() -> None:
+    """Give the store of torchrun's static rendezvous a socket that we have bound.
+
+    torch has no option for it: its own socket listens on all addresses, whatever host it is given.
+    """
+    from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as static
+
+    create = static.TCPStore  # type: ignore[attr-defined]
+
+    def bound(host: str, port: int, world: int, is_first: bool, *words: Any, **more: Any) -> Any:
+        descriptor = _listening_socket(host, port) if is_first else None
+        if descriptor is not None:
+            more["master_listen_fd"] = descriptor  # the store closes it
+        return create(host, port, world, is_first, *words, **more)
+
+    static.TCPStore = bound  # type: ignore[attr-defined,assignment]
+
+
+def _listening_socket(host: str, port: int) -> int | None:
+    """A socket on this address only; None where torch has to listen on all of them."""
+    import ipaddress
+    import socket
+
+    try:
+        # Not a name: on many hosts, its own name is a loopback address, which others do not reach.
+        version = ipaddress.ip_address(host).version
+        family = socket.AF_INET if version == 4 else socket.AF_INET6
+        return socket.create_server((host, port), family=family, backlog=BACKLOG).detach()
+    except (ValueError, OSError):  # OSError: not an address of this machine, behind a NAT
+        return None
+
+
+if __name__ == "sitecustomize":
+    install()
