@@ -32,13 +32,16 @@ fail() {
   exit 78
 }
 gptctl_timer=''
-# Kill the timer and its children; right after its start it may not have its own session yet.
+# Kill the timer and its child. Right after its start it may not have its own session yet, and bash
+# loses a TERM that arrives between fork and exec.
 end_timer() {
-  [ -z "$gptctl_timer" ] || kill -- -"$gptctl_timer" 2> /dev/null || kill "$gptctl_timer"
-}
+  [ -n "$gptctl_timer" ] || return
+  kill -KILL -- -"$gptctl_timer" 2> /dev/null && return
+  kill -KILL "$gptctl_timer"
+  kill -KILL -- -"$gptctl_timer"
+} 2> /dev/null
 # Remove the job's folder if this script fails: fail() has explained code 78 already.
 roll_back() {
-  [ "$BASHPID" = "$$" ] || return 0 # a child that was killed before it became the timer has this trap, too
   end_timer
   rm -rf "$gptctl_dir"
   [ "$1" = 78 ] || echo "error: the setup exited with code $1" >&2
@@ -56,6 +59,7 @@ if [ -n "${GPTCTL_ROLL_BACK:-}" ]; then
     kill_job "$2"
     rm -rf "$2"' gptctl "$GPTCTL_ROLL_BACK" "$gptctl_dir" > /dev/null 3>&- 4<&- &
   gptctl_timer=$!
+  disown "$gptctl_timer" # or bash reports that it was killed
 fi
 
 # Setup of cluster profile lab.
