@@ -36,7 +36,7 @@ gptctl_timer=''
 # loses a TERM that arrives between fork and exec.
 end_timer() {
   [ -n "$gptctl_timer" ] || return
-  kill -KILL -- -"$gptctl_timer" 2> /dev/null && return
+  kill -KILL -- -"$gptctl_timer" && return
   kill -KILL "$gptctl_timer"
   kill -KILL -- -"$gptctl_timer"
 } 2> /dev/null
