@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -134,6 +135,9 @@ class Backend(Protocol):
         """Whether an UNKNOWN state can become known by waiting."""
         return bool(record.handle)
 
+    def before_cancel(self, record: JobRecord) -> None:
+        """Prepare to stop a job: its state is asked for next, and nothing may delay that."""
+
     def cancel(self, record: JobRecord, now: bool) -> None:
         """Stop every process of the job; return when none is left."""
         ...
@@ -155,6 +159,9 @@ class Backend(Protocol):
         """Keep the job's folder on this machine up to date while its logs are followed."""
         return nullcontext()
 
+    def await_hosts(self, record: JobRecord) -> None:
+        """Give hosts that are unreachable the time for one more try, while a job is followed."""
+
     def want_logs(self, record: JobRecord, max_size: int | None) -> None:
         """Prepare to show logs: copy all of them, or so many bytes from each node, if given."""
 
@@ -165,10 +172,18 @@ class Backend(Protocol):
     def checkpoints(self, record: JobRecord) -> tuple[str, list[str]]:
         """Return the trainer's output folder, as the next job there sees it, and its entries."""
         folder = record.output_dir
-        return folder, os.listdir(folder) if os.path.isdir(folder) else []
+        try:
+            return folder, os.listdir(folder) if os.path.isdir(folder) else []
+        except OSError as error:
+            message = f"cannot read {folder}: {error.strerror}"
+            raise UserError(message, "check its permissions", OUT_OF_REACH) from None
 
     def remove(self, record: JobRecord) -> None:
         """Remove the job's folder on other machines; the one on this machine is removed next."""
+
+    def is_elsewhere(self, record: JobRecord) -> bool:
+        """Whether the job's files are on other machines, so that `fetch` copies them."""
+        return False
 
     def fetch(self, record: JobRecord, options: FetchOptions, show: ShowProgress) -> Fetched:
         """Copy what the job wrote on its hosts to this machine."""
@@ -211,16 +226,18 @@ class Backends:
     def __init__(self, say: Say, limit: Deadline | None = None) -> None:
         self._say, self._limit = say, limit
         self._created: dict[str, Backend] = {}
+        self._creating = threading.Lock()  # threads ask, each for one of several jobs
 
     def of(self, kind: str) -> Backend:
         if not self.knows(kind):
             hint = f"a newer gptctl may have created this job; this one knows {', '.join(KINDS)}"
             raise UserError(f"unknown kind of cluster: {kind}", hint, OUT_OF_REACH)
-        if kind not in self._created:
-            # Imported when needed: a command for one kind must not load the others.
-            module, _, name = KINDS[kind].backend.partition(":")
-            self._created[kind] = getattr(import_module(module), name)(self._say, self._limit)
-        return self._created[kind]
+        with self._creating:
+            if kind not in self._created:
+                # Imported when needed: a command for one kind must not load the others.
+                module, _, name = KINDS[kind].backend.partition(":")
+                self._created[kind] = getattr(import_module(module), name)(self._say, self._limit)
+            return self._created[kind]
 
     def knows(self, kind: str) -> bool:
         return kind in KINDS

@@ -35,7 +35,7 @@ from gptctl.engine.processes import (
     processes_of,
     send,
 )
-from gptctl.engine.run_folder import RunFolder, read_plan
+from gptctl.engine.run_folder import ABANDONED, RunFolder, read_plan
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
 from gptctl.reporting import Say
@@ -107,7 +107,7 @@ class LocalBackend(Backend):
 
     def abandon(self, record: JobRecord) -> bool:
         folder = RunFolder(record.local_dir)
-        if folder.try_claim({"abandoned": True}):
+        if folder.try_claim(ABANDONED):
             return True
         # Another gptctl may have abandoned it, and was killed before it could remove the folder.
         claim = folder.claimed_by() or {}
@@ -156,7 +156,7 @@ class LocalBackend(Backend):
         has_folder = folder.path.is_dir()
         # A supervisor that is just starting must not get the claim any more.
         if not claim and has_folder:
-            folder.try_claim({"abandoned": True})
+            folder.try_claim(ABANDONED)
         if has_folder:
             folder.cancel(now)
         _stop(record, folder, claim, now)
@@ -216,7 +216,7 @@ def _from_exit_codes(record: JobRecord, folder: RunFolder, claim: dict[str, Any]
             return JobState(CANCELLED)
         cause = cause_in_folder(record, folder) if result.state == FAILED else None
         return JobState(result.state, cause.reason() if cause else result.reason, cause)
-    if folder.cancelled_file.exists():
+    if folder.is_cancelled():
         return JobState(CANCELLED)
     why = "its processes exited without recording a result"
     if not is_same_boot(claim):

@@ -308,7 +308,9 @@ def _slurm_rows(
     if (here / "hosts").exists():  # the batch script has started
         expected = ExpectedNode(per_node if is_gpu else 0, per_node, has_peers=nodes > 1)
         names = node_names(here, nodes)
-        rows += collect_rows(here, names, tracker, expected, os.path.dirname(folder.there))
+        # Firewall lines of some nodes would lock out the others, on which jobs run, too.
+        root, others = os.path.dirname(folder.there), status.others(nodes)
+        rows += collect_rows(here, names, tracker, expected, root, others)
     return rows
 
 

@@ -45,10 +45,9 @@ def listening_row(name: str, facts: Mapping[str, Any], is_first: bool = True) ->
     if public := _public(bound):
         found = f"torch's store listens also on the public {_listed(public)}"
         return warning(CHECK, found, CLOSE_IT, name)
-    where = f"listens on {_listed(bound)}" if bound else "can be reached from this machine only"
     if not head or not is_everywhere:
-        what = where.replace("on ", "on all addresses: ", 1) if is_everywhere and bound else where
-        return ok(CHECK, f"torch's store {what}", name)
+        return ok(CHECK, f"torch's store {_where(bound, is_everywhere)}", name)
+    where = _where(bound, False)
     found = f"torch's store {where}; with c10d and standalone on all addresses: {_listed(reached)}"
     if _public(reached):
         return notice(CHECK, found, f"use the static rendezvous, or {CLOSE_IT}", name)
@@ -57,12 +56,17 @@ def listening_row(name: str, facts: Mapping[str, Any], is_first: bool = True) ->
 
 def _other_node_row(name: str, reached: Sequence[Address], is_everywhere: bool) -> Row:
     """For a node that is not the first: only c10d may start a store there."""
-    where = f"on {_listed(reached)}" if reached else "for this machine only"
-    where = where.replace("on ", "on all addresses: ", 1) if is_everywhere and reached else where
-    found = f"no store with the static rendezvous: it runs on the first host; with c10d {where}"
+    where = _where(reached, is_everywhere)
+    found = f"no store with the static rendezvous: it runs on the first host; with c10d it {where}"
     if _public(reached):
         return notice(CHECK, found, f"use the static rendezvous, or {CLOSE_IT}", name)
     return ok(CHECK, found, name)
+
+
+def _where(addresses: Sequence[Address], is_everywhere: bool) -> str:
+    if not addresses:
+        return "can be reached from this machine only"
+    return f"listens on {'all addresses: ' if is_everywhere else ''}{_listed(addresses)}"
 
 
 def _is_out(address: Address) -> bool:
@@ -81,7 +85,7 @@ def firewall_row(nodes: Sequence[Mapping[str, Any]], missing: Sequence[str] = ()
     # Lines without these hosts would lock them out.
     if missing and nodes:
         found = f"no lines: the addresses of {_listed(missing)} are unknown"
-        return notice(FIREWALL, found, "run doctor again when all hosts answer")
+        return notice(FIREWALL, found, "run doctor on all of them: use --nodes if they all answer")
     if len(nodes) < 2 or not (openings := openings_of(nodes)).hosts:
         return None
     ports = _listed(f"{first}-{last}" for first, last in openings.ports)
@@ -114,6 +118,8 @@ def merged_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], .
 
 def firewall_lines(openings: Openings) -> list[str]:
     return [
+        "# They drop connections from all other machines: add the addresses of those that need",
+        "# these ports, such as the controller and the login hosts of Slurm.",
         "# As root on each of these hosts, with nft:",
         *_nft_lines(openings),
         "# or with iptables:",

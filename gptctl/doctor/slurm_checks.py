@@ -89,6 +89,11 @@ class SlurmStatus(NamedTuple):
         limits = [group.max_nodes for group in self.groups if group.max_nodes is not None]
         return min([usable, *limits])
 
+    def others(self, nodes: int) -> list[str]:
+        """The nodes of the partition that a job with so many nodes does not use, in words."""
+        more = sum(group.nodes for group in self.groups) - nodes
+        return [count(more, "other node") + " of the partition"] if more > 0 else []
+
     def gpus(self, nodes: int) -> int:
         """The most GPUs that a job with so many nodes can request on each of them."""
         missing = nodes

@@ -15,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from gptctl.engine.atomic_files import replacing
+from gptctl.engine.contract import STOP_SIGNALS
 from gptctl.engine.head_agent import HeadAgent
 from gptctl.engine.host_agent import HostRefused, roll_back
+from gptctl.engine.log import os_error_text
 from gptctl.engine.messages import ConnectionLost, MessageStream
 from gptctl.engine.peer_agent import PeerAgent
 from gptctl.engine.processes import adopt_orphans, disregard, identity, this_process
 from gptctl.engine.run_folder import read_plan
-from gptctl.engine.supervisor import STOP_SIGNALS
 
 
 def detach(log_file: str) -> None:
@@ -57,8 +58,9 @@ def main(run_dir: str, number: int, guard: int) -> None:
     # Whatever fails before the commit, nothing may be left on this host.
     except Exception as error:
         is_expected = isinstance(error, (HostRefused, ConnectionLost, OSError))
+        reason = os_error_text(error) if isinstance(error, OSError) else str(error)
         with suppress(ConnectionLost):
-            gptctl.send(refused=str(error) if is_expected else f"its agent failed: {error!r}")
+            gptctl.send(refused=reason if is_expected else f"its agent failed: {error!r}")
         roll_back(run_dir)
         return
     host.run()

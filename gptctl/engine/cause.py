@@ -14,6 +14,7 @@ from gptctl.engine.file_reading import is_time, is_whole, parse_json
 
 LONGEST_NAME = 100  # characters of a host name
 LARGEST_NUMBER = 1 << 31  # of a node, rank, exit code or signal; Linux has no larger ones
+HOST_LOST = "its host is lost: "  # how the reason begins if a host disappeared
 
 
 class Cause(NamedTuple):

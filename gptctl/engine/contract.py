@@ -5,6 +5,10 @@ Templates and the trainer repeat these as literals: they cannot import this modu
 
 from __future__ import annotations
 
+import signal
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # ask the job to save and stop
+
 # Variables. GPTCTL_RUN_DIR is in the environment of all processes of a job: it identifies them.
 RUN_DIR_VARIABLE = "GPTCTL_RUN_DIR"
 # The file descriptor on which a supervisor tells gptctl that the job exists.

@@ -13,13 +13,14 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 LATEST_TIME = 1e11  # seconds since the epoch; some platforms have no date after the year 5000
 LARGEST = 16 << 20  # bytes; more than any record of a job has, and parsed within a second
 DEEPEST = 100  # levels of JSON; a config may have 32, which `written.json` wraps twice
+MOST_VALUES = 1_000_000  # in one text: empty lists need 30 times the memory of their text
 MOST_INVALID = 1000  # lines of a JSON-lines file; a killed writer leaves one or two
 # Problems that say nothing about the content: the file is missing, or was removed meanwhile.
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -60,7 +61,13 @@ def open_at_once(path: str, flags: int) -> int:
 
     A FIFO would block forever, and a device such as /dev/zero never ends.
     """
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        # A socket, or a FIFO that nobody reads: the system says "No such device".
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "not a regular file", path) from None
+        raise
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
@@ -96,7 +103,7 @@ def read_bytes(file: Path, most: int = LARGEST) -> bytes:
         with open(file, "rb", opener=open_at_once) as stream:
             return stream.read(most)
     except OSError as error:
-        _notice_error(file, error)
+        notice_error(file, error)
         return b""
 
 
@@ -108,7 +115,7 @@ def read_tail(file: Path, most: int, start: int = 0) -> bytes:
             stream.seek(max(start if 0 <= start <= size else 0, size - most))
             return stream.read(most)
     except OSError as error:
-        _notice_error(file, error)
+        notice_error(file, error)
         return b""
 
 
@@ -136,13 +143,18 @@ def read_json(file: Path, most: int = LARGEST) -> dict[str, Any] | None:
     except DamagedFile as error:
         notice(file, str(error))
     except OSError as error:
-        _notice_error(file, error)
+        notice_error(file, error)
     return None
 
 
-def load_json(file: Path, most: int = LARGEST, opener: Opener = open_at_once) -> dict[str, Any]:
+def load_json(
+    file: Path,
+    most: int = LARGEST,
+    opener: Opener = open_at_once,
+    most_values: int = MOST_VALUES,
+) -> dict[str, Any]:
     """Return the JSON object in a file; raise OSError or DamagedFile."""
-    value = load_value(load_bytes(file, most, opener))
+    value = load_value(load_bytes(file, most, opener), most_values)
     if not isinstance(value, dict):
         raise DamagedFile("not a JSON object")
     return value
@@ -157,9 +169,12 @@ def parse_json(text: str | bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def load_value(text: str | bytes) -> Any:
+def load_value(text: str | bytes, most_values: int = MOST_VALUES) -> Any:
     """Return any JSON value; raise DamagedFile unless everything in it can be used safely."""
     text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+    # At least as many as there are: some of these characters may be in strings.
+    if len(text) > most_values and sum(map(text.count, "[{,")) > most_values:
+        raise DamagedFile(f"more than {most_values:,} values")
     # Lone surrogates are valid in JSON, but can be neither printed nor written.
     if _SURROGATE.search(text):
         text = _ESCAPE.sub(lambda found: r"\ufffd" if found[1] else found[0], text)
@@ -180,15 +195,15 @@ def load_value(text: str | bytes) -> Any:
     return value
 
 
-def json_lines(data: bytes) -> list[dict[str, Any]]:
+def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
     """Return the objects of a JSON-lines file; skip incomplete and invalid lines."""
-    found, invalid = [], 0
+    # One by one: whoever needs only a part of each must not keep all of them in memory.
+    invalid = 0
     for line in _LINE.finditer(data):
         if (value := parse_json(line[0])) is not None:
-            found.append(value)
+            yield value
         elif (invalid := invalid + 1) > MOST_INVALID:
-            break
-    return found
+            return
 
 
 def is_time(value: object) -> TypeGuard[float]:
@@ -234,6 +249,6 @@ def _refuse_constant(name: str) -> NoReturn:
     raise DamagedFile(f"{name} is not a number")
 
 
-def _notice_error(file: Path, error: OSError) -> None:
+def notice_error(file: Path, error: OSError) -> None:
     if error.errno not in MISSING:
         notice(file, error.strerror or str(error))

@@ -1,7 +1,7 @@
 """Run the agent of a host, and kill what it leaves when it dies: engine.pyz guard RUN_DIR NODE
 
     guard ── agent ── launch.sh ── torchrun ── ranks
-      └───── agent.sh lifeline
+      └───── agent.sh kill_orphans
 
 The guard is the agent's parent. When the agent dies, whatever killed it, its processes become the
 guard's, which kills them; before the commit it also rolls back. If agent and guard are killed
@@ -30,7 +30,7 @@ _SIGNALS = (
 )
 
 
-def start_lifeline(run_dir: str) -> tuple[int, int]:
+def start_orphan_killer(run_dir: str) -> tuple[int, int]:
     """Start the shell that waits for our death; return its pid and our end of its pipe."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -44,7 +44,7 @@ def start_lifeline(run_dir: str) -> tuple[int, int]:
         _without_gptctl(reading)
         script = os.path.join(run_dir, AGENT_SCRIPT)
         path = os.environ.get("PATH", os.defpath)
-        os.execvpe("bash", ["bash", "--norc", script, "lifeline"], {"PATH": path})
+        os.execvpe("bash", ["bash", "--norc", script, "kill_orphans"], {"PATH": path})
     finally:
         os._exit(127)
 
@@ -56,19 +56,19 @@ def _without_gptctl(stdin: int | None = None) -> None:
         os.dup2(stdin if stdin is not None and not target else nothing, target)
 
 
-def watch(agent: int, run_dir: str, number: int, kept: int, lifeline: int) -> None:
+def watch(agent: int, run_dir: str, number: int, kept: int, orphan_killer: int) -> None:
     """Wait for the end of the agent, then make sure that nothing is left."""
     _, status = os.waitpid(agent, 0)
     # The agent writes to this pipe when the job exists: until then a failure must be undone.
     is_kept = _was_told(kept) or _is_claimed(run_dir, number)
     # An agent that rolled back has finished its work, and a job of the same id may begin here.
     if status and not is_kept:
-        _end_processes(run_dir, lifeline)
+        _end_processes(run_dir, orphan_killer)
         from gptctl.engine.host_agent import remove_folder
 
         remove_folder(run_dir)
     elif is_kept:
-        killed = _end_processes(run_dir, lifeline)
+        killed = _end_processes(run_dir, orphan_killer)
         if status or killed:
             _record(run_dir, number, status, killed)
 
@@ -85,20 +85,20 @@ def _is_claimed(run_dir: str, number: int) -> bool:
     # An agent that rolled back has removed the folder, and this engine with it.
     if number or not os.path.isdir(run_dir):
         return False
-    from gptctl.engine.run_folder import RunFolder
+    from gptctl.engine.run_folder import ABANDONED, RunFolder
 
     folder = RunFolder(run_dir)
     with suppress(OSError):
-        folder.try_claim({"abandoned": True})
+        folder.try_claim(ABANDONED)
     return not (folder.claimed_by() or {}).get("abandoned")
 
 
-def _end_processes(run_dir: str, lifeline: int) -> list[int]:
+def _end_processes(run_dir: str, orphan_killer: int) -> list[int]:
     """Kill all processes of the job here; return those that the agent had left."""
-    left = found = jobs_processes(run_dir, os.getpid(), lifeline)
+    left = found = jobs_processes(run_dir, os.getpid(), orphan_killer)
     # A process in an uninterruptible call exits later: stay as long as there is one.
     while left:
-        left = kill_all(run_dir, os.getpid(), lifeline)
+        left = kill_all(run_dir, os.getpid(), orphan_killer)
     return found
 
 
@@ -118,7 +118,7 @@ def main() -> None:
     run_dir, number = sys.argv[1], int(sys.argv[2])
     os.umask(0o077)
     adopt_orphans()
-    lifeline, writing = start_lifeline(run_dir)
+    orphan_killer, writing = start_orphan_killer(run_dir)
     kept, keep = os.pipe()
     # Before the imports of the agent: the guard stays small.
     agent = os.fork()
@@ -132,9 +132,9 @@ def main() -> None:
     disregard(*_SIGNALS)
     _without_gptctl()
     try:
-        watch(agent, run_dir, number, kept, lifeline)
+        watch(agent, run_dir, number, kept, orphan_killer)
     finally:
-        # The lifeline needs to do nothing.
+        # The orphan killer needs to do nothing.
         with suppress(OSError):
             os.write(writing, b"finished\n")
 

@@ -31,6 +31,7 @@ class HeadAgent(HostAgent):
                 f"other hosts cannot reach its address {self.address}: set `address` in the profile"
             )
         peers = self._wait_for_peers()
+        self.hold_signals()
         # The claim decides once and for all: a gptctl that lost the connection may take it first,
         # to abandon the job.
         if not self.folder.try_claim(this_process()):

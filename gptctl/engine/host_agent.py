@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from gptctl.engine.contract import ROLL_BACK_VARIABLE
-from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.contract import ROLL_BACK_VARIABLE, STOP_SIGNALS
+from gptctl.engine.launch_plan import LaunchPlan, has_data
 from gptctl.engine.machine_queue import MachinePlace
 from gptctl.engine.messages import HANDSHAKE_TIMEOUT, MessageStream
 from gptctl.engine.node import Node
@@ -79,6 +80,10 @@ class HostAgent:
         self.place = MachinePlace(plan, [self.node])
         self._check_inputs()
 
+    def hold_signals(self) -> None:
+        """Keep signals until run() handles them: from now on they stop the job, not its start."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
     def keep_folder(self) -> None:
         """Tell the guard that the job exists: from now on it removes nothing."""
         # The guard may have been killed; the job runs nevertheless.
@@ -93,7 +98,7 @@ class HostAgent:
         secrets = [source["file"] for source in self.plan.secrets.values() if "file" in source]
         # Which files a container sees is not known here.
         needed = [*secrets, *(() if self.plan.container else self.plan.inputs)]
-        if missing := [path for path in needed if not os.access(path, os.R_OK)]:
+        if missing := [path for path in needed if not has_data(path)]:
             names = ", ".join(missing)
             raise HostRefused(f"cannot read {names}: data and secrets must be on every host")
 

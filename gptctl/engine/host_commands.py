@@ -21,10 +21,13 @@ from typing import Any
 from gptctl.engine.file_reading import read_json
 from gptctl.engine.guard import AGENT_LEASE
 from gptctl.engine.processes import boot_id, is_alive, kill_all, processes_of, send
-from gptctl.engine.run_folder import RunFolder
+from gptctl.engine.remote_node import PEER_KILL_TIMEOUT
+from gptctl.engine.run_folder import ABANDONED, RunFolder
 
 STOP_TIMEOUT = 50.0  # seconds; longer than an agent itself needs to stop its ranks
-KILL_TIMEOUT = 3.0  # seconds for an agent whose ranks do not save
+# Seconds for an agent whose ranks do not save: the one of the first host waits for silent peers,
+# and must still be able to record the result.
+NOW_TIMEOUT = PEER_KILL_TIMEOUT + 1.5
 
 
 def status(folder: RunFolder) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def end(folder: RunFolder, now: bool) -> dict[str, Any]:
         send(agent["pid"], signal.SIGTERM)
         send(agent["pid"], signal.SIGCONT)  # somebody may have stopped it
     # An agent that hangs must not start anything after its ranks were killed.
-    for agent in _outlasting(alive, KILL_TIMEOUT if now else STOP_TIMEOUT):
+    for agent in _outlasting(alive, NOW_TIMEOUT if now else STOP_TIMEOUT):
         send(agent["pid"], signal.SIGKILL)
     # Guards also find processes that have lost the mark of the job.
     guards = [agent["guard"] for agent in found if is_guarded(agent)]
@@ -84,7 +87,7 @@ def _outlasting(processes: list[dict[str, Any]], timeout: float) -> list[dict[st
 
 def abandon(folder: RunFolder) -> dict[str, Any]:
     """Take the claim so that no agent can; remove the folder unless an agent was faster."""
-    folder.try_claim({"abandoned": True})
+    folder.try_claim(ABANDONED)
     claim = folder.claimed_by() or {}
     if claim.get("abandoned"):
         end(folder, now=True)

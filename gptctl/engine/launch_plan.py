@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,6 +12,15 @@ from gptctl.engine.typed_fields import typed
 
 MOST_NODES = 1_000_000  # more than any cluster has: counting to a larger number would take forever
 _NNODES = re.compile(r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", re.ASCII)
+
+
+# Endings of files that the prefix of prepared data stands for: see trainer/corpus/token_files.py.
+_OF_A_PREFIX = ("", "_meta.json", "_idx.npz", "_ids.npz", ".idx")
+
+
+def has_data(path: str) -> bool:
+    """Whether a path, or the prefix of token files, can be read here."""
+    return any(os.access(path + ending, os.R_OK) for ending in _OF_A_PREFIX)
 
 
 class StartConditions(NamedTuple):

@@ -14,7 +14,8 @@ ATTEMPTS = 10  # another program may take a port that was free a moment ago
 def resolved(name: str) -> str:
     """Return the address of a host name, IPv4 if it has one; raise OSError if it has none."""
     if not name:
-        raise OSError(errno.EADDRNOTAVAIL, "the address of this host is unknown: set `address`")
+        problem = "the address of this host is unknown: set its `address` in the profile"
+        raise OSError(errno.EADDRNOTAVAIL, problem)
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -62,7 +62,7 @@ class NodeGroup:
                 return _failures_first(exits)
             if needs_all and any(end.code for end in exits.values()):
                 # The others usually fail because of it: let them write their own errors first.
-                self._await_exit(EXIT_TIMEOUT)
+                self._await_exit(EXIT_TIMEOUT, check)
                 stopped |= {node.number for node in self._nodes if not node.exited()}
                 self.kill()
             check()
@@ -107,9 +107,10 @@ class NodeGroup:
     def _are_running(self) -> bool:
         return any(not node.exited() for node in self._nodes)
 
-    def _await_exit(self, timeout: float) -> None:
+    def _await_exit(self, timeout: float, check: Callable[[], None]) -> None:
         deadline = time.monotonic() + timeout
         while self._are_running() and time.monotonic() < deadline:
+            check()
             time.sleep(TICK)
 
 

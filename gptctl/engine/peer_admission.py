@@ -103,16 +103,20 @@ class PeerAdmission:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._make_room(error)
+                if not self._make_room(error):
+                    return
                 continue
             connection.setblocking(True)
             self.requests.add(connection, address[0])
 
-    def _make_room(self, error: OSError) -> None:
-        """Survive an error of accept(): too many open files, or a connection that broke early."""
+    def _make_room(self, error: OSError) -> bool:
+        """Survive an error of accept(); return whether another call may succeed at once."""
         is_full = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-        if is_full and not self.requests.drop_stranger():
-            time.sleep(TICK)
+        # Else a connection broke before it was accepted.
+        if not is_full or self.requests.drop_stranger():
+            return True
+        time.sleep(TICK)
+        return False
 
     def _check(self, number: int, peer: MessageStream, **message: bool) -> None:
         """Check that the peer is connected; send the message, or a heartbeat if one is due."""

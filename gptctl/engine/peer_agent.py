@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gptctl.engine.cause import Cause, relative_to_now
-from gptctl.engine.contract import CANNOT_CREATE
+from gptctl.engine.contract import CANNOT_CREATE, STOP_SIGNALS
 from gptctl.engine.file_reading import is_whole
 from gptctl.engine.handshake import join
 from gptctl.engine.host_agent import HostAgent, HostRefused, roll_back
@@ -20,7 +20,6 @@ from gptctl.engine.messages import INVALID_MESSAGE, ConnectionLost, MessageStrea
 from gptctl.engine.node import TICK, NodeExit
 from gptctl.engine.processes import this_process
 from gptctl.engine.remote_node import HEARTBEAT, HEARTBEAT_TIMEOUT, MAX_STARTS
-from gptctl.engine.supervisor import STOP_SIGNALS
 
 HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,255}")  # a host name or an address
 
@@ -79,6 +78,7 @@ class PeerAgent(HostAgent):
             )
         except ConnectionLost as lost:
             raise HostRefused(f"the first host cannot be reached from here: {lost}") from None
+        self.hold_signals()
         self.gptctl.send(prepared=this_process())
 
     def run(self) -> None:
@@ -88,6 +88,7 @@ class PeerAgent(HostAgent):
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             while not self.is_stopped and self._head_is_alive():
                 self._handle(self.head.receive(TICK) or {})
@@ -124,8 +125,8 @@ class PeerAgent(HostAgent):
             self._begin(start.attempt, start.host, start.port)
         if "request_stop" in message:
             self.node.request_stop()
-        if "kill" in message:
-            self.head.send(killed=self.node.kill())
+        if "kill" in message and self.node.kill():
+            self.head.send(killed=message["kill"])
         self.is_stopped |= "shut_down" in message
 
     def _begin(self, attempt: int, host: str, port: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from gptctl.engine.file_reading import is_whole, json_lines
@@ -16,6 +17,14 @@ from gptctl.engine.launch_plan import LaunchPlan
 
 HIGHEST_RANK = 9_999_999  # the seven digits of the name of its log
 _RANKS = re.compile(r"ranks\.(0|[1-9]\d{0,6})\.jsonl", re.ASCII)
+# What is read of `ranks.<n>.jsonl`. A node with 1,000 ranks that torchrun restarted 9 times has
+# 20,000 lines of 250 bytes; a hostile one may send millions, with anything in them.
+LARGEST_RECORDS = 8 << 20  # bytes
+MOST_EVENTS = 20_000  # lines
+FIELDS = (
+    *("event", "rank", "node", "host", "pid", "time", "clock", "exit", "signal"),
+    *("max_rss_mb", "oom", "log_start"),
+)
 Event = dict[str, Any]
 
 
@@ -38,6 +47,15 @@ def node_in_name(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def rank_events(data: bytes) -> list[Event]:
+    """Return what the ranks of a node recorded: plain values of the fields that are used."""
+    lines = islice(json_lines(data[:LARGEST_RECORDS]), MOST_EVENTS)
+    return [
+        {name: line[name] for name in FIELDS if not isinstance(line.get(name, []), (list, dict))}
+        for line in lines
+    ]
+
+
 def own_records(
     records: Mapping[str, bytes], plan: LaunchPlan | None
 ) -> tuple[dict[str, bytes], list[str]]:
@@ -50,7 +68,7 @@ def own_records(
     nodes = {node: name for name in records if (node := node_in_name(name)) is not None}
     # In order: with c10d, the first node that recorded a rank keeps it.
     for node, name in sorted(nodes.items()):
-        events = json_lines(records[name])
+        events = rank_events(records[name])
         own = [event for event in events if _is_own(event, node, plan)]
         if plan and plan.form == "c10d" and not plan.is_elastic:
             own = _of_group(own, plan, number=0)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from gptctl.engine.contract import OUTCOME, PEER_FAILED
 from gptctl.engine.error_text import signal_name
-from gptctl.engine.file_reading import json_lines, parse_json
-from gptctl.engine.rank_owners import node_in_name
+from gptctl.engine.file_reading import parse_json
+from gptctl.engine.rank_owners import node_in_name, rank_events
 
 Event = dict[str, Any]
 NO_TIMES: Mapping[str, float] = MappingProxyType({})
@@ -114,7 +114,7 @@ def rank_runs(
     clocks: dict[str, float] = {}
     names = {node: name for name in records if (node := node_in_name(name)) is not None}
     nodes = {
-        node: [_on_steady_clock(event, clocks) for event in json_lines(records[name])]
+        node: [_on_steady_clock(event, clocks) for event in rank_events(records[name])]
         for node, name in sorted(names.items())
     }
     # The nodes of one host have the same clock, which is better than any other.

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from gptctl.engine.admission import NeverStarts
-from gptctl.engine.cause import Cause, cause_in_message, on_clock_of_receiver
+from gptctl.engine.cause import HOST_LOST, Cause, cause_in_message, on_clock_of_receiver
 from gptctl.engine.file_reading import is_time, is_whole
 from gptctl.engine.job_result import FAILED, Result
 from gptctl.engine.messages import (
@@ -19,7 +19,7 @@ from gptctl.engine.node import TICK, NodeExit
 
 HEARTBEAT = 2.0  # seconds after which an agent that has nothing else to send sends a heartbeat
 HEARTBEAT_TIMEOUT = 90.0  # seconds without any message after which a host counts as lost
-KILL_TIMEOUT = 5.0  # seconds in which another host must kill its ranks
+PEER_KILL_TIMEOUT = 3.0  # seconds in which another host must kill its ranks
 MAX_STARTS = 1 << 31  # of one node
 MAX_EXIT = 1 << 16  # an exit code; a shell's has 8 bits
 MAX_REASON = 300  # characters of what a host says that the job waits for
@@ -42,8 +42,10 @@ class RemoteNode:
         # Counts starts, so that a late message about an earlier start is not taken for this one's.
         self._start_number = 0
         self._exit: NodeExit | None = NodeExit(0)
-        self._has_ranks = self._stop_is_requested = self._is_killed = False
-        self._kill_timeout = KILL_TIMEOUT
+        self._has_ranks = self._stop_is_requested = False
+        # Counts kills for the same reason.
+        self._kill_number, self._killed_number = 0, 0
+        self._kill_timeout = PEER_KILL_TIMEOUT
         self._killing_since: float | None = None  # when it was asked to kill its ranks
         self._lost = ""  # why the host is lost
 
@@ -95,8 +97,12 @@ class RemoteNode:
             self._send(request_stop=True)
 
     def begin_kill(self) -> None:
-        self._is_killed, self._killing_since = False, time.monotonic()
-        self._send(kill=True)
+        self._kill_number, self._killing_since = self._kill_number + 1, time.monotonic()
+        self._send(kill=self._kill_number)
+
+    @property
+    def _is_killed(self) -> bool:
+        return self._killed_number == self._kill_number
 
     def kill(self) -> bool:
         if self._killing_since is None:
@@ -109,7 +115,7 @@ class RemoteNode:
             self._receive(TICK)
         self._killing_since = None
         # Do not wait again for a host that did not answer.
-        self._kill_timeout = KILL_TIMEOUT if self._is_killed else 0.0
+        self._kill_timeout = PEER_KILL_TIMEOUT if self._is_killed else 0.0
         return self._is_killed
 
     def shut_down(self) -> None:
@@ -140,7 +146,8 @@ class RemoteNode:
             self._mark_lost(f"no message from it for {HEARTBEAT_TIMEOUT:.0f} s")
 
     def _handle(self, message: dict[str, Any]) -> None:
-        self._is_killed |= message.get("killed") is True
+        if is_whole(killed := message.get("killed"), 1, MAX_STARTS):
+            self._killed_number = killed
         if isinstance(reason := message.get("waits_for"), str):
             self._waits_for = f"{reason[:MAX_REASON]} on node {self.number}" if reason else ""
         if isinstance(fault := message.get("cannot_queue"), str):
@@ -153,7 +160,7 @@ class RemoteNode:
 
     def _mark_lost(self, why: str) -> None:
         self._lost = why
-        self._exit = self._exit or NodeExit(255, Cause(f"its host is lost: {why}", self.number))
+        self._exit = self._exit or NodeExit(255, Cause(f"{HOST_LOST}{why}", self.number))
 
 
 def _exit_of(fields: Any, node: int) -> NodeExit:

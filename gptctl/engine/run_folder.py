@@ -25,8 +25,9 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from gptctl.engine.file_reading import (
     DamagedFile,
     is_time,
     notice,
+    notice_error,
     read_bytes,
     read_json,
     read_text,
@@ -65,6 +67,8 @@ from gptctl.engine.typed_fields import check_fields
 SHORT = 4096  # bytes of a file that has one line
 LARGEST_LIST = 1 << 20  # bytes of a list of hosts; ten thousand have a fifth of it
 LONGEST_NAME = 255  # characters of a host's name
+ABANDONED = {"abandoned": True}  # the claim of a job that must not start
+UNSENT = {**ABANDONED, "unsent": True}  # the same, if nothing was sent to the login host
 # A process of `processes.identity`, or a job of Slurm: what is there must have these types.
 CLAIM_FIELDS = {"host": str, "boot": str, "pid": int, "started": int | None}
 _SCHEDULER_ID = re.compile(r"\d{1,18}(_\d{1,18})?", re.ASCII)
@@ -95,7 +99,7 @@ class RunFolder:
 
     def cancel(self, now: bool) -> None:
         """Forbid new attempts; with `now`, running ranks get no time to save either."""
-        if not self._cancelled_by_file.exists():
+        if not os.path.exists(self._cancelled_by_file):
             with suppress(OSError):
                 _write(self._cancelled_by_file, _user())
         with replacing(self.cancelled_file) as stream:
@@ -141,7 +145,7 @@ class RunFolder:
     def is_complete(self, state: str) -> bool:
         """Whether a job in this state has ended, and all its records are here."""
         # Until those of remote hosts are copied, a rank without a last one may still be running.
-        return state in FINAL and not self.not_copied_file.exists()
+        return state in FINAL and not os.path.exists(self.not_copied_file)
 
     def is_cancelled_now(self) -> bool:
         """Whether the job was cancelled without time to save."""
@@ -170,7 +174,7 @@ class RunFolder:
     def _attempts(self) -> dict[int, Path]:
         """Return the folders of attempts, by number."""
         # Ignore other names, such as a copy that a user made of an attempt.
-        entries = [(entry.name[8:], entry) for entry in self.path.glob("attempt-*")]
+        entries = [(entry.name[8:], entry) for entry in entries_like(self.path, "attempt-*")]
         return {int(number): entry for number, entry in entries if _is_number(number)}
 
     def hosts(self, attempt: int) -> list[str]:
@@ -204,7 +208,7 @@ class RunFolder:
     def claimed_by(self) -> dict[str, Any] | None:
         """Return the claim, or None if there is none or it is damaged."""
         claim = read_json(self.claim_file)
-        if not claim or claim == {"abandoned": True}:
+        if not claim or claim in (ABANDONED, UNSENT):
             return claim
         try:
             check_fields(claim, CLAIM_FIELDS)
@@ -231,14 +235,15 @@ class RunFolder:
     def result(self) -> Result | None:
         return parse_result(read_json(self.path / RESULT))
 
-    def exit_codes(self, attempt: int, nodes: Iterable[int]) -> dict[int, int]:
+    def exit_codes(self, attempt: int, nodes: Container[int]) -> dict[int, int]:
         """Return the exit codes that these nodes have recorded."""
         codes = {}
-        for node in nodes:
-            text = read_text(self._node_file(attempt, node, "exit"), SHORT).strip()
-            if _is_number(text):
-                codes[node] = int(text)
-        return codes
+        # By what is there: a damaged record may claim any number of nodes.
+        for file in entries_like(self.attempt(attempt), "node.*.exit"):
+            node, text = file.name.split(".")[1], read_text(file, SHORT).strip()
+            if _is_number(node) and int(node) in nodes and _is_number(text):
+                codes[int(node)] = int(text)
+        return dict(sorted(codes.items()))
 
     def records(self, attempt: int, nodes: Iterable[int]) -> dict[str, bytes]:
         """Read what ranks and launch scripts of these nodes have recorded, by file name."""
@@ -296,7 +301,7 @@ class RunFolder:
         while self._start_checkpoint(number) == str(checkpoint):
             # The trainer saves when it is asked to stop, except before its first step: such an
             # attempt had no chance to make progress.
-            stalled += not self._stopped_file(number).exists()
+            stalled += not os.path.exists(self._stopped_file(number))
             number -= 1
         return stalled
 
@@ -313,12 +318,12 @@ class RunFolder:
         (self.attempt(attempt) / "failed").touch(0o600)
 
     def num_failures(self) -> int:
-        return sum(1 for folder in self._attempts().values() if (folder / "failed").exists())
+        return sum(1 for folder in self._attempts().values() if os.path.exists(folder / "failed"))
 
     def torchruns(self, attempt: int) -> dict[int, int]:
         """Return the pid of torchrun for each node where it has started."""
         numbers = {}
-        for file in self.attempt(attempt).glob("node.*.pid"):
+        for file in entries_like(self.attempt(attempt), "node.*.pid"):
             # The file is empty while launch.sh writes it.
             node, pid = file.name.split(".")[1], read_text(file, SHORT).strip()
             if _is_number(node) and _is_number(pid):
@@ -327,7 +332,8 @@ class RunFolder:
 
     def has_ranks(self, attempt: int) -> bool:
         """Whether any rank has started."""
-        return any(read_bytes(file, 1) for file in self.attempt(attempt).glob("ranks.*.jsonl"))
+        files = entries_like(self.attempt(attempt), "ranks.*.jsonl")
+        return any(read_bytes(file, 1) for file in files)
 
     def mark_unrecoverable(self, attempt: int) -> None:
         """Record here what a rank reported on another machine."""
@@ -394,6 +400,16 @@ def read_plan(folder: Path) -> LaunchPlan:
     if (values := read_json(folder / PLAN)) is None:
         raise DamagedFile("missing, or not valid JSON")
     return LaunchPlan.from_json(values)
+
+
+def entries_like(folder: Path, pattern: str) -> list[Path]:
+    """Return what is in a folder under such names; nothing if it cannot be read."""
+    # Path.glob would raise PermissionError if a folder above it cannot be searched.
+    try:
+        return [folder / name for name in os.listdir(folder) if fnmatchcase(name, pattern)]
+    except OSError as error:
+        notice_error(folder, error)
+        return []
 
 
 def newest_checkpoint(output_dir: str) -> int:

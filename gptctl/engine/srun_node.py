@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from gptctl.engine.cause import Cause
-from gptctl.engine.contract import BATCH_ENVIRONMENT_VARIABLE, LAUNCH_SCRIPT
+from gptctl.engine.contract import BATCH_ENVIRONMENT_VARIABLE, LAUNCH_SCRIPT, STOP_SIGNALS
 from gptctl.engine.file_reading import read_text, size_of
 from gptctl.engine.first_failure import cause_on_nodes, tail
 from gptctl.engine.job_result import FAILED
@@ -28,7 +28,7 @@ from gptctl.engine.log import say, write_log
 from gptctl.engine.node import NodeExit, node_log
 from gptctl.engine.processes import disregard
 from gptctl.engine.run_folder import RunFolder, read_plan
-from gptctl.engine.supervisor import STOP_SIGNALS, Supervisor
+from gptctl.engine.supervisor import Supervisor
 
 START_TIMEOUT = 60  # seconds for which srun may wait for the nodes of its own allocation
 KILL_TIMEOUT = 40.0  # seconds; Slurm itself usually waits 30 between SIGTERM and SIGKILL

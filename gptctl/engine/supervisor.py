@@ -26,7 +26,7 @@ from gptctl.engine.attempt_outcome import (
     without_progress,
 )
 from gptctl.engine.chain import chain_result
-from gptctl.engine.contract import READY_VARIABLE
+from gptctl.engine.contract import READY_VARIABLE, STOP_SIGNALS
 from gptctl.engine.error_text import is_killed_for_memory
 from gptctl.engine.job_result import CANCELLED, COMPLETED, FAILED, STOPPED, TIMEOUT, Result
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
@@ -42,7 +42,6 @@ from gptctl.engine.spare_space import free_space, keep_space, with_spare_space
 
 # Seconds between asking a job to stop and killing it; torchrun gives its ranks the same time.
 GRACE = 30.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # ask the job to save and stop
 REQUEUE_TIMEOUT = 300.0  # seconds that a scheduler may take to stop a job that it has requeued
 PORT_TRIES = 3
 MAX_STALLED = 3  # consecutive attempts without a new checkpoint
@@ -89,6 +88,8 @@ class Supervisor:
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self.on_signal)
+        # An agent of an ssh host has held them since it claimed the job.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         for number in early:
             self.on_signal(number)
         result: Result | None = Result(FAILED, f"the supervisor failed: see {self.log}")

@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gptctl.deadline import Deadline
 from gptctl.remote.archive import MIN_SPEED
@@ -24,8 +25,6 @@ from gptctl.remote.parallel import bounded, in_parallel
 from gptctl.remote.route import ConfigLookup, Route, route_to
 from gptctl.remote.scripts import command_line, output_of
 from gptctl.remote.sftp import (
-    MAX_ENTRIES,
-    Entry,
     InvalidReply,
     ReadFailed,
     SftpReader,
@@ -114,6 +113,7 @@ class Connection:
         deadline = self._limit.within(route.patience)
         self._client, self._watch = _connected(route, jump_hosts, deadline)
         self._files: SftpReader | None = None
+        self._sftp_channel: Channel = None
         self._sessions = threading.BoundedSemaphore(MAX_SESSIONS)
 
     @property
@@ -126,7 +126,7 @@ class Connection:
         return min(self.route.patience, self._limit.left)
 
     @contextmanager
-    def _in_time(self, seconds: float) -> Iterator[None]:
+    def in_time(self, seconds: float) -> Iterator[None]:
         """Close the connection after so many seconds: some calls of paramiko have no timeout."""
         with closing_at(Deadline(seconds), self._transport.close) as is_late:
             try:
@@ -151,7 +151,7 @@ class Connection:
 
     def start(self, command: Sequence[str]) -> paramiko.Channel:
         """Start a command; the caller reads from and writes to the channel."""
-        with self._in_time(self.patience):
+        with self.in_time(self.patience):
             channel = self._transport.open_session(timeout=self.patience)
             channel.settimeout(self.patience)
             line = os.fsencode(command_line(command))  # quoted, word by word
@@ -168,7 +168,7 @@ class Connection:
         """
         # The answer comes after what is sent.
         timeout = min(timeout or self.patience + len(stdin) / MIN_SPEED, self._limit.left)
-        with self._session(timeout), self._in_time(timeout):
+        with self._session(timeout), self.in_time(timeout):
             channel = self.start(command)
             # The login shell prints the marker before the command does anything.
             first = channel.recv(1 << 16)
@@ -206,20 +206,35 @@ class Connection:
                 raise HostError(self.route.name, f"it printed more than {MAX_OUTPUT:,} bytes")
         return bytes(output)
 
-    @property
-    def files(self) -> SftpReader:
+    def files(self, deadline: Deadline) -> SftpReader:
+        """Return the SFTP session. Raise TimeoutError if the host opens none in time."""
         # Opened when it is first needed: most commands need no files.
         if self._files is None:
-            with self._in_time(self.patience):
-                channel = self._transport.open_session(timeout=self.patience)
-                channel.settimeout(self.patience)
-                channel.invoke_subsystem("sftp")
-                self._files = SftpReader(channel, self.patience)
+            limit = deadline.within(self.patience)
+            channel = self._transport.open_session(timeout=limit.left)
+            # Only this session: commands on the same connection may be answered.
+            with closing_at(limit, channel.close) as is_late:
+                try:
+                    channel.invoke_subsystem("sftp")
+                    self._files = SftpReader(channel, self.patience, deadline)
+                except BaseException:  # every try would leave one more session open
+                    channel.close()
+                    if is_late():
+                        raise TimeoutError from None
+                    raise
+            self._sftp_channel = channel
         return self._files
 
-    def listed(self, folder: str, most: int = MAX_ENTRIES) -> list[Entry]:
-        """List a folder; return nothing if it is missing."""
-        return self.files.listed(folder, most)
+    def close_files(self) -> None:
+        """Close the SFTP session; the next use opens another one."""
+        if self._files is not None:
+            self._sftp_channel.close()
+            self._files = None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the host has not even answered keepalive requests for a while."""
+        return self._watch.is_quiet
 
     def close(self) -> None:
         self._watch.stop()
@@ -322,8 +337,16 @@ class JumpHosts:
 
 
 def _transport_over(sock: Any, **options: Any) -> paramiko.Transport:
-    """Speak ssh over a socket, with limits for what a host sends before it is known to be ours."""
+    """Speak ssh over a socket, with limits for what a host sends."""
+    packetizer, transport = _strict_classes()
+    return transport(sock, packetizer_class=packetizer, **options)
+
+
+@cache
+def _strict_classes() -> tuple[Any, Any]:
+    """Complete paramiko's classes, which trust a host more than we do."""
     import paramiko
+    from paramiko.common import MSG_CHANNEL_DATA, MSG_CHANNEL_EXTENDED_DATA
     from paramiko.packet import Packetizer
 
     class LimitedPackets(Packetizer):  # type: ignore[misc]
@@ -343,7 +366,31 @@ def _transport_over(sock: Any, **options: Any) -> paramiko.Transport:
                 raise paramiko.SSHException(f"it sent an ssh packet of {n:,} bytes")
             return super().read_all(n, check_rekey)  # type: ignore[no-any-return]
 
-    return paramiko.Transport(sock, packetizer_class=LimitedPackets, **options)
+    def within_window(feed: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def checked(channel: Any, message: Any) -> None:
+            feed(channel, message)
+            if len(channel.in_buffer) + len(channel.in_stderr_buffer) > channel.in_window_size:
+                raise paramiko.SSHException("it sent more data than it was asked for")
+
+        return checked
+
+    class StrictTransport(paramiko.Transport):  # type: ignore[misc]
+        """paramiko would keep any amount of data, and raise anything about invalid messages."""
+
+        _channel_handler_table: ClassVar = {
+            **paramiko.Transport._channel_handler_table,
+            MSG_CHANNEL_DATA: within_window(paramiko.Channel._feed),
+            MSG_CHANNEL_EXTENDED_DATA: within_window(paramiko.Channel._feed_extended),
+        }
+
+        def get_exception(self) -> Exception | None:
+            error: Exception | None = super().get_exception()
+            if error is None or isinstance(error, (OSError, EOFError, paramiko.SSHException)):
+                return error
+            invalid: Exception = paramiko.SSHException(f"it sent an invalid message: {error}")
+            return invalid
+
+    return LimitedPackets, StrictTransport
 
 
 def _is_active(client: paramiko.SSHClient) -> bool:

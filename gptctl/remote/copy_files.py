@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,11 @@ def is_up_to_date(part: Part) -> bool:
         found = part.local.stat()
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        # A host has chosen the name.
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
     return (found.st_size, int(found.st_mtime)) == (part.size, part.changed)
 
 

@@ -1,8 +1,9 @@
 """Copy what a job has written on its ssh hosts to this machine; resume an interrupted copy.
 
-In a checkpoint, files of the same name on several hosts are copies of each other. Every other file
-has one owner (`file_owners.py`), whose file is at the usual place; those of host X that belong to
-another one are in `hosts/X`.
+Every file has one owner (`file_owners.py`), whose file is at the usual place; those of host X that
+belong to another one are in `hosts/X`. In a checkpoint, files of the same name on several hosts are
+copies of each other: one is copied, that of the first host if it has one, else that of the host
+whose rank the name contains.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,32 +19,30 @@ from typing import Any, BinaryIO
 
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.error_text import one_line
-from gptctl.engine.file_reading import load_json, size_of
+from gptctl.engine.file_reading import LARGEST, MOST_VALUES, load_json, open_at_once, size_of
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.copy_files import Part, copy_rest, is_up_to_date, resume
+from gptctl.remote.fetch_listing import CHECKPOINT, Walk
 from gptctl.remote.file_owners import newly_refused
 from gptctl.remote.host_error import HostError
 from gptctl.remote.host_sync import HostSync, is_synced
-from gptctl.remote.limits import MAX_DEPTH, room_in
-from gptctl.remote.link import LinkConnection
+from gptctl.remote.limits import room_in
 from gptctl.remote.log_sync import LogSync
-from gptctl.remote.sftp import Entry, RemoteFile, TooManyEntries
+from gptctl.remote.not_copied import NotCopied, NotReadable
+from gptctl.remote.sftp import RemoteFile, SftpReader
 from gptctl.reporting import Fetched, FetchOptions, Progress, Say, ShowProgress
-from gptctl.text import enough_for, size_text, some_of
+from gptctl.text import enough_for, size_text
 from trainer.checksums import LARGEST_MANIFEST, damage_in
 from trainer.errors import OUT_OF_REACH, UserError
 
-CHECKPOINT = re.compile(r"step_\d+(\.aside\d+)?")
 # Of the trainer. What a script calls step_5 is a folder like any other.
 _OF_CHECKPOINT = re.compile(rf"(hosts/[^/]+/)?output/{CHECKPOINT.pattern}/[^/]+", re.DOTALL)
-# Unfinished checkpoints, and names that would lead out of the target folder.
-SKIPPED = re.compile(
-    r"step_\d+(\.aside\d+)?\.(tmp|old)|\.lock|\.owner.*|__pycache__|\.{0,2}|.*/.*", re.DOTALL
-)
 MISSING = "missing"
 SAME_EVERYWHERE = "output/latest"  # contains the name of the newest checkpoint
 UNFINISHED = ".fetching"  # files in it, which no host can name, are complete up to their size
-MAX_NAMED = 10  # files that one message names
+LONGEST_PATH = 4095 - 20  # bytes; Linux has no longer ones, and temporary names are longer
+TOO_LONG = "its path would be too long here"
+MOST_IN_MANIFEST = 4_000_000  # values; those of a thousand ranks have about half a million
 TRIES = 5  # after a lost connection; each continues where the one before stopped
 
 
@@ -67,6 +65,7 @@ def fetch(
     # Before the first byte: a part of a checkpoint is useless without the parts of other hosts.
     sync.want_all()
     sync.refresh()
+    left_out = NotCopied()
     if unreachable := sync.unreachable():
         message = f"{record.id} cannot be fetched completely: {'; '.join(unreachable)}"
         raise UserError(message, "fetch it again when the hosts are reachable", OUT_OF_REACH)
@@ -75,24 +74,26 @@ def fetch(
     try:
         with private_files():
             here.mkdir(parents=True, exist_ok=True)
-            parts = _all_parts(sync.with_files, here, options, say)
+            parts = _all_parts(sync.with_files, here, options, say, left_out)
             new: Parts = {local: item for local, item in parts.items() if not _is_here(*item)}
-            # Known before the first byte, for the progress bar.
-            total = sum(_num_missing(each[1], _unfinished(here, *each)) for each in new.values())
-            _check_size(new, total, here, options.max_size)
+            # Known before the first byte: a host may offer any size.
+            total = _leave_out_too_large(parts, new, here, options.max_size, left_out)
             with show(f"fetching {record.id}", total) as done:
-                _copy_all(parts, new, here, say, done)
+                _copy_all(parts, new, here, say, done, left_out)
     except OSError as error:
         message = f"{error.filename or here} cannot be written: {error.strerror}"
         raise UserError(message, "choose another folder with --to", OUT_OF_REACH) from None
+    if options.only:
+        return _summary(parts, new, here, left_out.count)
     _check(here)
-    # Nobody else vouches for these: they must not make the rest unusable.
+    # Only one host has these: they must not make the rest unusable.
     for other in sorted(here.glob("hosts/*")):
         with _as_message(say):
-            _check(other)
+            _check(other, LARGEST, MOST_VALUES)
     for words in newly_refused(record.run_folder):
         say(words)
-    return _summary(parts, new, here)
+    left_out.report(say)
+    return _summary(parts, new, here, left_out.count)
 
 
 @contextmanager
@@ -106,57 +107,101 @@ def _as_message(say: Say) -> Iterator[None]:
 Parts = dict[Path, tuple[HostSync, Part]]
 
 
-def _summary(parts: Parts, new: Parts, here: Path) -> Fetched:
+def _summary(parts: Parts, new: Parts, here: Path, num_left_out: int) -> Fetched:
     sizes = {local: part.size for local, (_, part) in parts.items()}
     # Without what was removed on its host before it could be copied.
     new_sizes = [sizes[local] for local in new if local in sizes]
-    return Fetched(len(sizes), sum(sizes.values()), str(here), len(new_sizes), sum(new_sizes))
+    bytes_here, new_bytes = sum(sizes.values()), sum(new_sizes)
+    return Fetched(len(sizes), bytes_here, str(here), len(new_sizes), new_bytes, num_left_out)
 
 
-def _check_size(new: Parts, total: int, here: Path, max_size: int) -> None:
-    """Refuse to copy too much, before the first byte: a host may offer any size."""
-    if not new:
-        return
-    host, largest = max(new.values(), key=lambda item: item[1].size)
-    what = (
-        f"{size_text(total)} would be copied; the largest file is {one_line(largest.remote)} of "
-        f"{host.route.name}, with {size_text(largest.size)}"
-    )
-    if total > max_size:
-        message = f"{what}. The limit is {size_text(max_size)}; nothing was copied"
-        hint = f"remove the file there, or raise the limit: --max-size {enough_for(total)}"
-        raise UserError(message, hint, OUT_OF_REACH)
-    if total > (room := room_in(here)):
-        message = f"{what}. {here} has room for {size_text(room)}; nothing was copied"
-        raise UserError(message, "free space, or choose another folder with --to", OUT_OF_REACH)
+def _leave_out_too_large(
+    parts: Parts, new: Parts, here: Path, max_size: int, left_out: NotCopied
+) -> int:
+    """Leave out the largest files until the others fit; return how many bytes are copied then."""
+    groups: dict[Path, dict[Path, int]] = {}
+    for local, (host, part) in new.items():
+        # A part of a checkpoint is useless.
+        key = local.parent if _is_of_checkpoint(local, here) else local
+        size = _num_missing(part, _unfinished(here, host, part))
+        groups.setdefault(key, {})[local] = size
+    wanted = total = sum(sum(group.values()) for group in groups.values())
+    room = room_in(here)
+    for group in sorted(groups.values(), key=lambda group: -sum(group.values())):
+        if total <= min(max_size, room):
+            break
+        total -= sum(group.values())
+        for local in group:
+            host, part = new.pop(local)
+            del parts[local]
+            why, hint = _too_large(wanted, max_size, room, here)
+            what = f"{part.remote} ({size_text(part.size)})"
+            left_out.add(host.route.name, what, why, hint)
+    return total
 
 
-def _all_parts(hosts: list[HostSync], here: Path, options: FetchOptions, say: Say) -> Parts:
+def _too_large(wanted: int, max_size: int, room: int, here: Path) -> tuple[str, str]:
+    """Why files are left out, and what to do."""
+    if wanted > max_size:
+        why = f"{size_text(wanted)} would be copied, and the limit is {size_text(max_size)}"
+        return why, f"remove large files there, or raise the limit: --max-size {enough_for(wanted)}"
+    why = f"{size_text(wanted)} would be copied, and {here} has room for {size_text(room)}"
+    return why, "free space, or choose another folder with --to"
+
+
+def _all_parts(
+    hosts: list[HostSync], here: Path, options: FetchOptions, say: Say, left_out: NotCopied
+) -> Parts:
     """Decide for every file which host it is copied from, and where to."""
-    parts: Parts = {}
-    saved: set[Path] = set()  # folders of checkpoints that the first host has
+    offers: list[tuple[HostSync, Part]] = []
     for host in hosts:
-        for part in _files_of(host, here, options, say):
-            name = str(part.local.relative_to(here))
-            if _OF_CHECKPOINT.fullmatch(name) or name == SAME_EVERYWHERE:
-                saved |= {part.local.parent} if host is hosts[0] else set()
-                # The first host says which checkpoints there are: another one could invent some.
-                is_usual = part.local.parent in saved
-                if part.local in parts and is_usual:
-                    continue
-            else:
-                is_usual = host.owns(name) and part.local not in parts
-            own = here / "hosts" / host.route.name / name
-            local = part.local if is_usual else own
+        try:
+            offers += [(host, part) for part in _files_of(host, here, options, say, left_out)]
+        except HostError as error:
+            # Without the first host, others would become the owners of its files for ever.
+            if host is hosts[0]:
+                raise
+            left_out.add_host(error)
+    # The first host says which checkpoints there are: another one could invent some.
+    saved = {part.local.parent for host, part in offers if host is hosts[0]}
+    parts: Parts = {}
+    for host, part in sorted(offers, key=lambda each: not _is_trusted(each[0], each[1], hosts[0])):
+        name = str(part.local.relative_to(here))
+        is_copied = part.local in parts
+        if _OF_CHECKPOINT.fullmatch(name) or name == SAME_EVERYWHERE:
+            is_saved = part.local.parent in saved
+            if is_saved and is_copied:
+                continue
+            is_usual = is_saved and (_is_trusted(host, part, hosts[0]) or host.owns(name))
+        else:
+            is_usual = host.owns(name) and not is_copied
+        own = here / "hosts" / host.route.name / name
+        local = part.local if is_usual else own
+        if len(os.fsencode(local)) > LONGEST_PATH:
+            left_out.add(host.route.name, part.remote, TOO_LONG, "pack it into an archive there")
+        else:
             parts[local] = host, part._replace(local=local)
     return parts
 
 
-def _files_of(host: HostSync, here: Path, options: FetchOptions, say: Say) -> Iterator[Part]:
+def _is_trusted(host: HostSync, part: Part, first: HostSync) -> bool:
+    """Whether this host, before all others, has this file if it is one of a checkpoint."""
+    return host is first or host.has_rank_of(part.local.name)
+
+
+def _files_of(
+    host: HostSync, here: Path, options: FetchOptions, say: Say, left_out: NotCopied
+) -> Iterator[Part]:
     """List the logs, and the output of the trainer or the new files in a script's folder."""
     plan, own = host.plan, host.record.run_folder
-    with host.connected() as connection:
-        walk = _Walk(connection, options, say)
+    if not host.has_job:
+        say(f"{host.route.name}: nothing of the job is there")
+        return
+    with host.files() as files:
+        walk = Walk(files, host.route.name, options, say, left_out)
+        if options.only:
+            yield from walk.below(options.only.remote, Path(options.only.local))
+            return
         yield from walk.below(plan.log_dir, here / "logs")
         if plan.output_dir:
             yield from walk.below(plan.output_dir, here / "output")
@@ -168,75 +213,54 @@ def _files_of(host: HostSync, here: Path, options: FetchOptions, say: Say) -> It
                 yield part
 
 
-class _Walk:
-    """Lists the folders of one host, within the limits."""
-
-    def __init__(self, connection: LinkConnection, options: FetchOptions, say: Say) -> None:
-        self._connection, self._options, self._say = connection, options, say
-        self._left = options.max_files
-
-    def below(self, remote: str, local: Path, depth: int = 0) -> Iterator[Part]:
-        if depth > MAX_DEPTH:
-            raise self._refusal(f"folders are nested more than {MAX_DEPTH} levels deep: {remote}")
-        others = []
-        for entry in self._entries(remote):
-            if SKIPPED.fullmatch(entry.name) or "\0" in entry.name:
-                continue
-            if CHECKPOINT.fullmatch(entry.name) and not self._options.checkpoints:
-                continue
-            place = f"{remote}/{entry.name}", local / entry.name
-            if stat.S_ISDIR(entry.mode):
-                yield from self.below(*place, depth + 1)
-            elif stat.S_ISREG(entry.mode):
-                yield Part(*place, entry.size, entry.changed)
-            # Links and devices: following them could copy any file of the host.
-            else:
-                others.append(entry.name)
-        if others:
-            where = f"{self._connection.route.name}:{one_line(remote)}"
-            names = some_of([one_line(name) for name in others], MAX_NAMED)
-            self._say(f"not copied from {where}, since they are not regular files: {names}")
-
-    def _entries(self, remote: str) -> list[Entry]:
-        try:
-            entries = self._connection.listed(remote, self._left)
-        except PermissionError:
-            raise self._refusal(f"no permission to list {remote}", "check its mode there") from None
-        except TooManyEntries:
-            limit = self._options.max_files
-            hint = f"try --max-files {10 * limit}, or pack them into an archive there"
-            raise self._refusal(f"more than {limit:,} files and folders", hint) from None
-        self._left -= len(entries)
-        return entries
-
-    def _refusal(self, what: str, hint: str = "pack them into an archive there") -> HostError:
-        return HostError(self._connection.route.name, f"{what}; nothing was copied", hint)
-
-
-def _copy_all(parts: Parts, new: Parts, here: Path, say: Say, done: Progress) -> None:
-    """Copy the new files; leave out a checkpoint that is removed meanwhile."""
+def _copy_all(
+    parts: Parts, new: Parts, here: Path, say: Say, done: Progress, left_out: NotCopied
+) -> None:
+    """Copy the new files; leave out a checkpoint of which a file cannot be copied."""
     # A running job removes old checkpoints. A part of one must not look like a whole one.
     removed: set[Path] = set()
     for host, part in new.values():
-        try:
-            if part.local.parent not in removed:
-                _copy(host, part, _unfinished(here, host, part), say, done)
-        except FileDisappeared:
+        if part.local.parent in removed:
+            continue
+        if _is_copied(host, part, here, say, done, left_out):
+            continue
+        if _is_of_checkpoint(part.local, here):
             removed.add(part.local.parent)
-        except NameTaken:
-            place = f"{host.route.name}:{one_line(part.remote)}"
-            say(f"not copied: {place}, since a file and a folder cannot have the same name")
+        else:
             del parts[part.local]
     with suppress(OSError):  # something is left in it
         (here / UNFINISHED).rmdir()
-    incomplete = [
-        local
-        for local in parts
-        if local.parent in removed and (_is_of_checkpoint(local, here) or not local.exists())
-    ]
-    for local in incomplete:
+    # Not those that were here before: a host must not be able to remove them.
+    for local in [local for local in new if local.parent in removed]:
         local.unlink(missing_ok=True)
-        del parts[local]
+        parts.pop(local, None)
+
+
+def _is_copied(
+    host: HostSync, part: Part, here: Path, say: Say, done: Progress, left_out: NotCopied
+) -> bool:
+    """Copy a file; return False if it is left out."""
+    name = host.route.name
+    if left_out.has_host(name):
+        return False
+    try:
+        _copy(host, part, _unfinished(here, host, part), say, done)
+        return True
+    except FileDisappeared:
+        place = f"{name}:{one_line(part.remote)}"
+        say(f"not copied: {place}, since it was removed there meanwhile")
+    except NameTaken:
+        place = f"{name}:{one_line(part.remote)}"
+        say(f"not copied: {place}, since a file and a folder cannot have the same name")
+    except NotReadable as error:
+        left_out.add(name, part.remote, str(error), "check them there, and fetch again")
+    except HostError as error:
+        # The next file of this host would fail in the same way, after the same wait.
+        if error.is_lost or host.has_silent_files:
+            left_out.add_host(error)
+        else:
+            left_out.add(name, part.remote, error.detail, error.hint)
+    return False
 
 
 def _is_of_checkpoint(file: Path, here: Path) -> bool:
@@ -298,27 +322,34 @@ def _is_here(host: HostSync, part: Part) -> bool:
 
 
 def _resume_copy(host: HostSync, part: Part, unfinished: Path, done: Progress) -> None:
-    with host.connected() as connection, open(unfinished, "ab") as copy:
+    with host.files() as files, open(unfinished, "ab", opener=open_at_once) as copy:
         _lock(copy)
         # What an earlier try copied is kept; only the rest is read.
         start = resume(copy, part.size)
-        with _opened(connection, part) as source:
+        with _opened(files, part) as source, _host_refusals():
             is_complete = copy_rest(source, copy, start, part.size, done)
     if not is_complete:
-        message = f"{part.remote} was truncated while it was copied"
-        raise HostError(host.route.name, message, "fetch again")
+        raise NotReadable("truncated while it was copied")
 
 
-def _opened(connection: LinkConnection, part: Part) -> RemoteFile:
+@contextmanager
+def _host_refusals() -> Iterator[None]:
+    """What a host answers to a read is not an error of a file here, which has a name."""
     try:
-        return connection.files.open(part.remote)
+        yield
+    except (PermissionError, FileNotFoundError) as error:
+        if error.filename:
+            raise
+        raise NotReadable(f"cannot be read: {error.strerror}") from None
+
+
+def _opened(files: SftpReader, part: Part) -> RemoteFile:
+    try:
+        return files.open(part.remote)
     except FileNotFoundError:
         raise FileDisappeared from None
     except PermissionError:
-        hint = "change its mode there, and fetch again"
-        raise HostError(
-            connection.route.name, f"no permission to read {part.remote}", hint
-        ) from None
+        raise NotReadable("no permission to read") from None
 
 
 def _lock(copy: BinaryIO) -> None:
@@ -330,13 +361,15 @@ def _lock(copy: BinaryIO) -> None:
         raise UserError(message, "wait for it, or choose another folder with --to") from None
 
 
-def _check(here: Path) -> None:
+def _check(
+    here: Path, largest: int = LARGEST_MANIFEST, most_values: int = MOST_IN_MANIFEST
+) -> None:
     """Verify the checksums of all checkpoints that were copied."""
     for manifest in sorted(here.glob("output/step_*/manifest.json")):
         try:
             damage = [
                 (name, _damage(manifest.parent / os.path.basename(name), facts))
-                for name, facts in _files_in(manifest).items()
+                for name, facts in _files_in(manifest, largest, most_values).items()
             ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{manifest} is damaged", "delete it and fetch again") from None
@@ -353,6 +386,7 @@ def _damage(file: Path, facts: dict[str, Any]) -> str:
     return damage_in(file, facts) if file.exists() else MISSING
 
 
-def _files_in(manifest: Path) -> dict[str, Any]:
-    files: dict[str, Any] = load_json(manifest, LARGEST_MANIFEST)["files"]
+def _files_in(manifest: Path, largest: int, most_values: int) -> dict[str, Any]:
+    values = load_json(manifest, largest, most_values=most_values)
+    files: dict[str, Any] = values["files"]
     return files

@@ -2,11 +2,13 @@
 into the copies of another host's files.
 
 The name of a file tells its owner. Where it does not, the first host that offers a file owns it for
-ever: the journal `file-owners` in the job's folder here remembers that for later commands.
+ever: the journal `file-owners` in the job's folder here remembers that for later commands, by a
+hash of its path: names are chosen by hosts, and may be long and many.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import threading
@@ -20,15 +22,24 @@ from gptctl.engine.file_reading import append_line, read_text
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.rank_owners import node_of_rank
 from gptctl.text import clean, some_of
+from trainer.trace_files import parse_trace_name
 
 JOURNAL = "file-owners"
 BATCH_LOG = "batch.log"  # of Slurm
-MAX_JOURNAL = 256 << 20  # bytes: a name has at most 4 KB, most have 60 bytes
+MAX_JOURNAL = 256 << 20  # bytes; the limits below leave it half empty
+MAX_OWNED = 100_000  # files that one host can own by offering them first
+MAX_LINES = 1_000_000  # of all hosts together: each has a share
 MAX_REFUSED = 100  # files of one host that the journal names; a hostile one may offer millions
+LONGEST_NAMED = 200  # characters of each of them
 MAX_NAMED = 5  # files that one message names
 OWNED, REFUSED, TOLD = "owned", "refused", "told"
+NO_SERIES = "-"
+_NODE = re.compile(r"\d{1,7}", re.ASCII)
 _OF_NODE = re.compile(r"node\.(\d{1,7})\..+|ranks\.(\d{1,7})\.jsonl", re.ASCII)
 _OF_RANK = re.compile(r"(?:workerlog\.|stacks\.|nccl_trace_rank_)(\d{1,7})", re.ASCII)
+# `rank_3.safetensors` of a checkpoint, or `__3_0.distcp` of a sharded one.
+_SAVED_BY_RANK = re.compile(r"rank_(\d{1,7})\.safetensors|__(\d{1,7})_\d{1,7}\.distcp", re.ASCII)
+_OF_CHECKPOINT = re.compile(r"output/step_\d+(\.aside\d+)?/.+", re.DOTALL)
 FIRST = 0  # the node that runs the supervisor: it alone knows how the job ends
 
 
@@ -39,7 +50,13 @@ def owner_by_name(path: str, plan: LaunchPlan) -> int | None:
     """
     folder, _, _ = path.partition("/")
     name = os.path.basename(path)
+    # Traces of the profiler, which are below the output folder or in one of their own.
+    if folder in ("output", "profiler_log") and (traced := parse_trace_name(name)):
+        return node_of_rank(traced.rank, plan)
     if folder == "output":
+        # The ranks of any host save, and a job that continues in another layout has others.
+        if _OF_CHECKPOINT.fullmatch(path):
+            return None
         # With c10d, torchrun itself numbers the nodes: rank 0 may be on any host.
         return None if plan.form == "c10d" else FIRST
     if folder != "work" and (found := _OF_NODE.fullmatch(name)):
@@ -51,30 +68,39 @@ def owner_by_name(path: str, plan: LaunchPlan) -> int | None:
     return None if is_free else FIRST
 
 
+def saver_by_name(name: str, plan: LaunchPlan) -> int | None:
+    """Return the node whose rank saves this file of a checkpoint in the layout of the job."""
+    found = _SAVED_BY_RANK.fullmatch(name)
+    return node_of_rank(int(found[1] or found[2]), plan) if found else None
+
+
 class Journal(NamedTuple):
     """What is remembered about the files of a job."""
 
-    owners: dict[str, int]  # node by path
-    num_owned: Counter[tuple[int, str]]  # files by node and series, such as all `workerlog.N`
+    owners: dict[str, int]  # node by hash of the path
+    num_owned: Counter[int]  # files by node
+    num_in_series: Counter[tuple[int, str]]  # by node and series, such as all `workerlog.N`
     refused: dict[str, set[str]]  # paths that a host offered, by its name
     untold: dict[str, list[str]]  # those of them that the user has not been told yet
 
-    def set_owner(self, path: str, node: int) -> None:
+    def set_owner(self, key: str, series: str, node: int) -> None:
         """Note the owner of a file, unless it has one."""
-        if path not in self.owners:
-            self.owners[path] = node
-            self.num_owned[node, _series(path)] += 1
+        if key not in self.owners:
+            self.owners[key] = node
+            self.num_owned[node] += 1
+            if series != NO_SERIES:
+                self.num_in_series[node, series] += 1
 
 
 def parse_journal(text: str) -> Journal:
     """Read the lines of a journal; skip damaged ones."""
-    journal = Journal({}, Counter(), {}, {})
+    journal = Journal({}, Counter(), Counter(), {}, {})
     # The last line may be incomplete.
     for line in text.split("\n")[:-1]:
         match line.split(" "):
-            case [kind, node, path] if kind == OWNED and node.isdecimal() and len(node) < 8:
+            case [kind, node, key, series] if kind == OWNED and _NODE.fullmatch(node):
                 # The first one stays: two processes may have written at the same time.
-                journal.set_owner(_unquoted(path), int(node))
+                journal.set_owner(key, series, int(node))
             case [kind, host, path] if kind == REFUSED:
                 name, file = _unquoted(host), _unquoted(path)
                 if file not in journal.refused.setdefault(name, set()):
@@ -98,7 +124,8 @@ class FileOwners:
         """Whether this file is copied from this node; if not, and it is forged, note it down."""
         with self._lock:
             owner = self._owner(node, path)
-            if owner != node and is_forged:
+            # Nobody owns a file that was offered after a host had reached its limit.
+            if owner != node and is_forged and not (owner is None and self._is_full(node)):
                 self._refuse(host, path)
             return owner == node
 
@@ -106,22 +133,26 @@ class FileOwners:
         by_name = owner_by_name(path, self._plan)
         if by_name is not None:
             return by_name
-        owners = self._known.owners
-        if path not in owners and self._may_claim(node, path):
-            self._known.set_owner(path, node)
-            self._append(f"{OWNED} {node} {_quoted(path)}")
-        return owners.get(path)
+        owners, key, series = self._known.owners, _hash(path), _series(path)
+        if key not in owners and self._may_claim(node, series):
+            self._known.set_owner(key, series, node)
+            self._append(f"{OWNED} {node} {key} {series}")
+        return owners.get(key)
 
-    def _may_claim(self, node: int, path: str) -> bool:
+    def _may_claim(self, node: int, series: str) -> bool:
         """A node has so many ranks and no more: a hostile one must not claim the logs of all."""
-        is_of_rank = _OF_RANK.fullmatch(os.path.basename(path))
-        return not is_of_rank or self._known.num_owned[node, _series(path)] < self._plan.per_node
+        is_of_rank = series != NO_SERIES
+        num_ranks = self._known.num_in_series[node, series]
+        return not self._is_full(node) and (not is_of_rank or num_ranks < self._plan.per_node)
+
+    def _is_full(self, node: int) -> bool:
+        return self._known.num_owned[node] >= min(MAX_OWNED, MAX_LINES // self._plan.nodes)
 
     def _refuse(self, host: str, path: str) -> None:
-        refused = self._known.refused.setdefault(host, set())
-        if path not in refused and len(refused) < MAX_REFUSED:
-            refused.add(path)
-            self._append(f"{REFUSED} {_quoted(host)} {_quoted(path)}")
+        refused, name = self._known.refused.setdefault(host, set()), path[:LONGEST_NAMED]
+        if name not in refused and len(refused) < MAX_REFUSED:
+            refused.add(name)
+            self._append(f"{REFUSED} {_quoted(host)} {_quoted(name)}")
 
     @property
     def _known(self) -> Journal:
@@ -152,8 +183,17 @@ def _refusal(host: str, paths: list[str]) -> str:
     )
 
 
+def _hash(path: str) -> str:
+    # Half of it: nobody can find another path with the same 128 bits.
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
+
+
 def _series(path: str) -> str:
-    return path.rstrip("0123456789")
+    """A word for all files of ranks that differ in the rank only."""
+    name = os.path.basename(path)
+    if traced := parse_trace_name(name):
+        return _hash(os.path.join(os.path.dirname(path), str(traced._replace(rank=0))))
+    return _hash(path.rstrip("0123456789")) if _OF_RANK.fullmatch(name) else NO_SERIES
 
 
 def _quoted(text: str) -> str:

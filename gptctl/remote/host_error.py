@@ -11,6 +11,8 @@ from trainer.errors import OUT_OF_REACH, Rule, UserError
 
 USABLE = Rule("S010", "every host of a job must be reachable and usable when the job starts")
 
+SHORTEST_WAIT = 0.5  # seconds: a host that gets less could look silent
+NOT_ASKED = "gptctl had no time left to ask it"
 LONGEST = 2000  # characters; a message may name several files
 R = TypeVar("R")
 
@@ -34,6 +36,9 @@ class HostError(UserError):
 
 def silent_host(host: str, seconds: float) -> HostError:
     """The error for a host that did not answer in time."""
+    # The command has little time, and this machine is busy: that says nothing of the host.
+    if seconds < SHORTEST_WAIT:
+        return HostError(host, NOT_ASKED, "try again", is_lost=True, is_silent=True)
     problem = f"no answer in {seconds:.3g} s"
     hint = "if the host is only slow, increase `start_timeout` in the profile"
     return HostError(host, problem, hint, is_lost=True, is_silent=True)

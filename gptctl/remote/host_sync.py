@@ -23,24 +23,24 @@ from gptctl.engine.contract import (
     STILL_RUNNING,
     UNRECOVERABLE_FILE,
 )
-from gptctl.engine.file_reading import parse_json, size_of
+from gptctl.engine.file_reading import open_at_once, parse_json, size_of
 from gptctl.engine.job_result import Result, parse_result
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.answers import is_answer
 from gptctl.remote.connection import NETWORK_ERRORS, CommandResult
 from gptctl.remote.copy_files import Part, copy_rest, is_up_to_date, resume
-from gptctl.remote.file_owners import BATCH_LOG, FIRST, FileOwners
-from gptctl.remote.host_error import HostError
+from gptctl.remote.file_owners import BATCH_LOG, FIRST, FileOwners, saver_by_name
+from gptctl.remote.host_error import NOT_ASKED, HostError
 from gptctl.remote.limits import MAX_ATTEMPTS, MAX_LOGS, room_in, shares
 from gptctl.remote.link import HostLink, LinkConnection
 from gptctl.remote.scripts import remote_command
-from gptctl.remote.sftp import SftpReader
-from gptctl.reporting import Progress
+from gptctl.remote.sftp import OutOfTime, SftpReader
 from gptctl.text import enough_for, size_text, some_of
 
 REMOVE_TIMEOUT = 600.0  # seconds: a folder may hold many checkpoints
 MAX_WHOLE = 1 << 20  # bytes of a file that is copied whole
+MAX_ANSWER = 1 << 20  # bytes of the answer to a command; the state of a job has a few hundred
 SLOW = "only a part of its new logs was copied in time"
 MAX_NAMED = 5  # files that one message names
 MAX_PROBLEM = 200  # characters of a host's error message
@@ -72,14 +72,12 @@ class HostSync:
         """`owners`: None if this host has the files of all nodes."""
         self.record, self.plan, self.node, self.route = record, plan, node, link.route
         self._link, self._has_agent, self._owners = link, has_agent, owners
-        self.unreachable_reason = "not contacted yet"  # why it is unreachable
+        self.unreachable_reason = NOT_ASKED  # why it is unreachable
         self.status: dict[str, Any] | None = None  # its last answer; None: its folder is missing
         self.has_result = False
         self.max_size = MAX_LOGS  # bytes of logs that may be here
         self.incomplete = ""  # why not all of its logs are here
         self.is_cut = False  # there was no time to copy all of them
-        self._deadline = Deadline()
-        self._copying = link.copying
 
     @property
     def has_all_files(self) -> bool:
@@ -113,6 +111,8 @@ class HostSync:
             return self._answer(command[0], done)
 
     def _answer(self, command: str, done: CommandResult) -> dict[str, Any]:
+        if len(done.out) > MAX_ANSWER:
+            raise HostError(self.route.name, f"its answer has more than {MAX_ANSWER:,} bytes")
         answer = parse_json(done.out)
         if answer is not None and is_answer(command, answer):
             return answer
@@ -146,57 +146,76 @@ class HostSync:
             return False
         return not self.status or not (self.status["agents"] or self.status["processes"])
 
+    @property
+    def has_job(self) -> bool:
+        """Whether its folder of that name belongs to the job, by the last answer of its agent."""
+        return not self._has_agent or self.status is not None
+
+    @property
+    def has_silent_files(self) -> bool:
+        return self._link.has_silent_files
+
+    @contextmanager
+    def files(self, deadline: Deadline | None = None) -> Iterator[SftpReader]:
+        """Use the files of the host: only one thread at a time may, and may append to a copy."""
+        try:
+            with self._link.files(deadline) as files:
+                yield files
+        except HostError as error:
+            # Any other problem with files does not make the host unreachable.
+            if error.is_lost:
+                self.unreachable_reason = error.detail
+            raise
+
     def list_names(self, folder: str) -> list[str]:
-        with self._copying, self.connected() as connection, self._readable(folder):
-            return [entry.name for entry in connection.listed(folder)]
+        with self.files() as files, self._readable(folder):
+            return [entry.name for entry in files.listed(folder)]
 
     def copy_new(self, deadline: Deadline | None = None) -> None:
         """Copy everything that the host has written since the last call, within the limits.
 
         At the deadline it stops: what is here by then is complete up to its size.
         """
-        self._deadline, self.is_cut = deadline or Deadline(), False
-        # Only one thread at a time may append to a copy.
-        with self._copying, self.connected() as connection:
-            try:
-                denied = [
-                    part.remote
-                    for part in self._limited(list(self._parts(connection)))
-                    if not self._copy(connection, part)
-                ]
-                if self.is_cut:
-                    self.incomplete = f"{SLOW}: gptctl logs {self.record.id} copies the rest"
-                elif denied:
-                    self.incomplete = f"no permission to read {some_of(denied, MAX_NAMED)}"
-            except OSError as error:
-                if not error.errno or error.errno in NETWORK_ERRORS:
-                    raise
-                # A file here, for example on a full disk.
-                self.incomplete = f"{error.filename or self.record.run_folder}: {error.strerror}"
+        self.is_cut = False
+        try:
+            with self.files(deadline) as files:
+                self._copy_all(files)
+        except OutOfTime:
+            self.is_cut = True
+            self.incomplete = f"{SLOW}: gptctl logs {self.record.id} copies the rest"
+        except HostError as error:
+            if error.is_lost:
+                raise
+            # What the host says of the job stays valid.
+            self.incomplete = error.detail
 
-    def _copy(self, connection: LinkConnection, part: Part) -> bool:
+    def _copy_all(self, files: SftpReader) -> None:
+        try:
+            parts = self._limited(list(self._parts(files)))
+            denied = [part.remote for part in parts if not self._copy(files, part)]
+            if denied:
+                self.incomplete = f"no permission to read {some_of(denied, MAX_NAMED)}"
+        except OSError as error:
+            if not error.errno or error.errno in NETWORK_ERRORS:
+                raise
+            # A file here, for example on a full disk.
+            self.incomplete = f"{error.filename or self.record.run_folder}: {error.strerror}"
+
+    def _copy(self, files: SftpReader, part: Part) -> bool:
         """Copy what is new of a file; return False if the host denies it."""
-        if self.is_cut:
-            return True
         # It may have been removed since it was listed.
         with suppress(FileNotFoundError):
             try:
                 if self._grows(part.local):
-                    _append(connection.files, part, self._require_time)
+                    _append(files, part)
                 else:
-                    _replace(connection.files, part)
-            except OutOfTime:
-                self.is_cut = True
+                    _replace(files, part)
             except PermissionError as error:
                 # With a file name it is one of this machine.
                 if error.filename:
                     raise
                 return False
         return True
-
-    def _require_time(self, size: int) -> None:
-        if not self._deadline.left:
-            raise OutOfTime
 
     def _limited(self, parts: list[Part]) -> list[Part]:
         """Cut the files that are too large for `max_size`, or for the disk here."""
@@ -229,15 +248,15 @@ class HostSync:
     def _batch_log(self) -> Path:
         return Path(self.record.log_dir, BATCH_LOG)
 
-    def _parts(self, connection: LinkConnection) -> Iterator[Part]:
+    def _parts(self, files: SftpReader) -> Iterator[Part]:
         for remote, local, name in (
             (self.plan.remote_dir, self.record.local_dir, ""),
             (self.plan.log_dir, self.record.log_dir, "logs/"),
         ):
-            for entry in connection.listed(remote):
+            for entry in files.listed(remote):
                 if _ATTEMPT.fullmatch(entry.name) and self._has_attempt(entry.name):
                     places = f"{remote}/{entry.name}", Path(local, entry.name)
-                    yield from self._parts_of(connection, *places, f"{name}{entry.name}/")
+                    yield from self._parts_of(files, *places, f"{name}{entry.name}/")
                 self.has_result |= entry.name == RESULT
                 if entry.name == BATCH_LOG and stat.S_ISREG(entry.mode) and self.owns(BATCH_LOG):
                     changed = (entry.size, entry.changed)
@@ -246,7 +265,7 @@ class HostSync:
         has_first_rank = self.node == FIRST or self.plan.form == "c10d"
         if self.plan.output_dir and has_first_rank:
             places = self.plan.output_dir, Path(self.record.output_dir)
-            yield from self._parts_of(connection, *places, "output/")
+            yield from self._parts_of(files, *places, "output/")
 
     def _has_attempt(self, name: str) -> bool:
         """Whether this attempt of the job exists. Only the first host can begin one."""
@@ -255,10 +274,8 @@ class HostSync:
             folder.mkdir(exist_ok=True)
         return folder.is_dir()
 
-    def _parts_of(
-        self, connection: LinkConnection, remote: str, local: Path, name: str
-    ) -> Iterator[Part]:
-        for entry in connection.listed(remote):
+    def _parts_of(self, files: SftpReader, remote: str, local: Path, name: str) -> Iterator[Part]:
+        for entry in files.listed(remote):
             # No symbolic links: they could point to any file of the host.
             is_file = is_synced(entry.name) and stat.S_ISREG(entry.mode)
             if is_file and self.owns(f"{name}{entry.name}"):
@@ -268,7 +285,7 @@ class HostSync:
         """Whether this file of the job belongs to this host; the path is that of the copy here."""
         if self._owners is None:
             return True
-        # Ranks of any host may write this one, and the first host gets the news.
+        # Ranks of any host may write this one, and its agent reports it to the first host.
         if self.node != FIRST and os.path.basename(path) == UNRECOVERABLE_FILE:
             return False
         attempts = filter(_ATTEMPT.fullmatch, path.split("/")[:2])
@@ -276,27 +293,31 @@ class HostSync:
             return False
         return self._owners.may_take(self.node, self.route.name, path, self._is_forged(path))
 
+    def has_rank_of(self, name: str) -> bool:
+        """Whether a rank of this host saves the file of this name in a checkpoint."""
+        return saver_by_name(name, self.plan) == self.node
+
     def _is_forged(self, path: str) -> bool:
         """Whether a file that belongs to another host can be here only if somebody put it here."""
         # Users may have chosen folders on a disk that the hosts share.
         folder = self.plan.log_dir if path.startswith("logs/") else self.plan.remote_dir
-        is_of_job = not path.startswith(("output/", "work/"))
+        is_of_job = not path.startswith(("output/", "work/", "profiler_log/"))
         return is_of_job and f"{folder}/".startswith(f"{self.plan.remote_dir}/")
 
-    def copy_result(self) -> None:
+    def copy_result(self, deadline: Deadline | None = None) -> None:
         """Copy the result of the job, which only the first host has."""
-        with self._copying, self.connected() as connection:
+        with self.files(deadline) as files:
             remote, local = f"{self.plan.remote_dir}/{RESULT}", self.record.run_folder / RESULT
             with self._readable(remote):
-                found = connection.files.stat(remote)
+                found = files.stat(remote)
                 part = Part(remote, local, found.size, found.changed)
-                _replace(connection.files, part)
+                _replace(files, part)
 
-    def read_result(self) -> Result | None:
+    def read_result(self, deadline: Deadline | None = None) -> Result | None:
         """Read the result of the job on the first host, without copying it."""
-        with self._copying, self.connected() as connection:
+        with self.files(deadline) as files:
             try:
-                with connection.files.open(f"{self.plan.remote_dir}/{RESULT}") as source:
+                with files.open(f"{self.plan.remote_dir}/{RESULT}") as source:
                     return parse_result(parse_json(source.read(MAX_WHOLE)))
             except FileNotFoundError:
                 return None
@@ -319,22 +340,19 @@ class HostSync:
         self._link.wait_for_next_try()
 
 
-class OutOfTime(Exception):
-    """A copy takes longer than the command can wait."""
-
-
 def is_synced(name: str) -> bool:
     return bool(GROWS.fullmatch(name) or _WHOLE.fullmatch(name))
 
 
-def _append(files: SftpReader, part: Part, done: Progress) -> None:
+def _append(files: SftpReader, part: Part) -> None:
     """Continue the copy from its end."""
     part.local.parent.mkdir(parents=True, exist_ok=True)
-    with open(part.local, "ab") as copy:
+    # Whatever is here under its name must not block: other jobs on this host wait meanwhile.
+    with open(part.local, "ab", opener=open_at_once) as copy:
         start = resume(copy, part.size)
         if start < part.size:
             with files.open(part.remote) as source:
-                copy_rest(source, copy, start, part.size, done)
+                copy_rest(source, copy, start, part.size)
 
 
 def _replace(files: SftpReader, part: Part) -> None:

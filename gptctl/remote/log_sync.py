@@ -24,16 +24,18 @@ from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.file_owners import FileOwners, newly_refused
-from gptctl.remote.host_error import HostError
+from gptctl.remote.host_error import NOT_ASKED, HostError
 from gptctl.remote.host_sync import HostSync
 from gptctl.remote.limits import MAX_LOGS
 from gptctl.remote.link import HostLink
 from gptctl.remote.parallel import in_parallel
+from gptctl.remote.sftp import OutOfTime
 from gptctl.text import clock_time
 from trainer.errors import OUT_OF_REACH, UserError
 
 MAX_AGE = 3.0  # seconds for which the last answer of the hosts is used
 COPY_EVERY = 0.5  # seconds between two copies of new log lines while a job is followed
+LAST_TRY = 20.0  # seconds; an unreachable host is tried again after 15
 STATUS_EVERY = 5.0  # seconds between two queries of its processes
 
 
@@ -74,6 +76,8 @@ class LogSync:
         self.max_size = MAX_LOGS
         # For a command that shows logs; others need only what can be copied in a short time.
         self.copies_all = False
+        # For a command that stops the job: what the hosts wrote must not delay that.
+        self.only_asks = False
         self._refreshed = float("-inf")
         self._stopped: threading.Event | None = None  # set while followers run
         self._followers: list[threading.Thread] = []
@@ -134,17 +138,27 @@ class LogSync:
                 if not is_first:
                     # The first host alone can tell which attempts there are.
                     first_is_done.wait()
-                if may_write and host in self.with_files and host.time_left:
+                if may_write and host.time_left and self._has_files(host):
                     self._copy_new(host)
             finally:
                 if is_first:
                     first_is_done.set()
 
-        in_parallel(refresh, self.hosts)
+        # A thread for each: most of them wait for the first host.
+        in_parallel(refresh, self.hosts, most=len(self.hosts))
+
+    def _has_files(self, host: HostSync) -> bool:
+        """Whether files of the job are copied from this host now."""
+        # A folder of the same name may belong to another job, whose logs are not of this one.
+        has_any = host in self.with_files and host.has_job
+        # Once the job has ended, nothing else is to be done.
+        return has_any and (not self.only_asks or bool((self.hosts[0].status or {}).get("result")))
 
     def _copy_new(self, host: HostSync) -> None:
-        seconds = math.inf if self.copies_all else min(host.route.patience, host.time_left)
-        host.copy_new(Deadline(seconds))
+        host.copy_new(self._copy_limit(host))
+
+    def _copy_limit(self, host: HostSync) -> Deadline:
+        return Deadline(math.inf if self.copies_all else min(host.route.patience, host.time_left))
 
     def final_result(self) -> Result | None:
         """Copy all that an ended job wrote, and return its result; raise HostError if lost."""
@@ -163,12 +177,13 @@ class LogSync:
         head, folder = self.hosts[0], RunFolder(self.record.local_dir)
         if not head.has_result or is_copied(self.record):
             return
-        results = in_parallel(self._copy_new, self.with_files[:1])
-        results += in_parallel(self._copy_new, self.with_files[1:])
+        sources = [host for host in self.with_files if host.has_job]
+        results = in_parallel(self._copy_new, sources[:1])
+        results += in_parallel(self._copy_new, sources[1:])
         # The job has ended, but these logs are incomplete until the hosts can be reached again.
         missing = [
             host.route.name
-            for host, result in zip(self.with_files, results)
+            for host, result in zip(sources, results)
             if isinstance(result, Exception) or host.incomplete
         ]
         if missing:
@@ -177,11 +192,12 @@ class LogSync:
         else:
             folder.not_copied_file.unlink(missing_ok=True)
         if not folder.result():
-            with suppress(HostError):
+            deadline = self._copy_limit(head)
+            with suppress(HostError, OutOfTime):
                 # Whoever sees the result must also see where the job may still be running.
-                left = (head.read_result() or Result("")).not_ended or ()
+                left = (head.read_result(deadline) or Result("")).not_ended or ()
                 folder.set_not_ended(host.route.name for host in self.hosts if host.node in left)
-                head.copy_result()
+                head.copy_result(deadline)
 
     @contextmanager
     def keep_updated(self) -> Iterator[None]:
@@ -206,6 +222,15 @@ class LogSync:
                 self._stopped = None
                 self._give_up_lock()
 
+    def await_hosts(self) -> None:
+        """Wait for one more try of the followers to reach hosts that are unreachable."""
+        deadline = Deadline(LAST_TRY)
+        while deadline.left and any(host.unreachable_reason for host in self.hosts):
+            time.sleep(COPY_EVERY)
+        # What a host that has just come back wrote is copied in the same round.
+        if deadline.left < LAST_TRY - COPY_EVERY:
+            time.sleep(COPY_EVERY)
+
     def _follow(self, host: HostSync, stopped: threading.Event) -> None:
         updated = float("-inf")
         while not stopped.is_set():
@@ -213,7 +238,7 @@ class LogSync:
                 if time.monotonic() - updated > STATUS_EVERY:
                     host.update_status()
                     updated = time.monotonic()
-                if self._may_write() and host in self.with_files:
+                if self._may_write() and self._has_files(host):
                     host.copy_new()
                 if self._may_write() and host.node == 0:
                     self._copy_result()
@@ -256,7 +281,7 @@ class LogSync:
         return [host.route.name for host in self.hosts if not host.has_ended()]
 
     def unreachable(self) -> list[str]:
-        """Describe each unreachable host: since when, and why."""
+        """Describe each host that did not answer: since when, and why."""
         # The times are kept in the folder, so that the next gptctl process knows them, too.
         file = self.record.run_folder / "reach.json"
         last = read_json(file) or {}
@@ -275,7 +300,9 @@ class LogSync:
             for name, moment in seen.items()
         }
         return [
-            f"{name} has been unreachable since {since[name]}: {fault}"
+            f"{name}: {fault}"
+            if fault == NOT_ASKED
+            else f"{name} has been unreachable since {since[name]}: {fault}"
             for name, fault in faults.items()
         ]
 

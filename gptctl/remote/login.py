@@ -24,8 +24,8 @@ def login_route(cluster: Cluster) -> Route:
 
 def login_link(cluster: Cluster, limit: Deadline | None = None) -> HostLink:
     """The link to the login host; it connects when it is used."""
-    route, jump_hosts = login_route(cluster), JumpHosts()
-    return HostLink(route, lambda: connect(route, jump_hosts, limit or Deadline()))
+    route, jump_hosts, end = login_route(cluster), JumpHosts(), limit or Deadline()
+    return HostLink(route, lambda: connect(route, jump_hosts, end), end)
 
 
 def connect(route: Route, jump_hosts: JumpHosts, limit: Deadline) -> LinkConnection:

@@ -16,15 +16,11 @@ from typing import IO
 
 from gptctl.deadline import Deadline
 from gptctl.remote.archive import MIN_SPEED
-from gptctl.remote.connection import (
-    MAX_OUTPUT,
-    CommandResult,
-    host_errors,
-)
+from gptctl.remote.connection import MAX_OUTPUT, CommandResult
 from gptctl.remote.host_error import HostError, shell_error
 from gptctl.remote.route import Route
 from gptctl.remote.scripts import command_line, output_of
-from gptctl.remote.sftp import MAX_ENTRIES, Entry, SftpReader
+from gptctl.remote.sftp import SftpReader
 
 CONNECTION_FAILED = 255  # the exit code of ssh itself
 CHECK_TIMEOUT = 5.0  # seconds; the master is a process of this machine
@@ -81,7 +77,7 @@ class MasterConnection:
     ) -> CommandResult:
         """Run a command until it exits; `timeout` is for work, which may take longer."""
         words = [*self._words("-T"), command_line(command)]
-        timeout = timeout or self.patience + len(stdin) / MIN_SPEED
+        timeout = min(timeout or self.patience + len(stdin) / MIN_SPEED, self._limit.left)
         try:
             code, out, err = limited_run(words, stdin, timeout)
         except subprocess.TimeoutExpired:
@@ -99,21 +95,27 @@ class MasterConnection:
             raise shell_error(self.route.name, text)
         return CommandResult(code, output, text)
 
-    @property
-    def files(self) -> SftpReader:
+    is_quiet = False  # only ssh itself knows
+
+    def files(self, deadline: Deadline) -> SftpReader:
+        """Return the SFTP session. Raise TimeoutError if the host opens none in time."""
         if self._files is None:
-            self._pipe = SftpPipe(self._words("-s"))
-            with host_errors(self.route):
-                self._files = SftpReader(self._pipe, self.patience)
+            pipe = SftpPipe(self._words("-s"))
+            try:
+                self._files = SftpReader(pipe, self.patience, deadline)
+            except BaseException:  # every try would leave one more process
+                pipe.close()
+                raise
+            self._pipe = pipe
         return self._files
 
-    def listed(self, folder: str, most: int = MAX_ENTRIES) -> list[Entry]:
-        """List a folder; return nothing if it is missing."""
-        return self.files.listed(folder, most)
-
-    def close(self) -> None:
+    def close_files(self) -> None:
         if self._pipe:
             self._pipe.close()
+        self._files = self._pipe = None
+
+    def close(self) -> None:
+        self.close_files()
 
 
 def limited_run(words: Sequence[str], stdin: bytes, timeout: float) -> tuple[int, bytes, bytes]:

@@ -29,7 +29,7 @@ def command_line(command: Sequence[str]) -> str:
 def output_of(printed: bytes) -> bytes | None:
     """What a command printed, without what the login shell printed before.
 
-    None if the shell never came to the command: then its exit code tells nothing, either.
+    None if the shell exited before it ran the command; its exit code is then meaningless.
     """
     _, marker, output = printed.partition(f"{START_MARKER}\n".encode())
     return output if marker else None

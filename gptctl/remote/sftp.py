@@ -13,8 +13,10 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
+from gptctl.deadline import Deadline
 from gptctl.text import clean
 
 VERSION = 3
@@ -31,6 +33,8 @@ SMALLEST_ATTRIBUTE = 8  # bytes of an additional attribute: two empty fields
 READ_SIZE = 1 << 15  # bytes that every server returns in one reply
 READS_AHEAD = 64  # requests that are sent before the first reply is here: 2 MB on the way
 MAX_ENTRIES = 100_000  # of one folder; a job of 1,024 ranks has about 4,000 log files
+MAX_NAME = 255  # bytes of a file name: Linux has no longer ones
+MAX_LISTING = 1000 * MAX_ENTRIES  # bytes of one folder, with a line like that of `ls -l` for each
 MAX_FAILURE = 200  # characters of a host's error message
 
 
@@ -40,6 +44,10 @@ class InvalidReply(Exception):
 
 class TooManyEntries(Exception):
     """A folder has more entries than may be listed."""
+
+
+class OutOfTime(Exception):
+    """The caller has no more time. A reply may be on its way: the session cannot be used."""
 
 
 class ReadFailed(Exception):
@@ -119,9 +127,11 @@ class Fields:
     def entries(self) -> Iterator[Entry]:
         """Read a part of a listing."""
         for _ in range(self.count(SMALLEST_NAME)):
-            name = os.fsdecode(self.string())
+            name = self.string()
+            if len(name) > MAX_NAME:
+                raise InvalidReply(f"a file name of {len(name):,} bytes")
             self.string()  # a line like that of `ls -l`
-            yield self.entry(name)
+            yield self.entry(os.fsdecode(name))
 
 
 def failure(fields: Fields) -> Exception:
@@ -149,9 +159,10 @@ def expected(wanted: int, kind: int, fields: Fields) -> Fields:
 class SftpReader:
     """Lists folders and reads files of one host. Not for two threads at the same time."""
 
-    def __init__(self, stream: Stream, timeout: float) -> None:
-        """`timeout`: seconds in which every reply must be complete."""
+    def __init__(self, stream: Stream, timeout: float, limit: Deadline | None = None) -> None:
+        """`timeout`: seconds in which every reply must be complete; `limit`: as in `within`."""
         self._stream, self._timeout = stream, timeout
+        self._limit = limit or Deadline()
         self._number = 0
         # Replies to requests that nobody waits for any longer.
         self._unwanted: set[int] = set()
@@ -163,6 +174,15 @@ class SftpReader:
     def deadline(self) -> float:
         return time.monotonic() + self._timeout
 
+    @contextmanager
+    def within(self, limit: Deadline) -> Iterator[None]:
+        """Raise OutOfTime for what is not done by then, in however many steps: each may be slow."""
+        self._limit = limit
+        try:
+            yield
+        finally:
+            self._limit = Deadline()
+
     # Folders
 
     def listed(self, folder: str, most: int = MAX_ENTRIES) -> list[Entry]:
@@ -170,6 +190,7 @@ class SftpReader:
         # One deadline for the whole listing: it may have no end.
         deadline = self.deadline()
         found: list[Entry] = []
+        size = 0
         try:
             handle = self._handle(OPEN_FOLDER, _string(os.fsencode(folder)), deadline)
         except FileNotFoundError:
@@ -177,13 +198,16 @@ class SftpReader:
         try:
             while len(found) <= most:
                 fields = self._ask(READ_FOLDER, _string(handle), NAME, deadline)
+                size += fields.left
+                if size > MAX_LISTING:
+                    raise InvalidReply(f"a listing of more than {MAX_LISTING:,} bytes")
                 part = list(fields.entries())
                 if not part:
                     raise InvalidReply("a part of a listing is empty")
                 found += [entry for entry in part if entry.name not in (".", "..")]
         except EOFError:
             pass
-        # After any other failure there is nobody to tell.
+        # After any other failure the connection cannot be used.
         self.close_handle(handle)
         if len(found) > most:
             raise TooManyEntries(f"more than {most:,} files in {folder}")
@@ -240,8 +264,9 @@ class SftpReader:
 
     def _send_packet(self, kind: int, content: bytes) -> None:
         data = struct.pack(">IB", len(content) + 1, kind) + content
-        self._stream.settimeout(self._timeout)
+        deadline = self.deadline()
         while data:
+            self._limit_wait(deadline)
             data = data[self._stream.send(data) :]
 
     def _packet(self, deadline: float) -> tuple[int, Fields]:
@@ -254,16 +279,24 @@ class SftpReader:
     def _bytes(self, size: int, deadline: float) -> bytes:
         data = bytearray()
         while len(data) < size:
-            left = deadline - time.monotonic()
-            # A host may send one byte a minute, forever.
-            if left <= 0:
-                raise TimeoutError
-            self._stream.settimeout(left)
-            new = self._stream.recv(size - len(data))
+            # Before each part: a host may send one byte a minute, forever.
+            self._limit_wait(deadline)
+            try:
+                new = self._stream.recv(size - len(data))
+            except TimeoutError:  # of which of the two limits?
+                continue
             if not new:
                 raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
             data += new
         return bytes(data)
+
+    def _limit_wait(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if not self._limit.left:
+            raise OutOfTime
+        if left <= 0:
+            raise TimeoutError
+        self._stream.settimeout(min(left, self._limit.left))
 
 
 class RemoteFile:
@@ -278,8 +311,8 @@ class RemoteFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # After a failure of the connection there is nobody to tell.
-        if not isinstance(error[1], (OSError, InvalidReply)):
+        # After a failure the connection cannot be used.
+        if not isinstance(error[1], (OSError, InvalidReply, OutOfTime)):
             self._sftp.close_handle(self._handle)
 
     def read(self, most: int) -> bytes:

@@ -1,7 +1,7 @@
 """Notice a host that is connected and sends nothing. Knows sockets, channels and no protocol.
 
-A command on a host may work for minutes without printing anything. So the ssh server is asked for
-a sign of life meanwhile, which also arrives while a large file is copied over a slow line.
+A command on a host may work for minutes without printing anything. So the ssh server gets a
+keepalive request meanwhile; its answer also arrives while a large file is copied over a slow line.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 
@@ -29,7 +30,7 @@ class MeteredSocket:
 
 
 class SilenceWatch:
-    """Asks a quiet host for a sign of life, and gives up on it after `patience` seconds."""
+    """Sends keepalive requests to a quiet host, and gives up on it after `patience` seconds."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class SilenceWatch:
 
     def _run(self) -> None:
         asking: threading.Thread | None = None
-        # Three questions fit into the patience, so that a slow answer does not count as silence.
+        # Ask after a third of the patience: a slow answer then has two thirds to arrive.
         while not self._stopped.wait(min(5.0, self._patience / 6)):
             quiet = time.monotonic() - self._sock.heard
             if quiet > self._patience:
@@ -55,8 +56,19 @@ class SilenceWatch:
                 return
             # The question waits for its answer, so it has a thread of its own.
             if quiet > self._patience / 3 and not (asking and asking.is_alive()):
-                asking = threading.Thread(target=self._ask, daemon=True)
+                asking = threading.Thread(target=self._ask_once, daemon=True)
                 asking.start()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether not even a keepalive request was answered: the host itself is silent."""
+        # A live one has answered the request that was sent after a third of the patience.
+        return time.monotonic() - self._sock.heard > 2 / 3 * self._patience
+
+    def _ask_once(self) -> None:
+        # The next use of a broken connection reports it.
+        with suppress(Exception):
+            self._ask()
 
     def stop(self) -> None:
         self._stopped.set()

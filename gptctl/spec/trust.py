@@ -148,8 +148,6 @@ def is_bundled(file: ReadFile) -> bool:
     real = Path(os.path.realpath(file.path))
     for name in BUNDLED_FOLDERS:
         ours = folder(name).resolve()
-        if real.is_relative_to(ours):
-            return True
         for same in (ours / real.name, *(each / real.name for each in ours.glob("*/"))):
             if same.is_file() and same.read_bytes() == file.data:
                 return True

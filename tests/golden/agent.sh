@@ -15,7 +15,7 @@ kill_job() {
   done 2> /dev/null
 }
 # Wait until the agent and its guard have exited; if both were killed, kill what they have left.
-if [ "$1" = lifeline ]; then
+if [ "$1" = kill_orphans ]; then
   read -r word
   while [ "$word" != finished ] && [ -n "$(job_processes "$gptctl_dir")" ]; do
     kill_job "$gptctl_dir"

@@ -44,13 +44,13 @@ class Clients:
         self._broken.add(name)
         self._replace(name, body)
 
-    def mend(self, name: str) -> None:
+    def restore(self, name: str) -> None:
         self._broken.discard(name)
         self._replace(name, BECOME_REAL)
 
-    def mend_all(self) -> None:
+    def restore_all(self) -> None:
         for name in tuple(self._broken):
-            self.mend(name)
+            self.restore(name)
 
     def _replace(self, name: str, body: str | None) -> None:
         if name not in NAMES:

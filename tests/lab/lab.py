@@ -149,8 +149,8 @@ class Lab:
         """Unplug the network cable: processes continue, but no packet arrives or leaves."""
         self.machines.cut(name)
 
-    def mend(self, name: str) -> None:
-        self.machines.mend(name)
+    def restore(self, name: str) -> None:
+        self.machines.restore(name)
 
     def restart_sshd(self, name: str) -> None:
         """Restart sshd, which closes all its connections."""
@@ -205,8 +205,8 @@ class Lab:
         """Replace a client on all machines by a line of bash, such as `sleep 5; exec "$LAB_REAL" "$@"`; None removes it."""
         self.clients.break_one(name, body)
 
-    def mend_client(self, name: str) -> None:
-        self.clients.mend(name)
+    def restore_client(self, name: str) -> None:
+        self.clients.restore(name)
 
     def proxy(self, mode: str) -> None:
         """Break connections from the head's clients to slurmctld, see proxy.py; `pass` removes the proxy."""
@@ -259,7 +259,7 @@ class Lab:
 
     def tidy(self) -> None:
         """Undo all faults: machines and daemons run, clients work, the queue is empty, nodes are idle."""
-        self.clients.mend_all()
+        self.clients.restore_all()
         if self._settings.accounting and self.accounting.stopped:
             self.start_accounting()
         ill = set(self.machines.cut_off)

@@ -119,7 +119,7 @@ class Machines:
         self._ip("head", *(f"link set {link} down" for link in self._other(name).links))
         self._dark.add(name)
 
-    def mend(self, name: str) -> None:
+    def restore(self, name: str) -> None:
         self._ip("head", *(f"link set {link} up" for link in self._other(name).links))
         self._dark.discard(name)
 

@@ -12,10 +12,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from gptctl.deadline import Deadline
 from gptctl.remote import sftp
 from gptctl.remote.connection import CommandResult
 from gptctl.remote.route import Route
-from gptctl.remote.sftp import MAX_ENTRIES, Entry, SftpReader
+from gptctl.remote.sftp import SftpReader
 
 HUGE = 2**62
 VALUES: tuple[Any, ...] = (
@@ -48,6 +49,11 @@ class Mutator:
             value = self._changed(value)
         text = json.dumps(value).encode()
         return self.data(text) if self.hits() else text
+
+    def extended(self, value: dict[str, Any]) -> dict[str, Any]:
+        """This object, with keys that mean something elsewhere."""
+        keys = [key for key in ("scheduler_id", "abandoned", "host", "unsent", "x" * 100) if self.hits()]
+        return {**value, **{key: self.random.choice(VALUES) for key in keys}}
 
     def _changed(self, value: Any) -> Any:
         if isinstance(value, dict) and value and self.random.random() < 0.9:
@@ -90,13 +96,14 @@ class PretendHost:
         self.said[verb] = code, self.mutator.answer(self.answers.get(verb, {}))
         return CommandResult(code, self.said[verb][1], "problem" if code else "")
 
-    @property
-    def files(self) -> SftpReader:
+    is_quiet = False
+
+    def files(self, deadline: Deadline) -> SftpReader:
         self._files = self._files or SftpReader(PretendSftp(self), 10.0)
         return self._files
 
-    def listed(self, folder: str, most: int = MAX_ENTRIES) -> list[Entry]:
-        return self.files.listed(folder, most)
+    def close_files(self) -> None:
+        self._files = None
 
     def close(self) -> None:
         self._files = None

@@ -246,7 +246,9 @@ def rung() -> Iterator[list[int]]:
 
 def check(facts: dict[str, Any], folder: Path) -> None:
     """The checks of a real run."""
-    t: Any = SimpleNamespace(run=SimpleNamespace(Model=Model()), splits=SimpleNamespace(characters=None))
+    t: Any = SimpleNamespace(
+        run=SimpleNamespace(Model=Model()), splits=SimpleNamespace(characters=None, tokenizer=None)
+    )
     resume._check_same_model(t, facts, folder)
 
 

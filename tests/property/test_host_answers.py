@@ -25,19 +25,21 @@ from unittest import mock
 import pytest
 
 from gptctl.backends.ssh import backend as ssh_backend
+from gptctl.backends.ssh import launcher as launcher_module
 from gptctl.backends.ssh.backend import SshBackend
 from gptctl.backends.ssh.launcher import AgentClient, Launcher
+from gptctl.engine.file_reading import read_json
 from gptctl.engine.job_result import FINAL, LOST, PENDING, RUNNING, UNKNOWN
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import RunFolder
-from gptctl.jobs.store import JobRecord
+from gptctl.jobs.store import JobRecord, Store
 from gptctl.remote import link as remote_link
 from gptctl.remote import log_sync
+from gptctl.remote.answers import is_commit
 from gptctl.remote.file_owners import owner_by_name
 from gptctl.remote.link import HostLink
 from gptctl.remote.log_sync import LogSync
 from gptctl.remote.route import Route
-from gptctl.remote.scripts import START_MARKER
 from gptctl.reporting import FetchOptions
 from tests.property.pretend_hosts import Mutator, PretendHost
 from trainer.errors import UserError
@@ -168,7 +170,7 @@ class Case:
         words = text + b"".join(head.sent_files)
         found = {state for state in FINAL if f'"{state}"'.encode() in words} - {LOST}
         with suppress(ValueError, RecursionError):
-            value = json.loads(text)
+            value = json.loads(text.decode(errors="replace"))  # a damaged text is still its text
             is_idle = isinstance(value, dict) and value.get("agents") == [] and not value.get("processes")
             found |= {LOST} if is_idle else {RUNNING, PENDING}
         return found | ({LOST} if code == 66 else set())
@@ -312,42 +314,96 @@ class PretendChannel:
         return piece
 
 
-def check_launch(number: int) -> None:
+class Commits:
+    """Starts one job again and again; the commit of its first host is damaged each time."""
+
+    def __init__(self, folder: Path) -> None:
+        run = folder / "runs" / JOB
+        run.mkdir(parents=True)
+        paths = {"local_dir": str(run), "log_dir": f"{run}/logs"}
+        ranks = {"nodes": 1, "per_node": 1, "world": 1}
+        self.store, self.plan = Store(folder), plan_of("static")
+        self.record = JobRecord(JOB, "gpt", 1.0, "c", "ssh", **paths, **ranks, token="t")  # type: ignore[arg-type]
+        assert self.store.add(self.record)
+
+    def check(self, number: int) -> None:
+        shutil.rmtree(self.record.run_folder)
+        self.record.run_folder.mkdir()
+        backend = SshBackend(lambda words: None)
+        backend._syncs[JOB] = mock.MagicMock()
+        with mock.patch.object(launcher_module, "Launcher", return_value=committing(number)):
+            try:
+                handle = backend.start(self.plan, self.record)
+            except UserError:
+                return
+        self.store.accept(self.record._replace(handle=handle))
+        # What a host says must neither spoil the record of the job nor its folder.
+        assert self.store.find(JOB).handle == handle
+        assert not self.store.damaged
+        assert set(handle) == {"pid", "started", "boot", "host"}
+        folder = RunFolder(self.record.local_dir)
+        assert folder.claimed_by() == handle
+        place = read_json(folder.attempt(0) / "endpoint.json")
+        assert place is None or (0 < place["port"] < 1 << 16 and len(place["host"]) < 256)
+        assert len(folder.waiting_for()) < 10_000
+
+
+def committing(number: int) -> Launcher:
+    """A launcher whose hosts are ready, and whose first one confirms the commit as this number says."""
     mutator = Mutator(f"launch-{number}", 0.5)
-    commit = {"committed": PROCESS, "endpoint": ["h", 29500], "waiting": ""}
-    text = mutator.answer(commit)
+    text = mutator.answer({"committed": mutator.extended(PROCESS), "endpoint": ["h", 29500], "waiting": ""})
     agent = AgentClient.__new__(AgentClient)
-    agent.route, agent._buffer, agent._has_started = Route("h0", "", 1, "", (), ()), b"", False
+    agent.route, agent._buffer, agent._has_started = Route("h0", "", 1, "", (), ()), b"", True
     agent._sending = mock.MagicMock()
-    agent._channel = PretendChannel(b"hello\n" * (number % 3) + START_MARKER.encode() + b"\n" + text + b"\n")
+    agent._channel = PretendChannel(text + b"\n")
     launcher = Launcher.__new__(Launcher)
     launcher.agents, launcher.timeout = [agent], 5.0
-    try:
-        answer = launcher.commit()
-    except UserError:
-        return
-    # Nothing else than a commit counts as one: this is what is recorded of the job.
-    assert isinstance(answer["committed"]["pid"], int)
-    assert isinstance(answer["committed"]["boot"], str)
-    host, port = answer["endpoint"]
-    assert isinstance(host, str)
-    assert port is None or isinstance(port, int)
-    json.dumps(answer).encode()
+    launcher.prepare = launcher.close = lambda: None  # type: ignore[method-assign]
+    return launcher
+
+
+def check_commits(numbers: Sequence[int], folder: Path) -> None:
+    commits = Commits(folder)
+    with alarm(), mock.patch.object(os, "fsync"):
+        for number in numbers:
+            signal.alarm(MOST_WAITING)
+            try:
+                commits.check(number)
+            except BaseException as error:
+                error.add_note(f"commit {number}")
+                raise
 
 
 def test_commits(tmp_path: Path) -> None:
-    with alarm():
-        for number in range(MESSAGES):
-            signal.alarm(MOST_WAITING)
-            check_launch(number)
+    """Whatever a first host confirms, the record of the job can be read again, and says nothing else of it."""
+    check_commits(range(MESSAGES), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "commit",
+    [
+        {"committed": {**PROCESS, "scheduler_id": []}, "endpoint": ["h", 29500]},
+        {"committed": {**PROCESS, "abandoned": True, "more": "x" * 900_000}, "endpoint": ["h", None]},
+    ],
+)
+def test_a_commit_adds_nothing_to_the_record(commit: dict[str, Any], tmp_path: Path) -> None:
+    commits = Commits(tmp_path)
+    with mock.patch.object(Mutator, "answer", return_value=json.dumps(commit).encode()):
+        commits.check(0)
+    assert commits.store.find(JOB).handle == PROCESS | {"host": "h"}
+
+
+@pytest.mark.parametrize(
+    "endpoint", [["h", -5], ["h", 0], ["h", 99_999_999], ["h", True], ["h" * 100_000, 29500], ["h"]]
+)
+def test_a_commit_names_a_possible_endpoint(endpoint: list[Any]) -> None:
+    assert is_commit({"committed": PROCESS, "endpoint": ["h", 29500]})
+    assert not is_commit({"committed": PROCESS, "endpoint": endpoint})
 
 
 @pytest.mark.long
-def test_many_commits() -> None:
-    with alarm():
-        for number in range(MESSAGES, MANY_MESSAGES):
-            signal.alarm(MOST_WAITING)
-            check_launch(number)
+def test_many_commits(tmp_path: Path) -> None:
+    check_commits(range(MESSAGES, MANY_MESSAGES), tmp_path)
 
 
 def test_a_result_file_of_a_host_is_used_only_if_it_is_one(tmp_path: Path) -> None:

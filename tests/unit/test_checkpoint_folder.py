@@ -20,8 +20,8 @@ from tests.torch_checkpoints import write_torch_checkpoint
 from tests.unit.test_checkpoint import SHARD, Keeper, flip, same, state
 from trainer.checkpoint import verification
 from trainer.checkpoint.folder_lock import OWNER, OwnerFile, identity
-from trainer.checkpoint.manifest import is_verified
 from trainer.checkpoint.store import Store
+from trainer.checkpoint_names import is_verified
 from trainer.errors import UserError
 from trainer.slices import whole
 

@@ -13,10 +13,11 @@ import torch
 
 from tests.torch_checkpoints import write_torch_checkpoint
 from tests.unit.test_checkpoint import Keeper, flip, same, state
-from trainer.checkpoint.manifest import SIGNATURE, _checksum, is_verified, read_manifest
+from trainer.checkpoint.manifest import SIGNATURE, _checksum, read_manifest
 from trainer.checkpoint.signing import VARIABLE, current_keys
 from trainer.checkpoint.snapshot import load_snapshot, save_snapshot
 from trainer.checkpoint.store import unusable
+from trainer.checkpoint_names import is_verified
 from trainer.errors import UserError
 from trainer.slices import whole
 
@@ -53,7 +54,9 @@ def test_what_was_signed_is_loaded(signed: Keeper) -> None:
 def test_without_a_key_a_signed_checkpoint_is_loaded_as_before(signed: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
     assert same(signed.load()[1], state(10))
-    assert SIGNATURE not in read_manifest(signed.checkpoints.store.folder / "step_10")
+    folder = signed.checkpoints.store.folder / "step_10"
+    assert SIGNATURE not in read_manifest(folder)
+    assert signed.warned == [f"{folder} is signed, but {VARIABLE} is not set: new ones are not signed"]
 
 
 def test_with_a_key_an_unsigned_checkpoint_is_passed_over(signed: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +174,9 @@ def test_keys_are_rotated(signed: Keeper, monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("", "is set, but empty"),
         (" \n", "is set, but empty"),
-        ("short", "key 1 has 5 characters, at least 32 needed"),
-        (f"{KEY}\n{'b' * 31}", "key 2 has 31 characters, at least 32 needed"),
+        ("# a comment\n", "key 1 is too short: 11 of 32 characters"),
+        ("weak!", "key 1 is too short: 5 of 32 characters"),
+        (f"{KEY}\n{'b' * 31}", "key 2 is too short: 31 of 32 characters"),
     ],
 )
 def test_a_weak_key_is_refused_before_anything_else(
@@ -182,7 +186,7 @@ def test_a_weak_key_is_refused_before_anything_else(
     with pytest.raises(UserError, match=message) as error:
         Keeper(tmp_path / "output")
     assert "openssl rand -hex 32" in error.value.hint
-    assert not any(part in error.value.message for part in ("short", "bbb"))
+    assert not any(part in error.value.message for part in ("weak!", "bbb"))
     assert not (tmp_path / "output").exists()
 
 

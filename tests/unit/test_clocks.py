@@ -52,10 +52,13 @@ READERS_OF_CLOCKS = {
     "gptctl/remote/copy_files.py": "whether a time is the same as that of the copy",
     "gptctl/remote/log_sync.py": SHOWN,
     "trainer/checkpoint/folder_lock.py": "whether a time changes, for half a minute by the steady clock",
-    "trainer/data/tokens.py": "whether a time is the same as when a file was read",
+    "trainer/corpus/sources.py": "whether a file is the one that an interrupted command had read",
+    "trainer/corpus/token_files.py": "whether a time is the same as when a file was read",
     "trainer/metrics.py": SHOWN,
     "trainer/node_check.py": "it compares clocks",
     "trainer/rank_log.py": "recorded beside the steady clock, which decides",
+    "trainer/tasks/evaluation.py": SHOWN,
+    "trainer/tasks/http_server.py": "what OpenAI's API calls created",
     "trainer/status.py": "shown; the job and the attempt decide",
 }
 WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}

@@ -45,6 +45,7 @@ from gptctl.doctor.probe import (
 from gptctl.doctor.rows import Row, merged, ok, tally, warning, wrong
 from gptctl.doctor.signals import signals_blocked
 from gptctl.doctor.slurm_checks import (
+    SinfoLine,
     SlurmStatus,
     choose_partition,
     count_gpus,
@@ -552,3 +553,10 @@ def test_signals_wait_that_another_thread_receives() -> None:
         stopped.set()
         other.join()
     assert steps == ["cleaned up"]
+
+
+def test_other_nodes_of_a_partition_get_no_firewall_lines_against_them() -> None:
+    """Lines for two of three nodes would lock out the third, on which jobs run, too."""
+    line = SinfoLine("main", True, True, 3, "1:00:00", 0, "idle", None)
+    status = SlurmStatus((), (line,))
+    assert (status.others(2), status.others(3)) == (["1 other node of the partition"], [])

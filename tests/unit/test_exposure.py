@@ -48,11 +48,11 @@ def test_where_a_store_listens(facts: dict[str, Any], state: str, words: str) ->
 @pytest.mark.parametrize(
     ("facts", "state", "words"),
     [
-        (node("10.0.0.6", head="10.0.0.5"), "ok", "with c10d on all addresses: 10.0.0.6, 172.17.0.1"),
-        (node("8.8.4.4", head="10.0.0.5"), "notice", "with c10d on all addresses: 8.8.4.4, 172.17.0.1"),
-        (node("8.8.4.4", head="8.8.8.8"), "notice", "with c10d on all addresses: 8.8.4.4, 172.17.0.1"),
-        (node("8.8.4.4", "127.0.0.1", head="node1"), "ok", "with c10d for this machine only"),
-        (node("8.8.4.4", "10.0.0.6", head="node1"), "ok", "with c10d on 10.0.0.6"),
+        (node("10.0.0.6", head="10.0.0.5"), "ok", "with c10d it listens on all addresses: 10.0.0.6, 172.17.0.1"),
+        (node("8.8.4.4", head="10.0.0.5"), "notice", "with c10d it listens on all addresses: 8.8.4.4, 172.17.0.1"),
+        (node("8.8.4.4", head="8.8.8.8"), "notice", "with c10d it listens on all addresses: 8.8.4.4, 172.17.0.1"),
+        (node("8.8.4.4", "127.0.0.1", head="node1"), "ok", "with c10d it can be reached from this machine only"),
+        (node("8.8.4.4", "10.0.0.6", head="node1"), "ok", "with c10d it listens on 10.0.0.6"),
     ],
 )
 def test_the_store_of_the_static_rendezvous_runs_on_the_first_host_only(facts, state: str, words: str) -> None:
@@ -102,7 +102,7 @@ def test_hosts_that_did_not_answer_are_not_locked_out() -> None:
         row = firewall_row(answered, ["n3", "n4"])
         assert row is not None
         assert (row.state, row.found) == ("notice", "no lines: the addresses of n3, n4 are unknown")
-        assert row.fix == "run doctor again when all hosts answer"
+        assert row.fix == "run doctor on all of them: use --nodes if they all answer"
     assert firewall_row([], ["n1", "n2"]) is None
 
 

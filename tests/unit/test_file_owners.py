@@ -10,6 +10,7 @@ import pytest
 
 from gptctl.engine.file_reading import append_line
 from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.remote import file_owners
 from gptctl.remote.file_owners import JOURNAL, MAX_REFUSED, FileOwners, newly_refused, owner_by_name, parse_journal
 
 FIELDS: dict[str, Any] = dict.fromkeys(LaunchPlan._fields)
@@ -49,7 +50,7 @@ def test_the_first_that_offers_a_file_owns_it_for_ever(tmp_path: Path) -> None:
         assert owners.may_take(2, "c", path, False)
         assert not owners.may_take(0, "a", path, False)
     with open(tmp_path / "file-owners", "a") as journal:
-        journal.write("owned 1 work/incompl")
+        journal.write("owned 1 0123abcd")
     later = FileOwners(tmp_path, C10D)
     assert later.may_take(0, "a", "work/new", False)
     for path, owner in (("output/status.json", 2), (odd, 2), ("work/new", 0)):
@@ -79,8 +80,39 @@ def test_forged_files_are_told_once(tmp_path: Path) -> None:
     assert newly_refused(tmp_path) == []
 
 
+def test_a_host_cannot_make_the_journal_grow_without_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long names cost no more than short ones; beyond the limit a host owns nothing new, and takes nothing from others."""
+    monkeypatch.setattr(file_owners, "MAX_OWNED", 1000)
+    owners = FileOwners(tmp_path, STATIC)
+    assert owners.may_take(2, "c", "work/model.bin", False)
+    long = "work/" + "\xff" * 3000
+    taken = [owners.may_take(1, "b", f"{long}{number}", False) for number in range(1200)]
+    assert taken == [True] * 1000 + [False] * 200
+    for number in range(2 * MAX_REFUSED):
+        owners.may_take(1, "b", f"attempt-{number}/{'x' * 3000}/ranks.0.jsonl", True)
+    assert (tmp_path / JOURNAL).stat().st_size < 1000 * 60 + MAX_REFUSED * 700
+    later = FileOwners(tmp_path, STATIC)
+    assert not later.may_take(1, "b", "work/model.bin", False)
+    assert later.may_take(1, "b", f"{long}7", False)
+    assert not later.may_take(0, "a", f"{long}7", False)
+    # A file of nobody belongs to no other host: there is nothing to warn of.
+    newly_refused(tmp_path)
+    assert not later.may_take(1, "b", "logs/attempt-0/notes.txt", True)
+    assert newly_refused(tmp_path) == []
+    assert later.may_take(0, "a", "logs/attempt-0/notes.txt", True)
+
+
+def test_many_hosts_share_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_owners, "MAX_LINES", 30)
+    owners = FileOwners(tmp_path, STATIC)
+    for node in range(3):
+        assert sum(owners.may_take(node, "x", f"work/{node}-{number}", False) for number in range(20)) == 10
+
+
 def test_a_damaged_journal_is_read_as_far_as_possible() -> None:
-    text = "owned x y\nowned 99999999999999999999 a\nowned 1\n\0\nrefused\nowned 1 good\nowned 2 good\ntold now\n"
+    text = (
+        "owned x y -\nowned 99999999999999999999 a -\nowned 1\n\0\nrefused\nowned 1 good -\nowned 2 good -\ntold now\n"
+    )
     assert parse_journal(text).owners == {"good": 1}
 
 

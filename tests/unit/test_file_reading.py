@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
@@ -19,6 +21,7 @@ from gptctl.engine.file_reading import (
     DamagedFile,
     json_lines,
     load_json,
+    load_value,
     parse_json,
     read_bytes,
     read_json,
@@ -101,17 +104,28 @@ def test_parts_of_files(tmp_path: Path) -> None:
 
 def test_json_lines_skip_what_is_torn_and_give_up_on_garbage() -> None:
     """Oracle: the two valid lines; 16 MB of garbage take less than 2 s."""
-    assert json_lines(b'{"a": 1}\n{"a"\n[1]\n17\n\n{"a": NaN}\r\n{"b": 2}\r\n{"c"') == [{"a": 1}, {"b": 2}]
+    assert list(json_lines(b'{"a": 1}\n{"a"\n[1]\n17\n\n{"a": NaN}\r\n{"b": 2}\r\n{"c"')) == [{"a": 1}, {"b": 2}]
     for garbage in (b"\n", b"x\n", b"{\n", b"[[\n", b'{"\n'):
         begun = time.process_time()
-        assert json_lines(garbage * ((16 << 20) // len(garbage))) == []
+        assert list(json_lines(garbage * ((16 << 20) // len(garbage)))) == []
         assert time.process_time() - begun < 2, garbage
+
+
+@pytest.mark.parametrize("item", [b"[]", b"{}", b'{"a":1}', b"1"])
+def test_a_text_with_too_many_values_is_not_parsed(item: bytes) -> None:
+    """A small text could need gigabytes as values; one below the limit is read."""
+    assert len(load_value(b"[" + b",".join([item] * 300_000) + b"]")) == 300_000
+    with (
+        mock.patch.object(json, "loads", side_effect=AssertionError("it was parsed")),
+        pytest.raises(DamagedFile, match="more than 1,000,000 values"),
+    ):
+        load_value(b"[" + b",".join([item] * 1_000_001) + b"]")
 
 
 def test_the_largest_file_is_parsed_within_the_limit() -> None:
     """Whatever it contains: many numbers, lists, brackets in texts, surrogates."""
     for part in (b"0,", b"[],", b'"[",', rb'"\ud800",', b"1e100,", b"1234567890123456789,"):
-        text = b'{"a": [' + part * ((4 << 20) // len(part)) + b"0]}"
+        text = b'{"a": [' + part * min((4 << 20) // len(part), 450_000) + b"0]}"
         begun = time.process_time()
         assert parse_json(text) is not None
         assert time.process_time() - begun < 2, part

@@ -185,7 +185,7 @@ def test_all_commands_together_have_a_limit(repository: Path, monkeypatch: pytes
     """git waits for a FIFO in `status` and in `diff`. What was found before is kept, and the user is told."""
     monkeypatch.setattr("gptctl.jobs.git_state.TIMEOUT", 1.0)
     monkeypatch.setattr(file_reading, "noticed", said := {})
-    monkeypatch.setattr("gptctl.jobs.git_state.noticed", said)
+    monkeypatch.setattr("gptctl.jobs.git_state._unanswered", set())
     for name in (".gitignore", ".gitattributes"):
         (repository / name).unlink(missing_ok=True)
         os.mkfifo(repository / name)

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -59,11 +60,14 @@ def test_sizes_are_shown_in_decimal_units() -> None:
     assert shown == ["0 bytes", "1 byte", "999 bytes", "1.0 MB", "1.0 GB", "4.6 EB", "18.4 EB"]
 
 
-def test_some_space_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the folder does not exist yet."""
-    before = room_in(tmp_path / "a" / "b")
-    monkeypatch.setattr(limits, "KEPT_FREE", 1 << 62)
-    assert 0 <= room_in(tmp_path / "a" / "b") <= before
+@pytest.mark.parametrize(("disk", "free", "room"), [(100, 50, 49), (10, 5, 4.5), (10, 0.2, 0)])
+def test_some_space_stays_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: int, free: float, room: float
+) -> None:
+    """1 GB, or 5 % of a small disk; also if the folder does not exist yet. Oracle: arithmetic, in GB."""
+    found = SimpleNamespace(f_frsize=1, f_blocks=disk * limits.GB, f_bavail=int(free * limits.GB))
+    monkeypatch.setattr(limits.os, "statvfs", lambda folder: found)
+    assert room_in(tmp_path / "a" / "b") == int(room * limits.GB)
 
 
 def test_a_program_that_prints_without_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gptctl.engine.attempt_outcome import failed_attempt
 from gptctl.engine.cause import Cause
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.node import NodeExit
-from gptctl.engine.rank_owners import own_records
+from gptctl.engine.rank_owners import LARGEST_RECORDS, MOST_EVENTS, own_records, rank_events
 from gptctl.engine.rank_runs import rank_runs
 from gptctl.logs.failed import failure_in
 from gptctl.logs.files import FileFilter, node_of_ranks
@@ -168,3 +169,15 @@ def test_no_report_blames_the_rank_of_another_host(files: LocalLogFiles, tmp_pat
     assert [row["ended"] for row in list_rows(files, FileFilter())] == ["running", "running", "exit 77", "exit 77"]
     assert node_of_ranks(files.records(0)) == {0: 0, 1: 0, 2: 1, 3: 1}
     assert list(file_reading.noticed) == [str(tmp_path / "attempt-0" / "ranks.1.jsonl")]
+
+
+def test_a_file_without_end_is_read_in_part() -> None:
+    """Megabytes of lines that say nothing, or of lines with large values, cost no more than a large real file."""
+    began = time.process_time()
+    assert len(rank_events(b'{"a":1}\n' * 500_000)) == MOST_EVENTS
+    nested = b'{"rank": 0, "host": [' + b"[]," * 1000 + b'[]], "more": [' + b"[]," * 1000 + b"[]]}\n"
+    events = rank_events(nested * 1500)
+    assert events[0] == {"rank": 0}
+    assert len(events) * len(nested) <= LARGEST_RECORDS
+    assert rank_runs({"ranks.0.jsonl": nested * 1500, "ranks.1.jsonl": b"{}\n" * 1_000_000}) == []
+    assert time.process_time() - began < 5

@@ -219,6 +219,11 @@ def test_a_template_of_the_users_replaces_ours(tmp_path) -> None:
         ("{{ 1 / 0 }}\n", ["mine.sh.j2:1", "division by zero"]),
         ("a\n{{ env.no_such_name }}\n", ["mine.sh.j2:2", "no_such_name"]),
         ("{{ job_id.__class__.__mro__ }}\n", ["unsafe"]),
+        ("{{ 9 ** (9 ** 9) }}\n", ["mine.sh.j2:1", "the result of ** is too large"]),
+        ("{{ 'a' * 99999999999 }}\n", ["mine.sh.j2:1", "the result of * is too large"]),
+        ("{{ [1] * 99999999999 }}\n", ["mine.sh.j2:1", "the result of * is too large"]),
+        (f"{{{{ {'(' * 3000}1{')' * 3000} }}}}\n", ["nested too deep"]),
+        ("{% include 'mine.sh.j2' %}\n", ["includes itself"]),
     ],
 )
 def test_a_wrong_template_is_explained(tmp_path, template: str, expected: list[str]) -> None:
@@ -228,6 +233,18 @@ def test_a_wrong_template_is_explained(tmp_path, template: str, expected: list[s
     with pytest.raises(UserError) as caught:
         render(plan, "mine.sh", named_templates(tmp_path))
     assert all(word in caught.value.message + caught.value.hint for word in expected), caught.value.message
+
+
+def test_a_template_that_never_ends(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run renders templates that nobody has trusted yet."""
+    monkeypatch.setattr("gptctl.planning.render.MAX_SECONDS", 0.5)
+    plan = plan_of(tmp_path, LOCAL, [], JOB)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "mine.sh.j2").write_text(loop)
+    with pytest.raises(UserError, match=r"took longer than 0\.5 s"):
+        render(plan, "mine.sh", named_templates(tmp_path))
+    (tmp_path / "mine.sh.j2").write_text("{{ 2 ** 10 }} {{ 'ab' * 2 }} {{ 3 * world }}\n")
+    assert render(plan, "mine.sh", named_templates(tmp_path)) == "1024 abab 3\n"
 
 
 # What arrives in a process, whatever the values are. The oracle is the process itself.
@@ -417,7 +434,7 @@ def test_damaged_compiled_templates_are_compiled_again(
     """Oracle: the script from an empty cache. A test that opens the FIFO as jinja2 does would never end."""
     monkeypatch.setenv("GPTCTL_HOME", str(tmp_path / "home"))
     expected = script_text(tmp_path, "job")
-    files = list((tmp_path / "home/compiled-templates").iterdir())
+    files = list((tmp_path / "home/compiled-templates-2").iterdir())
     assert files
     for file in files:
         damage(file)

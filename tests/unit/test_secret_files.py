@@ -15,6 +15,7 @@ from gptctl.jobs.preflight import run_preflight
 from gptctl.planning.build import JobIdentity, Site
 from gptctl.planning.render import render
 from gptctl.spec.check import check_config
+from trainer.config import Override
 
 
 def create(path: Path, kind: str) -> None:
@@ -28,7 +29,7 @@ def create(path: Path, kind: str) -> None:
     elif kind == "device":
         path.symlink_to("/dev/zero")
     elif kind != "missing":
-        path.write_text("k" * 32)
+        path.write_text("k" * {"empty": 0, "huge": 100_001}.get(kind, 32))
         path.chmod(0 if kind == "locked" else 0o600)
 
 
@@ -53,6 +54,8 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 KINDS = {
     "missing": "cannot read {}: No such file or directory",
     "pipe": "{} is a named pipe, not a regular file",
+    "empty": "{} has 0 bytes; a secret has 1 to 100,000",
+    "huge": "{} has 100,001 bytes; a secret has 1 to 100,000",
     "socket": "{} is a socket, not a regular file",
     "device": "{} is a device, not a regular file",
     "folder": "{} is a folder, not a regular file",
@@ -80,3 +83,14 @@ def test_the_script_of_the_job_refuses_it_at_once(launch, tmp_path: Path, kind: 
     ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20)
     assert ended.returncode == 78
     assert ended.stderr == (f"error: the file of the secret TOK is missing or not a regular file: {tmp_path / 'key'}\n")
+
+
+@pytest.mark.parametrize("typed", [["TOK={env: CK}"], ["TOK.file=", "TOK.env=CK"], ["TOK.env=CK"]])
+def test_a_reference_that_is_typed_replaces_the_one_of_the_config(tmp_path: Path, typed: list[str]) -> None:
+    (tmp_path / "run.yaml").write_text("Launch:\n  secrets:\n    TOK: {file: key}\n")
+    overrides = [Override.parse(f"Launch.secrets.{text}") for text in typed]
+    checked = check_config(tmp_path / "run.yaml", overrides)
+    assert checked.launch.secrets == {"TOK": {"env": "CK"}}
+    # In one place, two references are a mistake.
+    (tmp_path / "run.yaml").write_text("Launch:\n  secrets:\n    TOK: {file: key, env: CK}\n")
+    assert "a secret must be a reference" in str(check_config(tmp_path / "run.yaml", []).findings)

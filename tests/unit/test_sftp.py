@@ -8,14 +8,16 @@ import struct
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from gptctl.deadline import Deadline
 from gptctl.remote import sftp
-from gptctl.remote.sftp import Fields, InvalidReply, ReadFailed, SftpReader, TooManyEntries
+from gptctl.remote.sftp import Fields, InvalidReply, OutOfTime, ReadFailed, SftpReader, TooManyEntries
 
 SERVER = "/usr/lib/openssh/sftp-server"
 ODD = b"".join(bytes([code]) for code in range(1, 256) if code != ord("/"))
@@ -109,6 +111,9 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
     "2^32 attributes": lambda asked: packet(
         sftp.NAME, asked + number(1) + string(b"a") + string(b"") + number(sftp.HAS_MORE) + number(2**32 - 1)
     ),
+    "a name of 256 bytes": lambda asked: packet(
+        sftp.NAME, asked + number(1) + string(b"n" * 256) + string(b"") + number(0)
+    ),
     "4 GB reply": lambda asked: b"\xff" * 100,
     "empty reply": lambda asked: number(0),
     "short reply": lambda asked: packet(sftp.NAME, asked[:2]),
@@ -156,6 +161,37 @@ def test_a_listing_without_end() -> None:
 
     with pytest.raises(TooManyEntries):
         SftpReader(Liar(answer).ours, 20.0).listed("a", 10_000)
+
+
+def test_a_listing_of_long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few names, and with each of them a line that nobody reads."""
+    monkeypatch.setattr(sftp, "MAX_LISTING", 1_000_000)
+    sent = []
+
+    def answer(kind: int, asked: bytes) -> bytes:
+        if kind in HANDLE:
+            return packet(sftp.HANDLE, asked + string(b"h"))
+        sent.append(kind)
+        return packet(sftp.NAME, asked + number(1) + string(b"n") + string(b"l" * 200_000) + number(0))
+
+    with pytest.raises(InvalidReply, match="more than 1,000,000 bytes"):
+        SftpReader(Liar(answer).ours, 20.0).listed("a")
+    assert len(sent) == 5
+
+
+def test_one_deadline_for_many_slow_replies() -> None:
+    """Each reply is in time, and all together are not; without a deadline they would be."""
+
+    def answer(kind: int, asked: bytes) -> bytes:
+        time.sleep(0.1)
+        return packet(sftp.HANDLE, asked + string(b"h")) if kind in HANDLE else packet(sftp.STATUS, asked + number(1))
+
+    files = SftpReader(Liar(answer).ours, 20.0)
+    began = time.monotonic()
+    with files.within(Deadline(0.5)), pytest.raises(OutOfTime):
+        deque(files.listed("a") for _ in range(100))
+    assert time.monotonic() - began < 2
+    assert SftpReader(Liar(answer).ours, 20.0).listed("a") == []
 
 
 @pytest.mark.parametrize("drips", [b"\0", b""])

@@ -18,9 +18,9 @@ from tests.damage import NO_FILES
 from tests.unit.test_checkpoint import Keeper, same, state
 from trainer.checkpoint.snapshot import load_snapshot
 from trainer.config.sections import Dataset
+from trainer.corpus.token_files import open_corpus
 from trainer.data.chars import Characters
 from trainer.data.index import Cache, IndexMaps
-from trainer.data.tokens import open_corpus
 from trainer.errors import UserError
 from trainer.metrics import Log, Metrics
 from trainer.rank_log import append, redirect

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from gptctl.engine.cause import Cause
-from gptctl.engine.contract import ROLL_BACK_VARIABLE
+from gptctl.engine.contract import ROLL_BACK_VARIABLE, STOP_SIGNALS
 from gptctl.engine.error_text import KILLED_FOR_MEMORY
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.messages import MessageStream
@@ -29,7 +29,7 @@ from gptctl.engine.node import NodeExit
 from gptctl.engine.remote_node import RemoteNode
 from gptctl.engine.run_folder import RunFolder
 from gptctl.engine.srun_node import SrunNode, Step, hosts_of_allocation
-from gptctl.engine.supervisor import STOP_SIGNALS, Supervisor
+from gptctl.engine.supervisor import Supervisor
 from gptctl.jobs import freeze
 from gptctl.jobs.freeze import pack_engine
 from tests.conftest import ROOT
@@ -191,6 +191,23 @@ def test_a_job_is_not_restarted_without_a_lost_host(
     result = RunFolder(tmp_path).result()
     assert result is not None
     assert (result.state, result.reason) == ("FAILED", reason)
+
+
+def test_a_late_answer_confirms_only_its_own_kill() -> None:
+    """A host that answers the first request after the second one was sent has not killed what started between them."""
+    sockets = socket.socketpair()
+    near, far = (MessageStream(side.fileno(), side.fileno(), side) for side in sockets)
+    node = RemoteNode(1, near)
+    far.send(killed=1)
+    assert node.kill()
+    assert far.receive(10) == {"kill": 1}
+    node.begin_kill()
+    far.send(killed=1)
+    far.send(killed=True)
+    assert not node.kill()
+    node.begin_kill()
+    far.send(killed=3)
+    assert node.kill()
 
 
 def test_a_completed_job_stays_completed_if_its_result_cannot_be_written(tmp_path: Path) -> None:

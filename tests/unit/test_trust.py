@@ -120,6 +120,19 @@ def test_which_profiles_take_the_place_of_a_bundled_one(tmp_path: Path, monkeypa
     assert not doubts([profile("local")])
 
 
+def test_a_link_that_changes_after_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts are the bytes that were read, which the job uses, and not where the link leads by now."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "evil.yaml").write_text("setup: [touch pwned]\n")
+    (tmp_path / "clusters/local.yaml").symlink_to(tmp_path / "evil.yaml")
+    source = profile("local")
+    (tmp_path / "clusters/local.yaml").unlink()
+    (tmp_path / "clusters/local.yaml").symlink_to(named_files("clusters")["local"])
+    assert not doubts([profile("local")])
+    assert doubts([source])
+
+
 def test_which_profiles_take_the_place_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is not bundled: the user has typed it for the profile in the config folder."""
     monkeypatch.chdir(tmp_path)
@@ -242,5 +255,5 @@ def test_unreadable_templates_are_explained(tmp_path: Path) -> None:
         named_templates(tmp_path)
     (tmp_path / "launch.sh.j2").unlink()
     os.mkfifo(tmp_path / "launch.sh.j2")
-    with pytest.raises(UserError, match="is a named pipe"):
+    with pytest.raises(UserError, match="is not a regular file"):
         named_templates(tmp_path)

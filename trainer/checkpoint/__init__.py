@@ -12,14 +12,25 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from trainer.checkpoint.loading import Shape, Untrusted, load_pieces
-from trainer.checkpoint.manifest import NAME, TORCH_FORMAT, read_manifest, write_manifest
+from trainer.checkpoint.manifest import (
+    NAME,
+    TORCH_FORMAT,
+    is_signed,
+    read_manifest,
+    write_manifest,
+)
 from trainer.checkpoint.sharing import Rows, share_out
-from trainer.checkpoint.signing import SIGNATURE_HINT, current_keys, is_about_signature
+from trainer.checkpoint.signing import (
+    SIGNATURE_HINT,
+    VARIABLE,
+    current_keys,
+    is_about_signature,
+)
 from trainer.checkpoint.store import Store, unusable
 from trainer.checkpoint.tensor_files import Written, file_name, tensor_index, write_pieces
 from trainer.checkpoint.verification import Job, Verifier, record_all
@@ -30,6 +41,7 @@ from trainer.mesh import Mesh
 from trainer.slices import Piece
 
 Facts = dict[str, Any]
+Named = TypeVar("Named")
 OVERHEAD = 1.05  # factor for headers and manifest when checking free space
 
 
@@ -159,6 +171,8 @@ class Checkpoints:
         if self.store.holds(folder) and self.mesh.rank_on_disk == 0:
             record_all(folder, facts["files"])
         self.info("successfully load checkpoints")
+        if self.mesh.is_first and not current_keys() and is_signed(folder):
+            self.warn(f"{folder} is signed, but {VARIABLE} is not set: new ones are not signed")
         return folder, facts
 
     def _require_incomplete_first_save(self, everywhere: list[list[Path]]) -> None:
@@ -319,6 +333,8 @@ def load_tensors(
 
     Raises UserError if it is a checkpoint of another model, or crafted.
     """
+    if not has_optimizer(manifest):
+        pieces, shapes = only_weights(pieces), only_weights(shapes)
     try:
         if manifest["version"] == TORCH_FORMAT:
             # Imported here: torch's part takes a second to import.
@@ -344,6 +360,16 @@ def load_tensors(
             f"cannot load {folder}: {reason_of(error)}", "use another checkpoint"
         ) from None
     return ""
+
+
+def has_optimizer(manifest: Facts) -> bool:
+    """Whether a checkpoint contains the state of an optimizer. One of imported weights does not."""
+    return manifest.get("has_optimizer") is not False
+
+
+def only_weights(named: dict[str, Named]) -> dict[str, Named]:
+    """The entries for the model, without those for the optimizer."""
+    return {name: each for name, each in named.items() if name.startswith("model.")}
 
 
 def reason_of(error: BaseException) -> str:

@@ -67,7 +67,13 @@ def load_pieces(
 
     Raises ValueError for a checkpoint of another model, Untrusted for a crafted one, and Damaged.
     """
-    index = read_index(manifest, shapes)
+    load_indexed(folder, manifest, read_index(manifest, shapes), pieces)
+
+
+def load_indexed(
+    folder: Path, manifest: dict[str, Any], index: Index, pieces: dict[str, Piece]
+) -> None:
+    """Load the pieces by an index that was read before: for callers that load in many steps."""
     needed: dict[str, list[tuple[Stored, Piece]]] = defaultdict(list)
     for name, piece in pieces.items():
         # A rank may hold an empty piece of a small parameter: there is nothing to load.

@@ -8,23 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.signing import current_keys
+from trainer.checkpoint_names import DAMAGED, STEP, VERIFIED
+from trainer.checkpoint_names import MANIFEST as NAME
 from trainer.checksums import LARGEST_MANIFEST, Damaged, FileFacts, damage_in, opened, require_size
 from trainer.durable import replacing
 from trainer.input_files import explain, open_own, parse_exactly, read_bytes, replaced_surrogates
 
-NAME = "manifest.json"
 TORCH_FORMAT = 1  # files of torch.distributed.checkpoint; this program only reads them
 VERSION = 2  # one safetensors file per rank
 SIGNATURE = "signature"
-STEP = re.compile(r"step_([0-9]+)")  # the name of a checkpoint
-_DATA = (".safetensors", ".distcp", ".metadata")
-VERIFIED, DAMAGED = ".verified", ".damaged"  # suffixes of the empty files that record a result
 
 
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFacts]) -> None:
@@ -62,6 +59,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{NAME} does not describe its files correctly")
     cleaned: dict[str, Any] = replaced_surrogates(manifest, data)
     return cleaned
+
+
+def is_signed(folder: Path) -> bool:
+    """Whether the manifest of a checkpoint that was read already has a signature."""
+    return SIGNATURE in parse_exactly(_read(folder / NAME))
 
 
 def _require_signature(folder: Path, manifest: dict[str, Any]) -> None:
@@ -125,21 +127,6 @@ def record(file: Path, is_good: bool) -> None:
     """Remember beside a file whether it was read back correctly, so that nobody has to again."""
     note = file.with_name(f"{file.name}{VERIFIED if is_good else DAMAGED}")
     os.close(open_own(note, os.O_WRONLY | os.O_CREAT))
-
-
-def is_verified(folder: Path) -> bool:
-    """Whether all files of a checkpoint were read back correctly. Opens no file."""
-    try:
-        names = set(os.listdir(folder))
-    except OSError:
-        return False
-    data = {name for name in names if name.endswith(_DATA)}
-    return NAME in names and bool(data) and all(f"{name}{VERIFIED}" in names for name in data)
-
-
-def is_damaged(folder: Path) -> bool:
-    """Whether a rank found damage when it read its file back."""
-    return any(folder.glob(f"*{DAMAGED}"))
 
 
 def _invalid_name(name: str) -> str:

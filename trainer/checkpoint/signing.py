@@ -50,13 +50,13 @@ def current_keys(environ: Mapping[str, str] = os.environ) -> Keys:
     """The keys in the environment, one per line. Raises UserError if one of them is too short."""
     if VARIABLE not in environ:
         return Keys()
-    keys = environ[VARIABLE].split()
+    keys = [line.strip() for line in environ[VARIABLE].splitlines() if line.strip()]
     if not keys:
         raise UserError(f"{VARIABLE} is set, but empty", _MAKE_KEY)
     for number, key in enumerate(keys, 1):
         if len(key) < SHORTEST:  # its length, never its text: this message goes to the log
             raise UserError(
-                f"{VARIABLE}: key {number} has {len(key)} characters, at least {SHORTEST} needed",
+                f"{VARIABLE}: key {number} is too short: {len(key)} of {SHORTEST} characters",
                 _MAKE_KEY,
             )
     return Keys([os.fsencode(key) for key in keys])

@@ -16,15 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.checkpoint.folder_lock import FolderLock
-from trainer.checkpoint.manifest import (
-    STEP,
-    TORCH_FORMAT,
-    find_damage,
-    find_missing,
-    is_verified,
-    read_manifest,
-)
+from trainer.checkpoint.manifest import TORCH_FORMAT, find_damage, find_missing, read_manifest
 from trainer.checkpoint.signing import current_keys
+from trainer.checkpoint_names import STEP, is_verified
 from trainer.durable import replacing, sync_folder
 from trainer.errors import UserError
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.checkpoint.manifest import is_damaged, is_verified, record
+from trainer.checkpoint.manifest import record
+from trainer.checkpoint_names import is_damaged, is_verified
 from trainer.checksums import Damaged, FileFacts, verify_file
 from trainer.input_files import open_regular
 

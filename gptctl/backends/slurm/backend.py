@@ -7,6 +7,7 @@ submission is in doubt by its token, and a job without the claim does nothing, e
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -34,7 +35,7 @@ from gptctl.engine.contract import BATCH_SCRIPT, LAUNCH_SCRIPT
 from gptctl.engine.job_result import CANCELLED, LOST, PENDING, RUNNING, UNKNOWN
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import seconds_since_start
-from gptctl.engine.run_folder import RunFolder
+from gptctl.engine.run_folder import ABANDONED, RunFolder
 from gptctl.jobs.last_state import last_state_text, remember
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site, log_dir_of
@@ -65,6 +66,7 @@ class SlurmBackend(Backend):
         self.direct = DirectAccess(self._limit)
         self._logins: dict[str, LoginAccess] = {}  # with open connections
         self._login_of_job: dict[str, LoginAccess] = {}
+        self._creating = threading.Lock()  # threads ask, each for one of several jobs
 
     @property
     def queue(self) -> Queue:
@@ -79,9 +81,10 @@ class SlurmBackend(Backend):
         from gptctl.backends.slurm.login_access import LoginAccess
 
         how = repr((cluster.login, cluster.identity_file, cluster.known_hosts))
-        if how not in self._logins:
-            self._logins[how] = LoginAccess(cluster, self._say, self._limit)
-        return self._logins[how]
+        with self._creating:
+            if how not in self._logins:
+                self._logins[how] = LoginAccess(cluster, self._say, self._limit)
+            return self._logins[how]
 
     def client(self, cluster: Cluster) -> SlurmClient:
         return self.login(cluster).client if cluster.login else self.direct.client
@@ -188,7 +191,7 @@ class SlurmBackend(Backend):
             return
         access.queue.refresh()
         # A cluster that does not answer would only make the user wait once more.
-        if access.queue.silent_since is not None:
+        if access.queue.failing_since is not None:
             return
         with suppress(SlurmError):
             ids = [record.handle.get("scheduler_id") for record in records]
@@ -216,7 +219,7 @@ class SlurmBackend(Backend):
             return JobState(UNKNOWN, f"{error.detail}{last_state_text(record)}")
         except UserError as error:  # its plan is damaged
             return JobState(UNKNOWN, error.message)
-        if access.queue.silent_since is None:
+        if access.queue.failing_since is None:
             remember(record, state.state)
         return state
 
@@ -233,7 +236,7 @@ class SlurmBackend(Backend):
             if has_ended and (result := access.final_result(record)):
                 return recorded_state(result)
             return self._with_outage(state_in_queue(seen, folder, record), record, access)
-        if access.queue.silent_since is not None:
+        if access.queue.failing_since is not None:
             return self._with_outage(JobState(UNKNOWN), record, access)
         # The job may have ended between the caller's check and this one.
         if result := access.final_result(record):
@@ -263,9 +266,9 @@ class SlurmBackend(Backend):
     def _with_outage(self, state: JobState, record: JobRecord, access: Access) -> JobState:
         """Add to the last known state that Slurm does not answer, if so."""
         queue = access.queue
-        if queue.silent_since is None:
+        if queue.failing_since is None:
             return state
-        since = time.strftime("%H:%M:%S", time.localtime(queue.silent_since))
+        since = time.strftime("%H:%M:%S", time.localtime(queue.failing_since))
         reason = f"Slurm has not answered since {since}: {queue.last_error}"
         if state.state in (PENDING, RUNNING):
             return JobState(state.state, reason)
@@ -278,7 +281,7 @@ class SlurmBackend(Backend):
         has_folder = folder.path.is_dir()
         if has_folder:
             # Has no effect if a Slurm job has the claim; else no Slurm job can get it any more.
-            access.claim(record, {"abandoned": True})
+            access.claim(record, ABANDONED)
             access.forbid_attempts(record, now)
         jobs = {
             job.id: job
@@ -328,6 +331,9 @@ class SlurmBackend(Backend):
     def remove(self, record: JobRecord) -> None:
         if record.login:
             self._login_of(record).remove(record)
+
+    def is_elsewhere(self, record: JobRecord) -> bool:
+        return bool(record.login)
 
     def fetch(self, record: JobRecord, options: FetchOptions, show: ShowProgress) -> Fetched:
         if record.login:

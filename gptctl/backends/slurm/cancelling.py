@@ -24,9 +24,9 @@ def ask_to_save(jobs: Mapping[str, QueuedJob], record: JobRecord, access: Access
     while time.monotonic() < deadline and not RunFolder(record.local_dir).result():
         # A job that was killed records no result: check that it still runs.
         queue.refresh()
-        if queue.silent_since is None and not any(_is_running(job, queue) for job in jobs):
+        if queue.failing_since is None and not any(_is_running(job, queue) for job in jobs):
             return
-        if queue.is_mute:
+        if queue.is_silent:
             return
         time.sleep(0.2)
         access.update(record)
@@ -45,10 +45,10 @@ def wait_until_ended(jobs: set[str], record: JobRecord, access: Access) -> None:
     deadline = time.monotonic() + STOP_TIMEOUT
     while time.monotonic() < deadline:
         access.queue.refresh(now=True)
-        if access.queue.silent_since is None and not unfinished_jobs(jobs, access):
+        if access.queue.failing_since is None and not unfinished_jobs(jobs, access):
             return
         # It was told to stop, and nobody says whether it has.
-        if access.queue.is_mute:
+        if access.queue.is_silent:
             message = f"{record.id} was told to stop, but may still run: {access.queue.last_error}"
             raise UserError(message, f"check again: gptctl status {record.id}", OUT_OF_REACH)
         time.sleep(1)

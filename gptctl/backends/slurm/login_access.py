@@ -28,7 +28,7 @@ from gptctl.engine.contract import BATCH_SCRIPT, NO_SUCH_JOB
 from gptctl.engine.file_reading import parse_json
 from gptctl.engine.job_result import Result
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import RunFolder, is_scheduler_id
+from gptctl.engine.run_folder import ABANDONED, UNSENT, RunFolder, is_scheduler_id
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.archive import MIN_SPEED, pack, secrets_of
 from gptctl.remote.connection import CommandResult
@@ -49,7 +49,6 @@ from gptctl.spec.cluster import Cluster
 from trainer.errors import Finding, UserError
 
 MAX_AGE = 1.0  # seconds for which the copy of a job's folder counts as up to date
-UNSENT = {"abandoned": True, "unsent": True}  # the claim of a job of which nothing was sent
 NOT_FOUND = 127  # the exit code of bash if a command does not exist
 TRY_LATER = 75  # submit_job.sh: an earlier request may still reach sbatch
 
@@ -187,7 +186,7 @@ class LoginAccess:
     def claim(self, record: JobRecord, claim: Mapping[str, Any]) -> dict[str, Any]:
         done = self._script("claim_job.sh", record, json.dumps(claim))
         # Without its folder the job cannot start.
-        found = {"abandoned": True} if done.code == NO_SUCH_JOB else self._claim_in(done)
+        found = ABANDONED if done.code == NO_SUCH_JOB else self._claim_in(done)
         # Nothing else must overwrite it here: state and logs are read from this folder.
         folder = RunFolder(record.local_dir)
         with private_files(), suppress(FileNotFoundError):

@@ -127,8 +127,8 @@ class Queue:
     def __init__(self, client: SlurmClient) -> None:
         self._client = client
         self.jobs: Mapping[str, QueuedJob] = {}
-        self.silent_since: float | None = None
-        self.is_mute = False  # not even an error came, for as long as gptctl waits
+        self.failing_since: float | None = None
+        self.is_silent = False  # not even an error came, for as long as gptctl waits
         self.last_error = ""
         self.has_accounting = False
         self._asked = float("-inf")
@@ -141,11 +141,11 @@ class Queue:
             return
         try:
             self.jobs = query_squeue(self._client)
-            self.silent_since, self.is_mute = None, False
+            self.failing_since, self.is_silent = None, False
         # Keep the old answer: the last known state is better than none.
         except SlurmError as error:
-            self.last_error, self.is_mute = error.detail, error.is_silent
-            self.silent_since = self.silent_since or time.time()
+            self.last_error, self.is_silent = error.detail, error.is_silent
+            self.failing_since = self.failing_since or time.time()
         self._asked = time.monotonic()
 
     def expire(self) -> None:

@@ -73,7 +73,7 @@ def state_in_queue(seen: QueuedJob, folder: RunFolder, record: JobRecord) -> Job
     # The job knows best how it ended: Slurm sees only the exit code of the batch script.
     if result := folder.result():
         return recorded_state(result)
-    if kind == CANCELLED and "Dependency" in seen.reason and not folder.cancelled_file.exists():
+    if kind == CANCELLED and "Dependency" in seen.reason and not folder.is_cancelled():
         return _with_result_saved(
             JobState(CANCELLED, "a job that it waited for did not end as required"), folder
         )
@@ -137,7 +137,7 @@ def state_after_end(end: AccountingRecord, folder: RunFolder, record: JobRecord)
 
 def after_scancel(folder: RunFolder) -> JobState:
     """Return the state of a job that was cancelled, by gptctl or by somebody else."""
-    reason = "" if folder.cancelled_file.exists() else "with scancel"
+    reason = "" if folder.is_cancelled() else "with scancel"
     return _with_result_saved(JobState(CANCELLED, reason), folder)
 
 

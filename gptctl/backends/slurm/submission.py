@@ -18,7 +18,7 @@ from gptctl.backends.slurm.direct_access import sbatch_script
 from gptctl.backends.slurm.options import submitted_comment
 from gptctl.backends.slurm.queue import QueuedJob, find_submitted
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import RunFolder
+from gptctl.engine.run_folder import ABANDONED, RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.reporting import Say
 from trainer.errors import OUT_OF_REACH, UserError
@@ -173,7 +173,7 @@ class Submission:
         if not access.was_sent(record):
             return True
         # Without the claim the job does nothing, even if it cannot be removed now.
-        owner = access.claim(record, {"abandoned": True}).get("scheduler_id")
+        owner = access.claim(record, ABANDONED).get("scheduler_id")
         try:
             jobs = self.found(record, time.monotonic())
         except SlurmError as error:

@@ -17,13 +17,21 @@ from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.cause import cause_in_message
 from gptctl.engine.contract import AGENT_SCRIPT, LAUNCH_SCRIPT
 from gptctl.engine.error_text import one_line
-from gptctl.engine.host_commands import KILL_TIMEOUT
-from gptctl.engine.job_result import CANCELLED, LONGEST_REASON, LOST, PENDING, RUNNING, UNKNOWN
+from gptctl.engine.host_commands import NOW_TIMEOUT
+from gptctl.engine.job_result import (
+    CANCELLED,
+    LONGEST_REASON,
+    LOST,
+    PENDING,
+    RUNNING,
+    UNKNOWN,
+)
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.run_folder import RunFolder
+from gptctl.engine.run_folder import ABANDONED, RunFolder
 from gptctl.jobs.last_state import last_state_text, remember
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site
+from gptctl.remote.answers import handle_of
 from gptctl.remote.connection import routes
 from gptctl.remote.host_error import HostError
 from gptctl.remote.host_sync import HostSync
@@ -65,6 +73,9 @@ class SshBackend(Backend):
     def sync_of(self, record: JobRecord) -> LogSync:
         if record.id not in self._syncs:
             cluster = cluster_of_job(record.run_folder)
+            if len(cluster.hosts) < record.nodes:
+                message = f"{record.run_folder}/cluster.json does not list the hosts of the job"
+                raise UserError(message, "check and stop it on its hosts by hand", OUT_OF_REACH)
             links = [self._links.to(route) for route in routes(cluster)[: record.nodes]]
             self._syncs[record.id] = LogSync(record, links, cluster.shared_fs)
         return self._syncs[record.id]
@@ -92,16 +103,16 @@ class SshBackend(Backend):
         except HostError as error:
             # What is asked of the host next need not wait for it again.
             self.sync_of(record)
-            self._links.blame(error)
+            self._links.remember_error(error)
             raise
         finally:
             launcher.close()
         host, port = answer["endpoint"]
-        handle = {**answer["committed"], "host": host}
+        handle = handle_of(answer["committed"], host)
         # Record here what the first host has: state and logs are read from this folder.
         with private_files():
             folder.try_claim(handle)
-            folder.set_waiting(answer.get("waiting", ""))
+            folder.set_waiting(one_line(answer.get("waiting", ""), LONGEST_REASON))
             if port is not None:
                 folder.attempt(0).mkdir()
                 with replacing(folder.attempt(0) / "endpoint.json") as stream:
@@ -115,9 +126,9 @@ class SshBackend(Backend):
             return True
         head, *others = self.sync_of(record).hosts
         answer = _kill(head, "abandon") or {}
-        claim = answer.get("claim") or {"abandoned": True}
+        claim = answer.get("claim") or ABANDONED
         if not claim.get("abandoned"):
-            folder.try_claim({**claim, "host": head.route.name})
+            folder.try_claim(handle_of(claim, head.route.name))
             return False
         asked = in_parallel(lambda host: _kill(host, "abandon"), others)
         for result in asked:
@@ -175,6 +186,11 @@ class SshBackend(Backend):
 
     # Cancelling
 
+    def before_cancel(self, record: JobRecord) -> None:
+        # A damaged folder: the state says so.
+        with suppress(UserError):
+            self.sync_of(record).only_asks = True
+
     def cancel(self, record: JobRecord, now: bool) -> None:
         """Let the first host stop all ranks gently, then kill what is left on every host."""
         sync, folder = self.sync_of(record), RunFolder(record.local_dir)
@@ -190,6 +206,7 @@ class SshBackend(Backend):
         # A host counts as stopped only if it says so.
         found = zip(sync.hosts, answers)
         problems = [each for host, answer in found if (each := _not_stopped(host, answer))]
+        sync.only_asks = False
         sync.refresh(0.0)
         with suppress(OSError), private_files():
             folder.set_not_ended(problem.host for problem in problems)
@@ -200,7 +217,8 @@ class SshBackend(Backend):
                 f"{record.id} could not be stopped on all hosts: {where}", hint, OUT_OF_REACH
             )
         if not folder.result():
-            with private_files():
+            # The gptctl that was submitting the job may have removed its folder by now.
+            with suppress(FileNotFoundError), private_files():
                 folder.finish(CANCELLED, "", not_ended=())
 
     def node_command(
@@ -217,6 +235,10 @@ class SshBackend(Backend):
 
     def following(self, record: JobRecord) -> AbstractContextManager[None]:
         return self.sync_of(record).keep_updated()
+
+    def await_hosts(self, record: JobRecord) -> None:
+        with suppress(UserError):
+            self.sync_of(record).await_hosts()
 
     def want_logs(self, record: JobRecord, max_size: int | None) -> None:
         if record.handle:
@@ -242,6 +264,9 @@ class SshBackend(Backend):
                 f"{record.id} could not be removed on all hosts: {where}", hint, OUT_OF_REACH
             )
 
+    def is_elsewhere(self, record: JobRecord) -> bool:
+        return True
+
     def fetch(self, record: JobRecord, options: FetchOptions, show: ShowProgress) -> Fetched:
         from gptctl.remote.fetch import fetch
 
@@ -251,16 +276,27 @@ class SshBackend(Backend):
 def _prepare(launcher: Launcher, folder: RunFolder) -> None:
     try:
         launcher.prepare()
+        # `cancel` may have asked the hosts before they had the job.
+        _refuse_if_cancelled(folder)
     # An interrupt, too. Agents that cannot be reached from here roll back when their lease expires.
-    except BaseException:
-        folder.try_claim({"abandoned": True})
+    except BaseException as error:
+        folder.try_claim(ABANDONED)
         launcher.roll_back()
+        # It was `cancel` that stopped the agents: the hosts have no problem.
+        if isinstance(error, UserError):
+            _refuse_if_cancelled(folder)
         raise
+
+
+def _refuse_if_cancelled(folder: RunFolder) -> None:
+    if folder.is_cancelled():
+        message = f"{folder.path.name} was cancelled while it was being started; nothing runs"
+        raise UserError(message) from None
 
 
 def _kill(host: HostSync, *command: str) -> dict[str, Any] | None:
     """Ask a host to end a job at once. Its agent may need a moment more than an answer."""
-    return host.ask(*command, timeout=host.route.patience + KILL_TIMEOUT)
+    return host.ask(*command, timeout=host.route.patience + NOW_TIMEOUT)
 
 
 def _not_stopped(host: HostSync, answer: Any) -> HostError | None:

@@ -63,9 +63,12 @@ class AgentClient:
         # The host waits only so long for the archive: gptctl may be killed while it is sent.
         limit = lease + len(archive) / MIN_SPEED
         words = map(str, (len(archive), self.node, limit, lease))
-        self._channel = self.connection.start(remote_command(script, plan.remote_dir, *words))
-        self._write(archive)
-        self.send(lease=lease, **hello)
+        # The same limit for all of it: a host may read one byte a second, and answer nothing.
+        with self.connection.in_time(limit):
+            self._channel = self.connection.start(remote_command(script, plan.remote_dir, *words))
+            self._write(archive)
+            self.send(lease=lease, **hello)
+            self._await_start(self.route.patience)
 
     def send(self, **message: Any) -> None:
         self._write(json.dumps(message).encode() + b"\n")
@@ -81,7 +84,6 @@ class AgentClient:
         # One deadline for all lines: a host may print something every second, forever.
         deadline = time.monotonic() + timeout
         try:
-            self._await_start(min(timeout, self.route.patience))
             line = self._line(deadline)
         except TimeoutError:
             problem = f"no answer in {timeout:.0f} s"

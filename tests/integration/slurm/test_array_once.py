@@ -73,7 +73,7 @@ def test_gptctl_is_killed(login: Login, step: str) -> None:
     client, body = STEPS[step]
     login.lab.break_client(client, body)
     assert login.run(*submit(login)).returncode != 0
-    login.lab.mend_client(client)
+    login.lab.restore_client(client)
     known = login.json("list", "--all")
     assert len(known) == (RUNS if step == "after release" else 0)
     if not known:
@@ -133,7 +133,7 @@ def test_lost_requests_and_replies(login: Login) -> None:
 def test_two_resumes_at_once(login: Login) -> None:
     login.lab.break_client("sbatch", KILL_SUBMITTER)
     login.run(*submit(login))
-    login.lab.mend_client("sbatch")
+    login.lab.restore_client("sbatch")
     (sweep,) = login.json("sweep", "list")
     both = [login.start("sweep", "resume", sweep["sweep"]) for _ in range(2)]
     codes = sorted(process.wait() for process in both)
@@ -175,6 +175,6 @@ def test_slurm_accepts_a_run_and_becomes_silent(login: Login, text: str, last: i
     assert len(count.read_text().splitlines()) == last
     silent.unlink()
     for client in ("squeue", "scontrol", "scancel", "sacct", "sbatch"):
-        login.lab.mend_client(client)
+        login.lab.restore_client(client)
     resumed(login)
     assert_once(login)

@@ -16,7 +16,7 @@ def test_a_notice_before_the_answer_of_squeue_does_not_prevent_restarts(lab: Lab
         login.wait(job["job"], "FAILED")
         assert len(ran(job)) == 3
     finally:
-        lab.mend_client("squeue")
+        lab.restore_client("squeue")
 
 
 def test_a_job_that_squeue_hides_is_cancelled_too(lab: Lab) -> None:
@@ -27,7 +27,7 @@ def test_a_job_that_squeue_hides_is_cancelled_too(lab: Lab) -> None:
     try:
         assert login.run("cancel", job["job"]).returncode == 0
     finally:
-        lab.mend_client("squeue")
+        lab.restore_client("squeue")
     await_true(lambda: login.jobs_in_slurm()[0][1] == "CANCELLED", 60, lambda: str(login.jobs_in_slurm()))
 
 

@@ -72,7 +72,7 @@ def test_gptctl_is_killed(login: Login, step: str) -> None:
     login.lab.break_client(client, body)
     killed = login.run(*login.quick())
     assert killed.returncode != 0
-    login.lab.mend_client(client)
+    login.lab.restore_client(client)
     assert_once(login, expected)
 
 

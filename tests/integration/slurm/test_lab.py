@@ -118,7 +118,7 @@ def test_a_cut_cable_leaves_the_processes_alone(lab: Lab) -> None:
     lab.cut("node2")
     assert not reaches_slurmd(lab, "node2")
     assert process.poll() is None
-    lab.mend("node2")
+    lab.restore("node2")
     await_true(lambda: reaches_slurmd(lab, "node2"), "node2 is back")
     process.kill()
 
@@ -205,7 +205,7 @@ def test_clients_are_counted_broken_and_mended(lab: Lab) -> None:
     lab.break_client("squeue")
     for name in ("head", "node1"):
         assert "No such file" in lab.run(name, "squeue").stderr
-    lab.mend_client("squeue")
+    lab.restore_client("squeue")
     lab.run("node1", "squeue", check=True)
 
 

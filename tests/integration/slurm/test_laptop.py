@@ -131,7 +131,7 @@ def test_a_login_host_that_cannot_be_reached(laptop: Laptop) -> None:
     assert refused.returncode == 3
     assert "login host head" in refused.stderr
     assert laptop.run("cancel", job).returncode == 3
-    laptop.lab.mend("laptop")
+    laptop.lab.restore("laptop")
     assert [row["state"] for row in laptop.json("list")] == ["RUNNING"]
     assert laptop.run("cancel", job, "--now").returncode == 0
     assert laptop.folders() == {job}

@@ -81,7 +81,7 @@ def test_an_sbatch_that_hangs(lab: Lab, submits: bool) -> None:
         assert took < SBATCH + 15
         assert not lab.run("head", "pgrep", "-xf", "sleep 12345", check=False).stdout
     finally:
-        login.lab.mend_client("sbatch")
+        login.lab.restore_client("sbatch")
     jobs = login.json("list", "--all")
     if submits:
         assert done.returncode == 0, done.stderr

@@ -113,8 +113,8 @@ def test_a_command_of_slurm_that_hangs_does_not_hang_list(login: Login) -> None:
     assert re.search(rf"{job['job']} +PENDING \(\d+ s ago\) .*squeue got no answer in 2\.\d+ s", done.stdout), (
         done.stdout
     )
-    login.lab.mend_client("squeue")
-    login.lab.mend_client("sacct")
+    login.lab.restore_client("squeue")
+    login.lab.restore_client("sacct")
 
 
 @pytest.mark.long
@@ -128,7 +128,7 @@ def test_a_command_of_slurm_that_hangs_is_waited_for_once(login: Login) -> None:
         assert done.returncode == code
         assert "squeue got no answer in 30 s" in done.stdout + done.stderr
     for client in ("squeue", "sacct", "scancel", "scontrol"):
-        login.lab.mend_client(client)
+        login.lab.restore_client(client)
     assert timed(login, "cancel", *jobs)[0].returncode == 0
 
 
@@ -265,5 +265,5 @@ def test_with_accounting_the_end_is_known_after_slurm_forgot(lab_with_accounting
     (login.folder / "home" / "jobs" / f"{job['job']}.ended").unlink()
     assert login.state(job["job"]) == "LOST"
     login.lab.stop_accounting()
-    login.lab.mend_client("squeue")
+    login.lab.restore_client("squeue")
     assert login.state(job["job"]) == "CANCELLED"

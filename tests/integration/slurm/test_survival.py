@@ -148,7 +148,7 @@ def test_a_node_is_cut_off_and_comes_back(login: Login, undisturbed: dict[int, f
     training.await_steps(0)
     login.lab.cut("node2")
     await_true(lambda: training.attempts() == 2, 90, lambda: login.batch_log(training.job))
-    login.lab.mend("node2")
+    login.lab.restore("node2")
     facts = training.end()
     assert facts["attempts"] == 2
     training.assert_as(undisturbed)

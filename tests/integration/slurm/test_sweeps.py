@@ -139,7 +139,7 @@ def test_an_array_that_is_too_large_for_slurm(login: Login) -> None:
     shown = '"$LAB_REAL" "$@" | sed "s/^MaxArraySize.*/MaxArraySize = 3/"'
     login.lab.break_client("scontrol", f'[ "$2" = config ] || exec "$LAB_REAL" "$@"; {shown}')
     answer = sweep(login, "parameters: {Engine.max_steps: [2, 3, 4, 5]}\nparallel: 2\n")
-    login.lab.mend_client("scontrol")
+    login.lab.restore_client("scontrol")
     ids = {row["job"]: row["scheduler_id"] for row in login.json("list")}
     assert not any("_" in ids[each["job"]] for each in answer["jobs"])
     wait_for(login, answer["sweep"], lambda found: all(row["state"] == "COMPLETED" for row in found))

@@ -25,5 +25,5 @@ def desk(lab: Lab) -> Iterator[Desk]:
     for host in (*HOSTS, "bastion"):
         if host in lab.machines.crashed:
             lab.restart(host)
-        lab.mend(host)
+        lab.restore(host)
         lab.run(host, "pkill", "-9", "-u", "gpt", check=False)

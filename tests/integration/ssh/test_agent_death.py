@@ -217,7 +217,7 @@ def test_a_lost_node_is_remembered_until_its_host_has_answered(desk: Desk) -> No
     desk.write_profile("quick", python=str(desk.stand_in), start_timeout=2)
     job = str(desk.submit_quick(JOB_SECONDS="300")["job"])
     await_on_all(desk, f"{job}/ran")
-    desk.on("ssh2", "pkill -9 -f 'agent.sh [l]ifeline'")
+    desk.on("ssh2", "pkill -9 -f 'agent.sh [k]ill_orphans'")
     kill(desk, "ssh2", "both", job)
     facts = desk.wait(job, "FAILED")
     assert facts["not_ended"] == ["ssh2"], facts
@@ -232,7 +232,7 @@ def test_a_lost_node_is_remembered_until_its_host_has_answered(desk: Desk) -> No
     assert done.returncode == 3, done.stderr
     assert "ssh2" in done.stderr
     assert desk.json("status", job)["not_ended"] == ["ssh2"]
-    desk.lab.mend("ssh2")
+    desk.lab.restore("ssh2")
     done = desk.run("cancel", job)
     assert done.returncode == 0, done.stderr
     assert desk.left("ssh2") == []

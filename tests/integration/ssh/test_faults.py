@@ -219,3 +219,19 @@ def test_gptctl_is_killed_while_it_starts_a_job(desk: Desk) -> None:
     known = {job["job"] for job in desk.json("list")}
     for host in HOSTS:
         assert set(desk.on(host, f"ls {desk.run_root}").split()) == known
+
+
+@pytest.mark.long
+def test_cancel_while_the_hosts_are_prepared(desk: Desk) -> None:
+    """`cancel` says CANCELLED and `submit` says why nothing runs; no process is left."""
+    with_hosts(desk, setup=["sleep 6"])
+    submit = desk.start(*desk.quick("--nodes", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    await_true(lambda: any("sleep 6" in process for process in desk.left("ssh1")), 30)
+    job = desk.json("list")[-1]["job"]
+    done = desk.run("cancel", job, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [{"job": job, "state": "CANCELLED"}]
+    _, said = submit.communicate(timeout=60)
+    assert submit.returncode == 1, said
+    assert f"{job} was cancelled while it was being started" in said
+    await_true(lambda: not desk.left("ssh1") + desk.left("ssh2"), 20, lambda: str(desk.left("ssh1")))

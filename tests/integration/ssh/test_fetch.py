@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import signal
@@ -23,6 +25,8 @@ for i in range(80):
     print("line", i, flush=True)
     time.sleep(0.05)
 """
+
+SLOW = 300_000_000  # bytes, which take a while to copy
 
 
 def test_a_script_is_fetched_while_it_is_followed(desk: Desk) -> None:
@@ -78,3 +82,50 @@ def test_cancelled_gently_the_trainer_saves_on_every_host(desk: Desk) -> None:
     for host in ("ssh1", "ssh2"):
         assert "step_" in desk.on(host, f"ls {desk.run_root}/*/output"), host
         assert desk.left(host) == []
+
+
+def test_a_host_spoils_no_checkpoint_of_others(desk: Desk) -> None:
+    words = desk.train("--nodes", "3", "--gpus-per-node", "1", "--json", keys=("Global.global_batch_size=6",))
+    # The stand-in saves nothing: the test writes the checkpoints.
+    submitted = desk.run(*("quick" if word == "hosts" else word for word in words))
+    job = json.loads(submitted.stdout)["job"]
+    desk.wait(job, "COMPLETED", "FAILED")
+    plan = json.loads(desk.on("ssh1", f"cat {desk.run_root}/{job}/plan.json"))
+    output, logs = plan["output_dir"], plan["log_dir"]
+    good = {"bytes": 5, "sha256": hashlib.sha256(b"good\n").hexdigest()}
+    names = ("rank_1.safetensors", "rank_2.safetensors", "other")
+    manifest = json.dumps({"files": dict.fromkeys(names, good)})
+
+    def save(host: str, step: int, **files: str) -> None:
+        desk.on(host, f"mkdir -p {output}/step_{step}")
+        for name, text in files.items():
+            file = f"{output}/step_{step}/{name.replace('__', '.')}"
+            desk.on(host, f"cat > {file} <<'END'\n{text}\nEND")
+
+    save("ssh1", 5, manifest__json=manifest)
+    save("ssh2", 5, rank_1__safetensors="good")
+    save("private1", 5, rank_2__safetensors="good", other="good")
+    fetched = ("fetch", job, "--checkpoints")
+    here = desk.folder / "home" / "runs" / job
+    assert desk.run(*fetched).returncode == 0
+    copied = sorted((here / "output/step_5").iterdir())
+    assert [file.name for file in copied] == ["manifest.json", "other", *names[:2]]
+
+    # Not even if it is asked first: the name of the one tells its owner, the other has one already.
+    save("ssh2", 5, rank_2__safetensors="evil", other="evil")
+    assert desk.run(*fetched).returncode == 0
+    assert [file.read_text() for file in copied[1:]] == ["good\n"] * 3
+
+    # What it offers and then removes is left out, and nothing else.
+    desk.on("ssh1", f"head -c {SLOW} /dev/zero > {logs}/attempt-0/big")
+    desk.on("ssh2", f"echo > {logs}/attempt-0/gone; echo > {output}/step_5/gone")
+    desk.on("private1", f"echo kept > {logs}/attempt-0/kept")
+    process = desk.start(*fetched, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    await_true(lambda: any((here / ".fetching").glob("*")), 30)
+    desk.on("ssh2", f"rm {logs}/attempt-0/gone; rm -r {output}/step_5")
+    said = "".join(process.communicate(timeout=60))
+    assert process.returncode == 0, said
+    assert f"not copied: ssh2:{logs}/attempt-0/gone, since it was removed there meanwhile" in said
+    assert f"not copied: ssh2:{output}/step_5/gone" in said
+    assert (here / "logs/attempt-0/kept").read_text() == "kept\n"
+    assert [file.read_text() for file in copied[1:]] == ["good\n"] * 3

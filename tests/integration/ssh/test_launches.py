@@ -65,7 +65,7 @@ def test_a_cut_in_every_phase_is_undone_while_it_lasts(desk: Desk, phase: str, v
     if not any(ran.values()):
         await_true(lambda: not any(map(desk.left, HOSTS)), 3 * LEASE, lambda: str([*map(desk.left, HOSTS)]))
     for victim in victims:
-        desk.lab.mend(victim)
+        desk.lab.restore(victim)
     await_true(lambda: not any(map(desk.left, HOSTS)), 60, lambda: str([*map(desk.left, HOSTS)]))
     jobs = [job["job"] for job in desk.json("list", "--all")]
     assert len({bool(desk.ran(host)) for host in HOSTS}) == 1, (ran, said)
@@ -89,4 +89,4 @@ def break_something(
     if kind == "cut":
         time.sleep(chance.choice(cuts))
         for victim in victims:
-            desk.lab.mend(victim)
+            desk.lab.restore(victim)

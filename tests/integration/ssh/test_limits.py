@@ -44,12 +44,13 @@ def test_files_that_are_too_large(desk: Desk) -> None:
     before = used(desk.folder)
     done = desk.run("fetch", job)
     assert done.returncode == 3
-    assert "the largest file is" in done.stderr
-    assert "code/checkpoint of private1, with " in done.stderr
-    assert "The limit is 1.0 TB; nothing was copied" in done.stderr
+    assert "not copied: private1: " in done.stderr
+    assert "would be copied, and the limit is 1.0 TB: " in done.stderr
+    assert "code/checkpoint (" in done.stderr
     done = desk.run("fetch", job, "--max-size", "9EB")
     assert done.returncode == 3
     assert "has room for" in done.stderr
+    assert not (here / "work" / "checkpoint").exists()
     assert used(desk.folder) - before < 1_000_000
     grow = "while sleep 0.05; do head -c 100000 /dev/zero >> grows; done > /dev/null 2>&1 & echo $! > ~/growing"
     desk.on("private1", f"rm {run}/code/checkpoint; cd {run}/code; {grow}")

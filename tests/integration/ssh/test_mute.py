@@ -166,6 +166,33 @@ def test_no_command_waits_longer_than_its_patience(mute: Mute, fault: str) -> No
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("host", ["ssh1", "ssh2"])
+def test_a_mute_sftp_server_does_not_protect_a_job(desk: Desk, host: str) -> None:
+    """Commands of that host are answered: the state is known, and `cancel` stops the job everywhere."""
+    with_hosts(desk, start_timeout=PATIENCE)
+    job = desk.submit_quick("--nodes", "2", JOB_SECONDS="300")["job"]
+    config = desk.lab.sshd.folder / f"{host}.conf"
+    before = config.read_text()
+    config.write_text(before.replace("internal-sftp", "/bin/sleep 1000"))
+    assert config.read_text() != before
+    desk.lab.restart_sshd(host)
+    try:
+        for words, state in ((("status",), "RUNNING"), (("cancel", "--now"), "CANCELLED")):
+            began = time.monotonic()
+            done = desk.run(*words, job, "--json", timeout=300)
+            took = time.monotonic() - began
+            assert done.returncode == 0, done.stderr
+            assert took < PATIENCE + MORE + START, (words, took, done.stderr)
+            answer = json.loads(done.stdout)
+            assert (answer[0] if isinstance(answer, list) else answer)["state"] == state
+        left = desk.left("ssh1") + desk.left("ssh2")
+        assert not [process for process in left if "sleep 1000" not in process]
+    finally:
+        config.write_text(before)
+        desk.lab.restart_sshd(host)
+
+
+@pytest.mark.long
 def test_a_mute_jump_host_is_named(mute: Mute) -> None:
     """The hosts in front of it are asked as usual; nothing waits longer for those behind it."""
     job = mute.submit(nodes=3, JOB_SECONDS="300")
