@@ -109,9 +109,12 @@ bench: $(READY)
 	@$(BIN)/python tests/bench/follow.py
 	@$(BIN)/python tests/bench/training.py
 	@$(BIN)/python tests/bench/checkpoints.py
+	@$(BIN)/python tests/bench/export.py
 	@$(BIN)/python tests/bench/compiling.py
 	@$(BIN)/python tests/bench/parallel.py
 	@$(BIN)/python tests/bench/launch.py
+	@$(BIN)/python tests/bench/data.py
+	@$(BIN)/python tests/bench/generation.py
 
 # Hugging Face's Trainer and Lightning, in a separate environment.
 $(VENV)-peers/.ready: | $(VENV)/bin/python

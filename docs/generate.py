@@ -50,7 +50,6 @@ Every key of a run config and of a cluster profile, with its default and its mea
 - An unknown key is an error, and the message names the closest key. Keys that only Paddle uses are
   accepted with a notice: see [Migration guide](coming-from.md).
 - `gptctl schema` prints a JSON Schema of run configs, for completion in editors.
-- A `Profiler` or `Offline_Eval` section is read and checked, but nothing uses it yet.
 """
 
 DATA_NOTE = """\

@@ -14,6 +14,13 @@ Progress = Callable[[int], None]  # takes the number of bytes received since the
 ShowProgress = Callable[[str, int], AbstractContextManager[Progress]]  # title, total bytes
 
 
+class FetchedFolder(NamedTuple):
+    """A folder of a job, as its nodes see it, and its copy on this machine."""
+
+    remote: str
+    local: str
+
+
 class FetchOptions(NamedTuple):
     """What `gptctl fetch` copies, and how much of it at most."""
 
@@ -21,6 +28,7 @@ class FetchOptions(NamedTuple):
     checkpoints: bool
     max_size: int  # bytes that are copied
     max_files: int  # files and folders of each host
+    only: FetchedFolder | None = None  # this folder and nothing else
 
 
 class Fetched(NamedTuple):
@@ -31,3 +39,4 @@ class Fetched(NamedTuple):
     folder: str
     new_files: int  # of these, what this fetch copied
     new_bytes: int
+    not_copied: int = 0  # files, folders and hosts that were left out

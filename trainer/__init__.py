@@ -2,5 +2,5 @@
 
 The torch-free modules are `errors`, `layout`, `layout_rules`, `config`, `estimate`, `memory`,
 `tape`, `rank_plan`, `logit_chunks`, `collectives`, `savings`, `logline`, `durable`, `checksums`,
-`cache_folder` and `rank_log`.
+`cache_folder`, `trace_files` and `rank_log`.
 """

@@ -6,6 +6,7 @@ may create layers that compute differently, but with the same names.
 Shapes: B samples, T tokens, C hidden, H heads, D = C / H, V padded vocabulary.
 A model holds a range of layers. The first range also embeds tokens, and the last one also computes
 logits. Names and initial values of parameters do not depend on the range.
+A `Session` replaces parts of a forward pass: `trainer/inference/` has some. Training has none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config.sections import Model
 from trainer.layout import padded_vocab
-from trainer.loss import EmbeddingGradient, Factor, next_token_loss
+from trainer.loss import EmbeddingGradient, Factor, OneRank, VocabGroup, next_token_loss
 from trainer.slices import Slice
 
 # Elements per random stream: a rank can then create the rows it holds without drawing all others.
@@ -46,15 +47,31 @@ class Embedding(nn.Embedding):
 class Head(nn.Module):
     """Logits from the embedding's weight, or directly their loss."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, mp: VocabGroup | None = None) -> None:
         super().__init__()
         self.vocab_size = vocab_size  # without padding
-        self.sums = EmbeddingGradient()
+        self.sums, self.mp = EmbeddingGradient(), mp or OneRank()
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: Factor) -> Tensor:
         if labels is None:
-            return F.linear(x, weight)
+            return self.logits(x, weight)
         return next_token_loss(x, weight, labels, self.vocab_size, factor, self.sums)
+
+
+class Session(Protocol):
+    """What a forward pass does that is not for training: a cache, or more than a loss."""
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """The positions of the tokens: (T), or (B, T) if they differ."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The attention core of a layer, each (B, H, T, D)."""
+
+    def result(self, head: Head, x: Tensor, weight: Tensor) -> Tensor:
+        """What the last layer returns, from the hidden states (B, T, C) and the embedding."""
 
 
 class Compiler:
@@ -109,7 +126,7 @@ class Components:
 class SelfAttention(nn.Module):
     def __init__(self, model: Model, layer: int, components: Components) -> None:
         super().__init__()
-        self.head_dim = model.hidden_size // model.num_attention_heads
+        self.number, self.head_dim = layer, model.hidden_size // model.num_attention_heads
         self.qkv_proj = components.qkv_proj(model.hidden_size)
         self.out_proj = components.out_proj(model.hidden_size)
         self.attend = components.attend
@@ -117,13 +134,15 @@ class SelfAttention(nn.Module):
         self.out_dropout = model.hidden_dropout_prob
         self.recompute_core, self.again = _recomputes(model, layer, "core_attn"), components.again
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, session: Session | None = None) -> Tensor:
         qkv = self.qkv_proj(x)
         batch, length = qkv.shape[:2]
         # Each of q, k, v is (B, H, T, D). H is -1 here: with tensor parallelism it is a part of H.
         qkv = qkv.view(batch, length, -1, 3, self.head_dim)
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
-        if self.recompute_core and self.training:
+        if session is not None:
+            y = session.attend(self.number, q, k, v)
+        elif self.recompute_core and self.training:
             y = self.again(self._core, self.dropout, q, k, v)
         else:
             y = self._core(q, k, v)
@@ -150,17 +169,19 @@ class Block(nn.Module):
         self.recompute_attention = _recomputes(model, layer, "full_attn")
         self.recompute_all = _recomputes(model, layer, "full")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, session: Session | None = None) -> Tensor:
+        if session is not None:
+            return self._layer(x, session)  # not compiled: the shapes of a cache change
         if self.recompute_all and self.training:
             return _recomputed(self.layer, self.max_dropout, x)
         y: Tensor = self.layer(x)
         return y
 
-    def _layer(self, x: Tensor) -> Tensor:
+    def _layer(self, x: Tensor, session: Session | None = None) -> Tensor:
         if self.recompute_attention and self.training:
             x = x + self.again(self.self_attn, self.max_dropout, self.norm1(x))
         else:
-            x = x + self.self_attn(self.norm1(x))
+            x = x + self.self_attn(self.norm1(x), session)
         # The tanh approximation, as in GPT-2.
         y = self.linear2(F.gelu(self.linear1(self.norm2(x)), approximate="tanh"))
         return x + _dropped(y, self.dropout, self.training)
@@ -197,21 +218,39 @@ class GPT(nn.Module):
             self.head = components.head(model.vocab_size)
         self.dropout = model.hidden_dropout_prob
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, factor: Factor = 1.0) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        factor: Factor = 1.0,
+        session: Session | None = None,
+    ) -> Tensor:
         """Input: tokens (B, T) for the first layer, else the output (B, T, C) of the previous one.
 
         Output of the last layer: logits (B, T, V), or with labels (B, T) the loss, which is
-        factor · the sum of cross entropies.
+        factor · the sum of cross entropies, or the result of a session.
         """
         if self.is_first:
-            positions = torch.arange(x.shape[1], device=x.device)
-            x = self.word_embeddings(x) + self.position_embeddings(positions)
-            x = _dropped(x, self.dropout, self.training)
-        for run in self.runs:
-            x = run(x)
+            x = self._embedded(x, session)
+        if session is None:
+            for run in self.runs:
+                x = run(x)
+        else:
+            for block in self.layers.values():
+                x = block(x, session)
         if not self.is_last:
             return x
-        return self.head(self.norm(x), self.word_embeddings.weight, labels, factor)
+        if session is None:
+            return self.head(self.norm(x), self.word_embeddings.weight, labels, factor)
+        return session.result(self.head, self.norm(x), self.word_embeddings.weight)
+
+    def _embedded(self, tokens: Tensor, session: Session | None) -> Tensor:
+        if session is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        else:
+            positions = session.positions(tokens.shape[1], tokens.device)
+        x = self.word_embeddings(tokens) + self.position_embeddings(positions)
+        return _dropped(x, self.dropout, self.training)
 
 
 def _runs(blocks: list[Any], interval: int) -> list[Callable[[Tensor], Tensor]]:

@@ -58,7 +58,7 @@ class Weight:
     @property
     def local(self) -> Tensor:
         """The tensor on this rank. Never cached, because FSDP may replace it."""
-        return _local(self.parameter)
+        return local_part(self.parameter)
 
     @property
     def fp32(self) -> Tensor:
@@ -83,7 +83,7 @@ class Weight:
         if self.main_gradient is not None:
             return self.main_gradient
         assert self.parameter.grad is not None, self.name
-        return _local(self.parameter.grad)
+        return local_part(self.parameter.grad)
 
 
 class Optimizer:
@@ -213,7 +213,7 @@ def new_weight(
     name: str, parameter: nn.Parameter, at: Slice, value: Tensor, has_master: bool
 ) -> Weight:
     """A weight with its initial value and zero moments."""
-    local = _local(parameter)
+    local = local_part(parameter)
     assert tuple(local.shape) == at.sizes, (name, local.shape, at)
     value = value.to(local.device)
     local.copy_(value)
@@ -234,6 +234,6 @@ def _summable(gradient: Tensor) -> Sequence[Tensor]:
     return gradient.flatten().split(MAX_SUMMED)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, which is a DTensor with FSDP. Call it under no_grad."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

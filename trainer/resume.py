@@ -13,15 +13,17 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint import Checkpoints, Facts, load_tensors
+from trainer.checkpoint import Checkpoints, Facts, has_optimizer, load_tensors, only_weights
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.snapshot import load_snapshot, save_snapshot
 from trainer.config.continuation import model_differences
+from trainer.config.foreign_weights import foreign_weights, import_hint
 from trainer.config.sections import Model, RunConfig
+from trainer.corpus.metadata import FOLDER, copy_tokenizer
 from trainer.data.epochs import Position
 from trainer.errors import UserError
 from trainer.logline import length_line
-from trainer.mesh import Mesh
+from trainer.mesh import PRIVATE_DISKS, Mesh
 from trainer.metrics import Log
 from trainer.model import GPT, build_model
 from trainer.slices import shapes, whole
@@ -69,7 +71,7 @@ def choose_checkpoint(run: RunConfig, mesh: Mesh, checkpoints: Checkpoints) -> P
     # After a restart, resume this run's own checkpoints, whatever ckpt_dir says.
     folder = checkpoints.find("auto") if _is_restart(mesh) else None
     if folder is None and keeping.ckpt_dir:
-        folder = checkpoints.find(keeping.ckpt_dir)
+        folder = _find_wanted(run, checkpoints)
     # Without this check, the run would mix its own checkpoints with those of another run.
     if any(mesh.gather(bool(own.checkpoints()) and not own.holds(folder))):
         hint = (
@@ -80,21 +82,57 @@ def choose_checkpoint(run: RunConfig, mesh: Mesh, checkpoints: Checkpoints) -> P
     return folder
 
 
+def _find_wanted(run: RunConfig, checkpoints: Checkpoints) -> Path | None:
+    """The checkpoint that the config names."""
+    wanted = run.Engine.save_load.ckpt_dir
+    assert wanted
+    if problem := foreign_weights(wanted):
+        raise UserError(problem, import_hint(wanted))
+    folder = checkpoints.find(wanted)
+    if wanted != "auto" and _starts_again(run) and checkpoints.store.holds(folder):
+        # At step 0, its own checkpoints would be mixed with those that it starts from.
+        hint = "use another output_dir, or ckpt_dir: auto to resume the run"
+        raise UserError(f"{folder} is in output_dir, and load_optimizer is False", hint)
+    return folder
+
+
+def _starts_again(run: RunConfig) -> bool:
+    return not run.Engine.save_load.load_optimizer
+
+
 def restore(t: Training, checkpoints: Checkpoints, folder: Path | None) -> None:
     """Restore the state of a checkpoint, or of the snapshot if the run uses one."""
     if t.run.Engine.save_load.snapshot_path:
         _restore_snapshot(t, Path(t.run.Engine.save_load.snapshot_path))
     elif folder:
-        shapes = _state_shapes(t.run.Model)
+        # A run always resumes its own checkpoints completely, for example after a crash.
+        is_new = _starts_again(t.run) and not checkpoints.store.holds(folder)
+        shapes, state = _state_shapes(t.run.Model), t.optimizer.tensors()
         folder, facts = checkpoints.load(
-            folder, t.optimizer.tensors(), shapes, partial(_check_same_model, t)
+            folder,
+            only_weights(state) if is_new else state,
+            shapes,
+            partial(_check_same_model, t),
         )
-        _restore_progress(t, facts)
+        if is_new or not has_optimizer(facts):
+            _start_with_weights(t, folder)
+        else:
+            _restore_progress(t, facts)
         if checkpoints.store.holds(folder):
             checkpoints.resumed_from(facts["step"])
     elif t.run.Engine.save_load.ckpt_dir:
         t.log.info(f"No checkpoint in {output_dir(t.run)}: training starts at step 0.")
     t.metrics.resume(t.progress.step)
+
+
+def _start_with_weights(t: Training, folder: Path) -> None:
+    """Start at step 0 with the weights that were loaded, and a new optimizer."""
+    for name, piece in t.optimizer.tensors().items():
+        # Another checkpoint may have been loaded in part before it was found to be damaged.
+        if not name.startswith("model."):
+            piece.tensor.zero_()
+    t.optimizer.loaded(0)
+    t.log.info(f"Training starts at step 0, with the weights of {folder} and a new optimizer.")
 
 
 def whole_model(t: Training, checkpoints: Checkpoints) -> GPT:
@@ -231,6 +269,7 @@ def _facts_of(t: Training) -> Facts:
         ),
         "layout": t.mesh.layout._asdict(),
         "vocabulary": t.splits.characters.vocabulary if t.splits.characters else None,
+        "tokenizer": t.splits.tokenizer.tokenizer if t.splits.tokenizer else None,
         "torch": torch.__version__,
         "config": json.loads(json.dumps(asdict(t.run))),  # tuples become lists, as when loaded
     }
@@ -255,13 +294,39 @@ def _check_same_model(t: Training, facts: Facts, where: Path) -> None:
     different = model_differences(facts["config"]["Model"], asdict(t.run.Model))
     # With the same number of other characters, all shapes match, but the tokens mean other things.
     vocabulary = t.splits.characters.vocabulary if t.splits.characters else None
-    if not different and facts["vocabulary"] != vocabulary:
+    # Nobody knows the characters of imported weights.
+    is_known = has_optimizer(facts) or facts["vocabulary"] is not None
+    if not different and is_known and facts["vocabulary"] != vocabulary:
         different = ["its vocabulary has different characters"]
+    if not different and _is_other_tokenizer(t, facts):
+        different = ["it was trained on data of another tokenizer"]
     if different:
         message = f"{where} is a checkpoint of another model: {'; '.join(different)}"
         raise UserError(
             message, "use the config of that run, or leave Engine.save_load.ckpt_dir empty"
         )
+
+
+def _is_other_tokenizer(t: Training, facts: Facts) -> bool:
+    """Whether checkpoint and data are known to come from different tokenizers."""
+    own, saved = t.splits.tokenizer, facts.get("tokenizer")
+    if own is None or not isinstance(saved, dict):
+        return False
+    return bool(saved.get("digest") != own.tokenizer["digest"])
+
+
+def keep_tokenizer(t: Training) -> None:
+    """Copy the files of the data's tokenizer to the output folder, for tasks with the model."""
+    known, mesh = t.splits.tokenizer, t.mesh
+    is_due = mesh.is_first or (os.environ.get(PRIVATE_DISKS, "0") != "0" and mesh.local_rank == 0)
+    if known is None or not is_due:
+        return
+    beside = known.file.parent / FOLDER
+    names = known.content["tokenizer"].get("files", ())
+    try:
+        copy_tokenizer([beside / Path(name).name for name in names], output_dir(t.run) / FOLDER)
+    except OSError as error:
+        t.log.warn(f"cannot copy the tokenizer {beside}: {error.strerror}")
 
 
 def _invalid_facts(t: Training, facts: Facts) -> str:
@@ -270,7 +335,8 @@ def _invalid_facts(t: Training, facts: Facts) -> str:
     Checksums show only that a file is undamaged, not that this program wrote it.
     """
     expected = _facts_of(t)
-    lacking = [key for key in expected if key not in facts and key != "position"]
+    # Earlier versions recorded neither of these two.
+    lacking = [key for key in expected if key not in (*facts, "position", "tokenizer")]
     if lacking:
         return f"{lacking[0]} is missing in its manifest"
     position = facts.get("position", [0, 0, 0])

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,7 +24,8 @@ from trainer.config.resolve import batch_of
 from trainer.config.sections import RunConfig
 from trainer.data import LocalBatch, Reader, Start, open_data
 from trainer.errors import UserError
-from trainer.generate import generate
+from trainer.inference.generation import generate
+from trainer.inference.network import network_of
 from trainer.logline import COMPLETE, epoch_line, evaluation_line, sample_title
 from trainer.loss import multiplier
 from trainer.mesh import Mesh
@@ -34,6 +37,7 @@ from trainer.precision import Precision
 from trainer.resume import (
     choose_checkpoint,
     how_to_resume,
+    keep_tokenizer,
     output_dir,
     output_folder,
     restore,
@@ -43,6 +47,9 @@ from trainer.resume import (
 from trainer.state import Progress, Training
 from trainer.status import status_file
 from trainer.stop import StopRequest
+
+if TYPE_CHECKING:
+    from trainer.profiler import Recorder
 
 MAX_SKIPPED = 100  # updates in a row without a finite gradient: the run will not recover
 MINGPT_FREQ = 100  # iterations between log lines in minGPT's style
@@ -54,19 +61,22 @@ def train(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> None:
         checkpoint = choose_checkpoint(run, mesh, checkpoints)
         with status_file(output_dir(run), mesh, log) as report:
             t = prepare(run, mesh, log, stop)
+            keep_tokenizer(t)
             restore(t, checkpoints, checkpoint)
             first_step = t.progress.step
-            if run_steps(t, checkpoints):
-                finish(t, checkpoints)
-                report("finished", step=t.progress.step)
-                log.info(COMPLETE)
-            else:
-                has_trained = t.progress.step > first_step
-                if has_trained:
-                    save_unless_checking(t, checkpoints)
-                signal = stop.signal or "sent to another rank"
-                report("stopped", step=t.progress.step, signal=signal)
-                log.info(stop_text(t.progress.step, has_trained))
+            # A profile is written last: there may be no time for it, or no space for both.
+            with profiling(t) as recorder:
+                if run_steps(t, checkpoints, recorder):
+                    finish(t, checkpoints)
+                    report("finished", step=t.progress.step)
+                    log.info(COMPLETE)
+                else:
+                    has_trained = t.progress.step > first_step
+                    if has_trained:
+                        save_unless_checking(t, checkpoints)
+                    signal = stop.signal or "sent to another rank"
+                    report("stopped", step=t.progress.step, signal=signal)
+                    log.info(stop_text(t.progress.step, has_trained))
 
 
 def stop_text(step: int, has_trained: bool) -> str:
@@ -101,18 +111,36 @@ def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training
     )
 
 
-def run_steps(t: Training, checkpoints: Checkpoints) -> bool:
+def profiling(t: Training) -> AbstractContextManager[Recorder | None]:
+    """The profiler, if the config asks for one."""
+    if not t.run.Profiler.enable:
+        return nullcontext()
+    from trainer.profiler import Recorder  # here: without a profile, nothing of it is loaded
+
+    return Recorder(t)
+
+
+def run_steps(t: Training, checkpoints: Checkpoints, recorder: Recorder | None = None) -> bool:
     """Train up to the last step. Returns False if a stop was requested before.
 
     The host only starts the computations of a step. It reads their numbers later (`Outcomes`),
     unless something needs the exact state now.
     """
-    clock, num_workers = t.metrics.clock, t.run.Data.Train.loader.num_workers
+    num_workers = t.run.Data.Train.loader.num_workers
     batches = reader(t, "train").batches(batch_starts(t), num_workers)
     t.mesh.heartbeat.tick("before the first step")
     if t.progress.step < t.length.max_steps and stop_is_requested(t):
         return False
     t.parallel.train()
+    if recorder is None:
+        return run_batches(t, batches, checkpoints)
+    is_complete = run_batches(t, recorder.batches(batches), checkpoints)
+    recorder.stop()  # what follows is not a step
+    return is_complete
+
+
+def run_batches(t: Training, batches: Iterator[LocalBatch], checkpoints: Checkpoints) -> bool:
+    clock = t.metrics.clock
     begin_step(t)
     for batch in batches:
         clock.data_is_here()  # the time until here counts as avg_reader_cost
@@ -364,12 +392,17 @@ def write_sample(t: Training, checkpoints: Checkpoints) -> None:
     context = t.run.Data.Train.dataset.max_seq_len
     first = reader(t, "test" if t.splits.test else "train").read(0)
     prompt = first.inputs[0, : context // 2 + 1].tolist()
-    for number in range(samples):
-        seed = t.run.Global.seed + number
-        tokens = generate(
-            model, prompt, len(characters.vocabulary), context, t.run.Generation, seed, t.stop
-        )
-        t.log.info(f"{sample_title(characters.decode(prompt))}\n{characters.decode(tokens)}")
+    model.eval()
+    texts = generate(
+        network_of(model, t.run),
+        [prompt],
+        t.run.Generation,
+        t.run.Global.seed,
+        is_stopped=lambda: bool(t.stop.signal),  # a long sample must not delay a stop request
+    )
+    model.train()
+    for text in texts:
+        t.log.info(f"{sample_title(characters.decode(prompt))}\n{characters.decode(text.tokens)}")
 
 
 def reader(t: Training, name: str) -> Reader:

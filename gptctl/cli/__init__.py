@@ -36,6 +36,7 @@ VERBS = {
         "list": ("jobs", "List jobs and their states."),
         "status": ("jobs", "Show the state of a job."),
         "plot": ("plot", "Plot the loss, or another metric, of one or more jobs."),
+        "trace": ("trace", "Summarise the profile of a job, and name its traces."),
         "show": ("jobs", "Show what a job was started with, and where each value came from."),
         "cancel": ("jobs", "Stop jobs; the trainer saves a checkpoint first."),
         "wait": ("jobs", "Wait until a job ends; exit with its status."),
@@ -50,6 +51,16 @@ VERBS = {
         ),
         "sweep": ("sweep", "Run one config with many values, and compare the results."),
         "fetch": ("jobs", "Copy the files that a job wrote on other machines to this one."),
+    },
+    "Data": {
+        "data": ("data", "Turn text into token files for training, and look into them."),
+    },
+    "Models": {
+        "eval": ("tasks", "Measure the perplexity or the cloze accuracy of a checkpoint."),
+        "generate": ("tasks", "Generate text with a checkpoint."),
+        "serve": ("tasks", "Serve completions of a checkpoint over HTTP, to try a model."),
+        "export": ("tasks", "Export a checkpoint as a folder that Hugging Face's GPT-2 loads."),
+        "import": ("tasks", "Import weights of GPT-2: Hugging Face, nanoGPT or Megatron names."),
     },
     "Clusters": {
         "clusters": ("clusters", "List, show and check cluster profiles."),
@@ -79,8 +90,8 @@ class LazyGroup(click.Group):
             return None
         # The group is imported first, so it cannot import the verbs itself without a cycle.
         module = import_module(f"gptctl.cli.{MODULE_OF[name]}")
-        # A function called `list` would hide the builtin in its module.
-        found = getattr(module, f"{name}_verb" if name == "list" else name)
+        # A function called `list` would hide the builtin in its module; `import` is a keyword.
+        found = getattr(module, f"{name}_verb" if name in ("list", "eval", "import") else name)
         assert isinstance(found, click.Command)
         return found
 

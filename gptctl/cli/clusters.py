@@ -37,9 +37,12 @@ def list_clusters(as_json: bool) -> None:
     rows = []
     for name, file in known_profiles().items():
         # Load by path: by name, every folder would be searched again for each profile.
-        profile = load_profile(str(file))
         # One broken file must not hide the other profiles.
-        kind = "invalid" if errors_in(profile.findings) else profile.cluster.kind
+        try:
+            profile = load_profile(str(file))
+            kind = "invalid" if errors_in(profile.findings) else profile.cluster.kind
+        except UserError:  # not even a file
+            kind = "invalid"
         rows.append({"cluster": name, "kind": kind, "file": str(file)})
     if as_json:
         ui.print_json(rows)

@@ -18,6 +18,7 @@ from gptctl.cli.options import (
 )
 from gptctl.cli.overrides import check_arguments
 from gptctl.cli.session import Session
+from gptctl.cli.trusting import show_doubts
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError, in_order
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def validate(
 
     CONFIG is a path or a bare name: `config` finds config.yaml, config.yml, configs.yaml or
     configs/config.yaml. This command submits nothing. On a Slurm cluster it also asks Slurm
-    whether it would accept the job. Whether data, scripts and secrets exist is checked by submit.
+    whether it would accept the job. Data that `gptctl data prepare` wrote is compared with the
+    config. Whether data, scripts and secrets exist is checked by submit.
 
     Exit code 0: valid; 1: invalid; 2: wrong usage or an unreadable file.
     """
@@ -55,6 +57,8 @@ def validate(
 
     checked = check_arguments(**arguments)
     starts = ""
+    if not checked.cluster.traits.has_queue:
+        show_doubts(checked.sources, trust=False)
     # An invalid config has no job that Slurm could be asked about.
     if checked.is_valid and checked.cluster.traits.has_queue:
         from gptctl.jobs.submit import this_site
@@ -68,6 +72,8 @@ def validate(
         checked = checked._replace(findings=in_order([*checked.findings, *refused]))
     if checked.launch.files:
         checked = _with_copied_files(checked)
+    if checked.is_valid:
+        checked = _with_data(checked)
     has_warnings = any(finding.level == "warning" for finding in checked.findings)
     # --strict changes the answer, not the level of a finding: a warning stays a warning.
     valid = checked.is_valid and not (strict and has_warnings)
@@ -85,13 +91,20 @@ def validate(
     return 0 if valid else ANSWER_IS_NO
 
 
+def _with_data(checked: Checked) -> Checked:
+    """Add what does not fit between the config and data that `gptctl data prepare` wrote."""
+    from gptctl.spec.machine_rules import check_data_here
+
+    return checked._replace(findings=in_order([*checked.findings, *check_data_here(checked)]))
+
+
 def _with_copied_files(checked: Checked) -> Checked:
     """Add what is listed in Launch.files and can never be copied: pipes, devices, too much."""
     from gptctl.jobs.preflight import check_copied_files
     from gptctl.jobs.submit import this_site
 
     files, run_root = checked.launch.files, checked.cluster.run_root
-    found = check_copied_files(files, this_site(), run_root)
+    found = check_copied_files(files, this_site(), run_root, checked.launch_origins)
     return checked._replace(findings=in_order([*checked.findings, *found]))
 
 

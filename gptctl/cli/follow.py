@@ -41,6 +41,8 @@ class StateReporter:
 
         state = self._session.state_of(self._record)
         if is_final(state):
+            # Hosts that were unreachable may be back, with lines that nobody has seen.
+            self._session.backend_of(self._record).await_hosts(self._record)
             return True
         # Slurm estimates the start again in every answer: a new estimate alone is not news.
         words = str(state).partition(", expected")[0]

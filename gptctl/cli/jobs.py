@@ -260,7 +260,11 @@ def cancel_records(session: Session, records: Sequence[JobRecord], now: bool, as
         if isinstance(result, Exception) and not isinstance(result, UserError):
             raise result
     problems = [result for result in results if isinstance(result, UserError)]
-    answers = [{"job": each.id, "state": session.state_of(each).state} for each in records]
+    stopped = asked - {each.id for each, result in zip(records, results) if result}
+    answers = [
+        {"job": each.id, "state": _state_after_cancel(session, each, each.id in stopped)}
+        for each in records
+    ]
     if as_json:
         ui.print_json(answers)
     else:
@@ -270,6 +274,15 @@ def cancel_records(session: Session, records: Sequence[JobRecord], now: bool, as
         ui.print_error(problem)
     # The most serious problem decides, as if the jobs had been stopped one by one.
     return max((problem.exit_code for problem in problems), default=0)
+
+
+def _state_after_cancel(session: Session, record: JobRecord, was_stopped: bool) -> str:
+    from gptctl.engine.job_result import CANCELLED
+
+    # A job that was being submitted: the gptctl that did so has removed it.
+    if was_stopped and not record.handle and not record.run_folder.is_dir():
+        return CANCELLED
+    return session.state_of(record).state
 
 
 def _interrupted_cancel(job: str, was_asked: bool) -> str:
@@ -400,4 +413,4 @@ def fetch(session: Session, /, job: str | None, as_json: bool, **options: Any) -
         new = f"{fetched.new_files:,} new" if fetched.new_files else "nothing new"
         what = f"{count(fetched.files, 'file')}, {fetched.bytes:,} bytes"
         ui.print_text(f"{what}: {fetched.folder}; {new}")
-    return 0
+    return OUT_OF_REACH if fetched.not_copied else 0

@@ -88,7 +88,8 @@ def submit(
     from gptctl.cli.chain import Chain
     from gptctl.cli.dependencies import start_conditions
     from gptctl.jobs.submit import prepare, this_site
-    from gptctl.spec.trust import settle_trust
+    from gptctl.planning.user_templates import template_sources
+    from gptctl.spec.trust import require_trust, settle_trust
 
     refuse_contradiction(dry_run, follow, wait_for_it)
     point = resume_point(session, resume) if resume is not None else None
@@ -106,6 +107,9 @@ def submit(
     templates = templates_of(template, checked.path)
     # A dry run prepares the job exactly as a submit does, so that it shows what would really run.
     conditions = start_conditions(session, checked, arguments["after"], queue)
+    # Before anything of them is rendered.
+    if not (dry_run or trust):
+        require_trust([*checked.sources, *template_sources(templates)])
     prepared = prepare(
         checked,
         session.store,

@@ -22,6 +22,7 @@ from gptctl.cli.options import (
 )
 from gptctl.cli.session import Session
 from gptctl.cli.table_layout import Column
+from gptctl.cli.trusting import show_doubts
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def submit(
     described, sources = planned_sweep(session, Path(file), parallel, arguments)
     planned = startable(described, skip_invalid)
     if dry_run:
+        show_doubts(sources, trust)
         print_runs(planned, as_json)
         return 0
     return announce(*submit_sweep(session, planned, sources, trust), as_json)

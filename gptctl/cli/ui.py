@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,30 @@ def progress(title: str, total: int) -> Iterator[Progress]:
             say(f"{title}: {came:,} of {total:,} bytes")
 
     yield note
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """Show how far something is: in place on a terminal, otherwise a line every few seconds."""
+    is_in_place = sys.stderr.isatty() and has_colours()
+    told = time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal told
+        if time.monotonic() - told < (0.1 if is_in_place else SAY_EVERY):
+            return
+        told = time.monotonic()
+        if is_in_place:
+            cut = clean(text)[: terminal_width(sys.stderr) - 1]
+            print(f"\r{cut}\x1b[K", end="", file=sys.stderr, flush=True)
+        else:
+            say(text)
+
+    try:
+        yield show
+    finally:
+        if is_in_place:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 class TerminalScreen:

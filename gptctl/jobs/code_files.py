@@ -14,6 +14,7 @@ from gptctl.engine.file_reading import NO_FILE, open_at_once
 
 MAX_CODE = 200 << 20  # bytes of a user's script and files: more is data by mistake
 MOST_FILES = 50_000  # in all listed folders: more is a data set, or a whole system, by mistake
+DEEPEST = 100  # folders inside each other; Python cannot copy a thousand
 MOST_NAMED = 5  # problems of one listed folder: the first ones show what is wrong with it
 NOT_CODE = shutil.ignore_patterns("__pycache__", ".git", ".venv*", "*.pyc")
 PSEUDO = ("/proc", "/sys")
@@ -52,7 +53,7 @@ class CodeFiles:
                 named += 1
                 if named <= MOST_NAMED:
                     yield CopyProblem(fault, _hint(file, path, status))
-            elif stat.S_ISREG(status.st_mode):
+            elif status and stat.S_ISREG(status.st_mode):
                 self._bytes += status.st_size
             self._files += 1
             # Do not walk further: it may be a data set, a mounted disk or /proc.
@@ -68,8 +69,8 @@ class CodeFiles:
         return CopyProblem(f"with {path}, the code to copy has more than {limit}", hint)
 
 
-def _entries(path: str, skipped: Collection[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """The file itself, or everything in the folder that would be copied."""
+def _entries(path: str, skipped: Collection[str]) -> Iterator[tuple[str, os.stat_result | None]]:
+    """The file itself, or everything in the folder that would be copied; None: nested too deep."""
     try:
         status = os.stat(path)
     except OSError:  # missing, or a link that leads nowhere: `preflight` reports it
@@ -77,6 +78,10 @@ def _entries(path: str, skipped: Collection[str]) -> Iterator[tuple[str, os.stat
     yield path, status
     is_walked = stat.S_ISDIR(status.st_mode) and not _is_pseudo(path)
     for place, folders, names in os.walk(path) if is_walked else ():
+        if place.count(os.sep) - path.count(os.sep) >= DEEPEST:
+            folders.clear()
+            yield place, None
+            continue
         left_out = NOT_CODE(place, [*folders, *names])
         folders[:] = [
             name
@@ -92,7 +97,9 @@ def _entries(path: str, skipped: Collection[str]) -> Iterator[tuple[str, os.stat
                 continue
 
 
-def _fault(file: str, status: os.stat_result) -> str:
+def _fault(file: str, status: os.stat_result | None) -> str:
+    if status is None:
+        return f"{file} is nested more than {DEEPEST} folders deep"
     kind = stat.S_IFMT(status.st_mode)
     if kind in KINDS:
         return f"{file} is {KINDS[kind]}, not a file"
@@ -108,8 +115,8 @@ def _is_pseudo(path: str) -> bool:
     return any(real.is_relative_to(place) for place in PSEUDO)
 
 
-def _hint(file: str, path: str, status: os.stat_result) -> str:
-    if _is_pseudo(path):
+def _hint(file: str, path: str, status: os.stat_result | None) -> str:
+    if status is None or _is_pseudo(path):
         return "list regular files and folders only"
     if stat.S_IFMT(status.st_mode) not in KINDS:
         return "change its permissions, or list other files"

@@ -11,6 +11,7 @@ from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.error_text import one_line
 from gptctl.engine.file_reading import parse_json, read_bytes
 from gptctl.spec.resources import home
+from gptctl.text import count
 
 MOST_REMEMBERED = 500  # files, so that the list stays small; the oldest are forgotten first
 MOST_NAMED = 5  # by one command: after a disk failure there may be thousands
@@ -24,7 +25,9 @@ def new_notes(noticed: Mapping[str, str]) -> list[str]:
     new = [path for path in noticed if known.get(path) != now[path]]
     if not new:
         return []
-    kept = {path: version for path, version in known.items() if path not in now} | now
+    # The others are named by the next commands.
+    named = {path: now[path] for path in noticed if path not in new[MOST_NAMED:]}
+    kept = {path: version for path, version in known.items() if path not in now} | named
     text = json.dumps(dict(list(kept.items())[-MOST_REMEMBERED:]))
     # A home that is read-only or full must not stop the command.
     with suppress(OSError), private_files():
@@ -33,7 +36,7 @@ def new_notes(noticed: Mapping[str, str]) -> list[str]:
             stream.write(text.encode())
     notes = [f"ignored {path}: {one_line(noticed[path])}" for path in new[:MOST_NAMED]]
     more = len(new) - MOST_NAMED
-    return [*notes, f"ignored {more} more damaged files"] if more > 0 else notes
+    return [*notes, f"ignored {count(more, 'more damaged file')}"] if more > 0 else notes
 
 
 def _version(path: str) -> str:

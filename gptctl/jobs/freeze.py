@@ -30,8 +30,8 @@ from gptctl.planning.build import Site, cluster_as_json
 from gptctl.planning.user_templates import UserTemplate, effective
 from gptctl.spec.check import NO_PATH, Checked
 from gptctl.spec.summary import as_json
-from trainer.config.kinds import FilePath, Section, keys_of
-from trainer.config.resolve import NOT_BUILT_YET
+from trainer.config.corpora import Corpora
+from trainer.config.kinds import FilePath, OutputPath, Section, keys_of
 from trainer.config.sections import RunConfig
 from trainer.errors import UserError
 
@@ -93,11 +93,22 @@ def frozen_config(checked: Checked, site: Site) -> dict[str, Any]:
 def _make_absolute(cls: type, values: dict[str, Any], site: Site) -> None:
     for name, key in keys_of(cls).items():
         value = values[name]
-        # Sections that nothing uses yet are left as they are.
-        if isinstance(key.kind, Section) and name not in NOT_BUILT_YET:
+        if isinstance(key.kind, Section):
             _make_absolute(key.kind.cls, value, site)
-        elif isinstance(key.kind, FilePath) and value and value not in NO_PATH:
+        elif value and _is_of_this_machine(key.kind, value) and value not in NO_PATH:
             values[name] = site.absolute(value)
+        elif isinstance(key.kind, Corpora):
+            values[name] = (
+                site.absolute(value)
+                if isinstance(value, str)
+                else {site.absolute(path): weight for path, weight in value.items()}
+            )
+
+
+def _is_of_this_machine(kind: Any, path: str) -> bool:
+    """Whether a key has a path that depends on where gptctl was started."""
+    # A relative `OutputPath` is below the output folder, wherever that is.
+    return isinstance(kind, FilePath) or (isinstance(kind, OutputPath) and path.startswith("~"))
 
 
 def pack_engine(archive: Path) -> None:

@@ -8,7 +8,6 @@ git folder of our own, whose config names no program and which borrows objects a
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.deadline import Deadline
-from gptctl.engine.file_reading import notice, noticed, read_text
+from gptctl.engine.file_reading import notice, read_text
+from gptctl.engine.messages import is_readable
 
 MAX_OUTPUT = 1 << 20  # bytes of `git diff` and of `git status` that are kept
 LONGEST_LINK = 8192  # bytes of a file .git, which contains one path
@@ -41,6 +41,9 @@ COPIED_SETTINGS = (
 OWN_SETTINGS = ("core.excludesfile",)
 
 
+_unanswered: set[str] = set()  # repositories for which git took too long
+
+
 class Repository(NamedTuple):
     """Where the parts of a repository are."""
 
@@ -56,11 +59,12 @@ def git_state(folder: str) -> dict[str, Any]:
     """Commit, branch and uncommitted changes; empty outside of a repository."""
     repository = os.path.join(folder, ".git")
     # git did not answer before: the other jobs of a chain or a sweep do not wait for it again.
-    if repository in noticed:
+    if repository in _unanswered:
         return {}
     limit = Deadline(TIMEOUT)
     state = _state(folder, limit)
     if not limit.left:
+        _unanswered.add(repository)
         notice(repository, f"git did not answer within {TIMEOUT:g} s; its state is incomplete")
     return state
 
@@ -207,7 +211,7 @@ def _read_some(process: subprocess.Popen[bytes], limit: Deadline) -> bytes | Non
     assert process.stdout is not None
     output = b""
     while len(output) <= MAX_OUTPUT:
-        if not select.select([process.stdout], [], [], limit.left)[0]:
+        if not is_readable(process.stdout.fileno(), limit.left):
             return None
         part = os.read(process.stdout.fileno(), 1 << 16)
         if not part:

@@ -14,17 +14,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gptctl.backends import Backend
-from gptctl.engine.launch_plan import LaunchPlan
+from gptctl.engine.launch_plan import LaunchPlan, has_data
 from gptctl.jobs.code_files import KINDS as FILE_KINDS
 from gptctl.jobs.code_files import CodeFiles
 from gptctl.jobs.module_source import is_installed, is_runnable, module_source
+from gptctl.jobs.resume import CKPT_DIR
 from gptctl.planning.build import Site, python_of
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster
 from gptctl.spec.launch import is_variable
-from gptctl.spec.machine_rules import check_cache_here, check_cores_here
+from gptctl.spec.machine_rules import check_cache_here, check_cores_here, check_data_here
+from trainer.config.foreign_weights import foreign_weights, import_hint
 from trainer.config.sections import SaveLoad
 from trainer.errors import Finding, Rule
+
+LARGEST_SECRET = 100_000  # bytes; of an environment variable, Linux allows 128 KiB
 
 SCRIPT = Rule("S001", "the script and the files copied with it must exist, and be files")
 DATA = Rule("S002", "the data and the checkpoint that a run starts from must exist")
@@ -50,6 +54,7 @@ def run_preflight(
         *_check_endpoint(plan),
         *check_cores_here(checked),
         *check_cache_here(checked, site.folder),
+        *check_data_here(checked, site.folder),
         *backend.preflight(checked, plan),
     ]
     # These findings have no line in a file, so the message says where the value came from.
@@ -133,12 +138,17 @@ def _check_files(
     yield from check_copied_files(files, site, run_root)
 
 
-def check_copied_files(files: Sequence[str], site: Site, run_root: str) -> Iterator[Finding]:
+def check_copied_files(
+    files: Sequence[str], site: Site, run_root: str, places: Mapping[str, str] | None = None
+) -> Iterator[Finding]:
     """Report what is listed, or is in a listed folder, and is not a file that can be copied."""
-    code = CodeFiles([site.absolute(run_root)])
+    code, key = CodeFiles([site.absolute(run_root)]), "Launch.files"
     for file in files:
         for problem in code.problems(site.absolute(file)):
-            yield SCRIPT.found("Launch.files", file, problem.message, problem.hint)
+            found = SCRIPT.found(key, file, problem.message, problem.hint)
+            # `run_preflight` adds the places of all its findings itself.
+            origin = _origin(key, places) if places else ""
+            yield found._replace(message=_with_origin(found, origin))
 
 
 def _check_data(checked: Checked, site: Site, continues: bool) -> Iterator[Finding]:
@@ -151,12 +161,14 @@ def _check_data(checked: Checked, site: Site, continues: bool) -> Iterator[Findi
     ):
         return
     for name, path in checked.inputs.items():
-        if not os.path.exists(site.absolute(path)):
+        if not has_data(site.absolute(path)):
             # Compute nodes may see file systems that this machine does not: only warn.
             rule = DATA if checked.cluster.traits.is_one_machine else DATA._replace(level="warning")
             yield rule.found(
                 name, path, f"{path} does not exist in {site.folder}", "check the path"
             )
+        elif name == CKPT_DIR and (problem := foreign_weights(site.absolute(path))):
+            yield DATA.found(name, path, problem, import_hint(site.absolute(path)))
     # A job of a chain resumes what the jobs before it left there.
     if not continues:
         yield from _check_output(checked.resolved.run.Engine.save_load, site)
@@ -202,7 +214,9 @@ def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
         if "file" in source:
             problem = _secret_file_problem(source["file"]) if plan.is_one_machine else ""
         else:
-            problem = "" if source["env"] in os.environ else f"{source['env']} is not set"
+            problem = (
+                "" if os.environ.get(source["env"]) else f"{source['env']} is not set, or empty"
+            )
         if problem:
             hint = "fix it, or use another {file: path} or {env: NAME}"
             yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, problem, hint)
@@ -212,11 +226,14 @@ def _secret_file_problem(file: str) -> str:
     """Why a secret cannot be read from a file, or an empty string."""
     # Not opened: the job's shell would wait forever for the other end of a named pipe.
     try:
-        kind = stat.S_IFMT(os.stat(file).st_mode)
+        found = os.stat(file)
     except OSError as error:
         return f"cannot read {file}: {error.strerror}"
-    if kind != stat.S_IFREG:
+    if (kind := stat.S_IFMT(found.st_mode)) != stat.S_IFREG:
         return f"{file} is {FILE_KINDS.get(kind, 'a folder')}, not a regular file"
+    # It becomes an environment variable, for which Linux has a limit.
+    if not 0 < found.st_size <= LARGEST_SECRET:
+        return f"{file} has {found.st_size:,} bytes; a secret has 1 to {LARGEST_SECRET:,}"
     return "" if os.access(file, os.R_OK) else f"cannot read {file}: {os.strerror(errno.EACCES)}"
 
 

@@ -5,8 +5,10 @@ Only a folder with the job's token is removed, and links in it are never followe
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -117,8 +119,14 @@ def remove_tree(folder: Path) -> None:
     # rmtree removes links, and refuses to follow them even if they appear meanwhile. It raises
     # FileNotFoundError if another gptctl removes the same folder: together they get it done.
     while folder.is_dir():
-        with suppress(FileNotFoundError):
+        try:
             shutil.rmtree(folder)
+        except FileNotFoundError:
+            continue
+        except RecursionError:  # a program can nest folders deeper than Python can follow
+            subprocess.run(["rm", "-rf", "--", str(folder)], check=False, stderr=subprocess.DEVNULL)
+            if folder.is_dir():
+                raise OSError(errno.EACCES, "cannot remove it", str(folder)) from None
 
 
 def folders_outside(record: JobRecord) -> list[str]:

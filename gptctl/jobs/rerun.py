@@ -13,7 +13,14 @@ from gptctl.engine.file_reading import read_json
 from gptctl.engine.launch_plan import StartConditions
 from gptctl.engine.typed_fields import fits
 from gptctl.jobs.history import missing_folder
-from gptctl.jobs.resume import CKPT_DIR, RESUME_OF, find_resume_point, rerun_notes
+from gptctl.jobs.resume import (
+    CKPT_DIR,
+    LOAD_OPTIMIZER,
+    RESUME_OF,
+    find_resume_point,
+    lineage,
+    rerun_notes,
+)
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.submit import START_AT_ONCE, Prepared, differences_from, prepare, this_site
 from gptctl.jobs.written_config import Written, node_at, read_written, with_absolute_paths, without
@@ -23,7 +30,7 @@ from gptctl.spec.check import Checked, check_config, check_tree
 from gptctl.spec.cluster_kinds import KINDS
 from trainer.config import Override
 from trainer.config.layers import with_overrides
-from trainer.config.tree import Map
+from trainer.config.tree import Map, Scalar
 from trainer.errors import OUT_OF_REACH, Finding, UserError
 
 OUTPUT_DIR, CLUSTER = "Engine.save_load.output_dir", "Launch.cluster"
@@ -63,7 +70,7 @@ def prepare_rerun(
     ]
     was_resumed = not changes.resume and _was_resumed(record)
     if was_resumed:
-        written, started = _from_step_0(written)
+        written, started = _from_step_0(written, lineage(record, store)[-1])
         kept += started
     checked = _without_own_files(_check(record, written, kept, overrides), record.run_folder)
     # Without changes it is the same job, so it gets the same id with the next number.
@@ -183,11 +190,27 @@ def _was_resumed(record: JobRecord) -> bool:
     return str(origin).startswith(RESUME_OF)
 
 
-def _from_step_0(written: Written | None) -> tuple[Written | None, list[Override]]:
-    """Drop the checkpoint: a rerun starts where the training began."""
+def _from_step_0(
+    written: Written | None, first: JobRecord
+) -> tuple[Written | None, list[Override]]:
+    """Drop the checkpoint: a rerun starts where the first job of the run began."""
     if written is None:
         return None, [Override(CKPT_DIR, "", "from step 0")]
-    return written._replace(tree=without(written.tree, CKPT_DIR)), []
+    tree = without(without(written.tree, CKPT_DIR), LOAD_OPTIMIZER)
+    return written._replace(tree=tree), _first_weights(first)
+
+
+def _first_weights(first: JobRecord) -> list[Override]:
+    """The weights that the user of the first job had it start with: a fine-tuning needs them."""
+    written = read_written(first.run_folder)
+    nodes = {
+        key: node_at(written.tree, key) for key in (CKPT_DIR, LOAD_OPTIMIZER) if written is not None
+    }
+    return [
+        Override(key, node.text, str(node.place), verbatim=True)
+        for key, node in nodes.items()
+        if isinstance(node, Scalar) and not str(node.place).startswith(RESUME_OF)
+    ]
 
 
 def _start(prepared: Prepared) -> str:

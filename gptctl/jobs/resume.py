@@ -16,6 +16,7 @@ from gptctl.jobs.store import JobRecord, Store
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked
 from gptctl.text import count
+from trainer.checkpoint_names import MANIFEST
 from trainer.config import Override
 from trainer.config.continuation import model_differences
 from trainer.config.sections import RunConfig
@@ -28,8 +29,8 @@ SAME_MODEL = Rule("S011", "a resumed run must have the model of its checkpoint")
 STEPS_LEFT = Rule("S012", "a run that continues must have steps left to train")
 OWN_SNAPSHOT = Rule("S018", "a resumed run must continue the snapshot of its own jobs")
 
-MANIFEST = "manifest.json"
 CKPT_DIR, MAX_STEPS = "Engine.save_load.ckpt_dir", "Engine.max_steps"
+LOAD_OPTIMIZER = "Engine.save_load.load_optimizer"
 EPOCHS = "Engine.num_train_epochs"
 # Differences in these keys are not reported: they change where files go and what is printed.
 NOT_REPORTED = ("Launch.", "Engine.save_load.", "Engine.logging_freq", "Profiler.", "Offline_Eval.")
@@ -53,7 +54,13 @@ class ResumePoint(NamedTuple):
     def overrides(self) -> list[Override]:
         # As an override it is checked, recorded and shown like any other value.
         origin = f"{RESUME_OF}{self.record.id}"
-        return [Override(CKPT_DIR, self.folder, origin, verbatim=True)] if self.folder else []
+        if not self.folder:
+            return []
+        chosen = [Override(CKPT_DIR, self.folder, origin, verbatim=True)]
+        # A fine-tuning started with weights only, but it resumes its own state.
+        if frozen_value(self.record, LOAD_OPTIMIZER) is False:
+            chosen.append(Override(LOAD_OPTIMIZER, "True", origin))
+        return chosen
 
 
 class NoCheckpoint(UserError):
@@ -191,7 +198,7 @@ def check_resume(point: ResumePoint, checked: Checked, site: Site) -> Iterator[F
         )
     if point.snapshot:
         yield from _check_snapshot(point, checked, snapshot_file(checked, site))
-    elif point.step:
+    elif point.step and now.run.Engine.save_load.load_optimizer:
         yield from _check_steps(point, now.run)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gptctl.backends import Backends, JobState, recorded_state
-from gptctl.engine.cause import cause_from
+from gptctl.engine.cause import HOST_LOST, cause_from
 from gptctl.engine.contract import RESULT
 from gptctl.engine.error_text import one_line
 from gptctl.engine.job_result import (
@@ -34,7 +34,13 @@ def state_of(record: JobRecord, backends: Backends) -> JobState:
     """Return the state of a job. Without a recorded result it never counts as completed."""
     if kept := kept_state(record):
         return kept
-    state = _with_canceller(_current_state(record, backends), record)
+    try:
+        state = _with_canceller(_current_state(record, backends), record)
+    # A folder without permission, or on a disk that fails: it must not hide the other jobs.
+    except OSError as error:
+        why = f"cannot read {error.filename}: {error.strerror}"
+        found = History().state(record)
+        return _as_kept(found, why) if found else JobState(UNKNOWN, why)
     # Whoever sees the end keeps it: the run folder may be deleted next.
     if state.state in (PENDING, RUNNING):
         History().forget(record)
@@ -97,8 +103,11 @@ def refuse_if_not_ended(record: JobRecord) -> None:
 
 def _current_state(record: JobRecord, backends: Backends) -> JobState:
     # A result is written once, at the very end: it stays true when the backend forgets the job.
-    if result := RunFolder(record.local_dir).result():
-        return recorded_state(result)
+    folder = RunFolder(record.local_dir)
+    if result := folder.result():
+        # A cancel that could not reach the first host stopped the others, which it takes for lost.
+        is_cancelled = HOST_LOST in result.reason and folder.is_cancelled()
+        return JobState(CANCELLED) if is_cancelled else recorded_state(result)
     # The record may be from a newer gptctl with other kinds of clusters.
     if not backends.knows(record.kind):
         return JobState(UNKNOWN, f"unknown kind of cluster: {record.kind}")
@@ -129,7 +138,9 @@ def is_final(state: JobState) -> bool:
 
 
 def may_run(record: JobRecord, backends: Backends) -> bool:
-    """Whether processes of the job may still be running."""
+    """Whether processes of the job may still be running, and `cancel` has something to do."""
+    if backends.knows(record.kind):
+        backends.of(record.kind).before_cancel(record)
     # Those of a lost job may be, and those on hosts that did not say that nothing is left there.
     state = state_of(record, backends)
     if is_removed(record):

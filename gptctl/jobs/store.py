@@ -41,6 +41,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 LONGEST_TEXT = 4096  # characters; also the longest path of Linux
 MOST_RANKS = 10_000_000  # more than any cluster has: counting to a larger number would take forever
+MOST = {"nodes": 1 << 16, "per_node": 1 << 10, "world": MOST_RANKS}
 PATHS = ("local_dir", "log_dir", "output_dir", "remote_dir", "array_dir", "folder")
 
 
@@ -182,7 +183,10 @@ class Store:
     def remove_temporary_files(self) -> None:
         """Remove temporary files that a killed gptctl left behind."""
         # Writing takes milliseconds: after an hour nobody is still using the file.
-        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        try:
+            names = os.listdir(self.folder)
+        except OSError:  # missing, or `ids` says why it cannot be read
+            return
         for name in filter(
             re.compile(r"\..+\.\d+|.+\.(json|ended|removed)\.part\d+").fullmatch, names
         ):
@@ -369,7 +373,7 @@ def _rules(record: JobRecord) -> dict[str, bool]:
     rules["run_dir"] = rules.pop("local_dir") and _is_folder_of(record)
     rules["token"] = rules["token"] and "/" not in record.token
     rules["created"] = is_time(record.created)
-    rules |= {name: 1 <= values[name] <= MOST_RANKS for name in ("nodes", "per_node", "world")}
+    rules |= {name: 1 <= values[name] <= most for name, most in MOST.items()}
     rules["sweep_index"] = 0 <= record.sweep_index <= MOST_RANKS
     rules["scheduler_id"] = is_scheduler_id(record.handle.get("scheduler_id", "0"))
     return rules

@@ -7,6 +7,7 @@ sweep whose gptctl was killed knows what was submitted.
 from __future__ import annotations
 
 import json
+import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.engine.atomic_files import private_files, replacing
-from gptctl.engine.file_reading import DamagedFile, is_time, notice, read_json
+from gptctl.engine.file_reading import DamagedFile, is_time, notice, open_no_link, read_json
 from gptctl.engine.typed_fields import typed
 from gptctl.jobs.store import NOTHING, JobRecord, Store
 from gptctl.jobs.submission_order import append_to_order, in_order
@@ -94,15 +95,24 @@ class SweepStore:
         """Let only one gptctl submit runs of a sweep: two would submit the same ones."""
         import fcntl
 
-        with private_files(), self._lock_file(sweep.id).open("w") as file:
+        # Not truncated, and not through a link: whatever is there may be a file of the user.
+        name = str(self._lock_file(sweep.id))
+        try:
+            lock = open_no_link(name, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            message = f"cannot lock {name}: {error.strerror}"
+            raise UserError(message, "remove it, and try again", OUT_OF_REACH) from None
+        try:
             # A killed gptctl loses the lock with its file.
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 message = f"another gptctl is submitting runs of {sweep.id}"
                 hint = f"see `gptctl sweep show {sweep.id}`, and try again later"
                 raise UserError(message, hint, OUT_OF_REACH) from None
             yield
+        finally:
+            os.close(lock)
 
     def _lock_file(self, sweep: str) -> Path:
         return self.folder / f"{sweep}.lock"

@@ -241,6 +241,6 @@ def _duration(record: JobRecord, state: str, now: float) -> float | None:
 def started_at(record: JobRecord) -> float | None:
     """Return when the first rank of node 0 started; restarts do not change it."""
     file = record.run_folder / "attempt-0" / "ranks.0.jsonl"
-    first = json_lines(read_bytes(file, HEAD))
-    moment = first[0].get("time") if first else None
+    first = next(json_lines(read_bytes(file, HEAD)), {})
+    moment = first.get("time")
     return float(moment) if is_number(moment) and is_time(moment) else None

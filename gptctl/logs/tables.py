@@ -18,7 +18,7 @@ from gptctl.logs.lines import readable
 from gptctl.logs.stream import LineFilter, LogReader, merged
 from gptctl.text import count
 
-LAST_LINES = 20  # enough for most tracebacks
+LAST_LINES = 30  # enough for most tracebacks
 MOST_SHOWN = 4  # files whose last lines are shown if no rank or node is known to have failed
 # For people; the keys of a row are those of the JSON output.
 LIST_COLUMNS = ("attempt", "file", "rank", "node", "host", "size", "last write", "ended")

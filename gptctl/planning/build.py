@@ -21,6 +21,8 @@ from gptctl.spec.launch import Launch, split_endpoint
 from gptctl.spec.launch_rules import has_private_disks
 from trainer.config import Override
 
+TASKS = "trainer.tasks."
+IMPORT = f"{TASKS}import_weights"  # a task without a checkpoint, and so without a config
 C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's own defaults
 # NCCL_SOCKET_IFNAME may be a list or a pattern; Gloo reads plain names only.
 NCCL_SYNTAX = re.compile(r"[=^:,]")
@@ -181,7 +183,10 @@ def _program(
         logged = [os.path.join(code, "rank_log.py")]
         # -P: modules come from the copies, not from the folder in which the job runs.
         if launch.module:
-            return (*logged, "-P", "-m", launch.module, *launch.args)
+            # A task of the bundled trainer reads the frozen config, as the training does.
+            is_task = launch.module.startswith(TASKS) and launch.module != IMPORT
+            config = ["-c", os.path.join(identity.remote_dir, "config.json")] if is_task else []
+            return (*logged, "-P", "-m", launch.module, *config, *launch.args)
         if not is_trainer:
             return (*logged, os.path.join(code, os.path.basename(launch.entrypoint)), *launch.args)
         own = f"Engine.save_load.output_dir={_output_dir(checked, site, identity)}"

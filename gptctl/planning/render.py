@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gptctl.engine.contract import BATCH_SCRIPT, ENGINE_FILE
@@ -35,6 +38,11 @@ OWN_VARIABLES = ("OMP_NUM_THREADS", "GPTCTL_LOG_DIR")
 BETWEEN_TEMPLATES = ("node", "address", "port", "c10d_host", "local_addr", "on_head", "number")
 
 
+# A template of somebody else may be rendered before anybody trusts it, by a dry run.
+MAX_SECONDS = 5  # for rendering; ours take milliseconds
+MAX_PRODUCT = 1 << 20  # characters or items of a repeated text or list, and bits of a number
+
+
 class Shell(str):
     """Text that is shell code already, and must not be quoted again."""
 
@@ -51,16 +59,38 @@ def render(
     known = _context(plan, node)
     environment = _environment(templates)
     try:
-        template = environment.get_template(f"{script}.j2")
-        # jinja2 itself stops at the first unknown variable: report all of them at once.
-        if templates:
-            _check_names(environment, f"{script}.j2", known)
-        return template.render(known)
+        with _limited_time(is_needed=bool(templates)):
+            template = environment.get_template(f"{script}.j2")
+            # jinja2 itself stops at the first unknown variable: report all of them at once.
+            if templates:
+                _check_names(environment, f"{script}.j2", known)
+            return template.render(known)
     except TemplateError as error:
         raise _explained(error) from None
     # Errors of expressions in a template, such as {{ 1 / 0 }}, or of one that includes itself.
-    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise _explained(error) from None
+    except (RecursionError, MemoryError, TimeoutError) as error:
+        raise _explained(error) from None
+
+
+@contextmanager
+def _limited_time(is_needed: bool) -> Iterator[None]:
+    """Stop a user's template that never ends. Only the main thread can be interrupted."""
+    if not is_needed or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"a template took longer than {MAX_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def check_syntax(name: str, text: str) -> None:
@@ -100,7 +130,18 @@ def _environment(templates: Sequence[UserTemplate]) -> Environment:
     ours = FileSystemLoader([str(folder("templates") / name) for name in FOLDERS])
     # First, so that users cannot replace what runs on remote hosts.
     remote = FileSystemLoader(str(folder("templates") / "remote"))
-    environment = ImmutableSandboxedEnvironment(
+
+    class LimitedEnvironment(ImmutableSandboxedEnvironment):
+        """One operation in C, such as 9**9**9, cannot be interrupted: refuse it beforehand."""
+
+        intercepted_binops = frozenset(["*", "**"])
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _is_too_large(operator, left, right):
+                raise ValueError(f"the result of {operator} is too large")
+            return super().call_binop(context, operator, left, right)
+
+    environment = LimitedEnvironment(
         bytecode_cache=_compiled_templates(),
         loader=ChoiceLoader([remote, FunctionLoader(load_own), ours]),
         undefined=StrictUndefined,
@@ -117,12 +158,24 @@ def _environment(templates: Sequence[UserTemplate]) -> Environment:
     return environment
 
 
+def _is_too_large(operator: str, left: Any, right: Any) -> bool:
+    sizes = [
+        each.bit_length() if isinstance(each, int) else len(each) if hasattr(each, "__len__") else 0
+        for each in (left, right)
+    ]
+    if operator == "**":
+        return isinstance(right, int) and sizes[0] * abs(right) > MAX_PRODUCT
+    times = [each for each in (left, right) if isinstance(each, int)]
+    is_repeated = any(hasattr(each, "__len__") for each in (left, right))
+    return max(sizes) * max([1, *times]) > MAX_PRODUCT if is_repeated else sum(sizes) > MAX_PRODUCT
+
+
 def _compiled_templates() -> BytecodeCache | None:
     """A cache of compiled templates: compiling takes a tenth of the time of a dry run."""
     from jinja2 import BytecodeCache
     from jinja2.bccache import Bucket
 
-    place = home() / "compiled-templates"
+    place = home() / "compiled-templates-2"  # 1: of environments without limits
     if not compiled_templates.is_private(place):
         return None
 
@@ -160,6 +213,7 @@ def _context(plan: LaunchPlan, node: int | None) -> dict[str, Any]:
         **plan.as_json(),
         "master_addr": Shell(f'"{address}"') if is_variable(address) else address,
         "launcher": launcher(plan, is_trainer),
+        "interpreter": [*plan.container, plan.python],
         "torchrun_restarts": plan.torchrun_restarts,
         "attempts": plan.attempts,
         "is_trainer": is_trainer,
@@ -226,7 +280,11 @@ def _explained(error: Exception) -> UserError:
 
     if isinstance(error, RecursionError):
         hint = "copy the bundled template and change the copy"
-        return UserError("a template includes itself", hint, WRONG_USAGE)
+        message = "a template includes itself, or is nested too deep"
+        return UserError(message, hint, WRONG_USAGE)
+    if isinstance(error, MemoryError):
+        message = "a template needs more memory than there is"
+        return UserError(message, "copy the bundled template and change the copy", WRONG_USAGE)
 
     line = getattr(error, "lineno", None)
     file = getattr(error, "filename", None) or getattr(error, "name", None)

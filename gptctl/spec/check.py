@@ -21,6 +21,7 @@ from gptctl.spec.launch_rules import check_disks, check_elastic, check_launch, c
 from gptctl.spec.trust import CONFIG, Source
 from gptctl.spec.visible_gpus import count_visible_gpus
 from trainer.config import Override, Resolved, load_tree, read_run, resolve
+from trainer.config.corpora import weights_of
 from trainer.config.read import Reading, build, paths_of
 from trainer.config.tree import Map, ReadFile
 from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, errors_in, in_order
@@ -73,15 +74,15 @@ class Checked(NamedTuple):
         run = self.resolved.run
         dataset = run.Data.Train.dataset
         # The two kinds of datasets keep their path under different keys.
-        key, data = (
-            ("path", dataset.path)
-            if dataset.name == "CharDataset"
-            else ("input_dir", dataset.input_dir)
-        )
-        paths = {
-            f"Data.Train.dataset.{key}": data,
-            "Engine.save_load.ckpt_dir": run.Engine.save_load.ckpt_dir,
-        }
+        prefix = "Data.Train.dataset"
+        data: dict[str, str | None] = {f"{prefix}.path": dataset.path}
+        if dataset.name != "CharDataset":
+            is_one = isinstance(dataset.input_dir, str)
+            data = {
+                f"{prefix}.input_dir" if is_one else f"{prefix}.input_dir.{path}": path
+                for path in weights_of(dataset.input_dir)
+            }
+        paths = {**data, "Engine.save_load.ckpt_dir": run.Engine.save_load.ckpt_dir}
         return {name: path for name, path in paths.items() if path and path not in NO_PATH}
 
     @property

@@ -220,16 +220,16 @@ class SecretSource:
     """
 
     def read(self, node: Node) -> dict[str, str]:
-        if (
-            isinstance(node, Map)
-            and len(node.items) == 1
-            and next(iter(node.items)) in ("file", "env")
-        ):
-            (kind, value) = next(iter(node.items.items()))
-            if not is_null(value):
-                # Any path is allowed, but a variable must have a name that a shell accepts.
-                pattern = r"[A-Za-z_][A-Za-z0-9_]*" if kind == "env" else ""
-                return {kind: Text(pattern, "a variable name").read(value)}
+        given = list(node.items.items()) if isinstance(node, Map) else []
+        given = [(kind, value) for kind, value in given if not is_null(value)]
+        # One that was written elsewhere later replaces the other: `-o` beats a file.
+        if len({value.place.file for _, value in given}) == len(given) > 1:
+            given = given[-1:]
+        if len(given) == 1 and given[0][0] in ("file", "env"):
+            kind, value = given[0]
+            # Any path is allowed, but a variable must have a name that a shell accepts.
+            pattern = r"[A-Za-z_][A-Za-z0-9_]*" if kind == "env" else ""
+            return {kind: Text(pattern, "a variable name").read(value)}
         raise BadValue(
             WRONG_TYPE, "a secret must be a reference", "use {file: path} or {env: NAME}"
         )

@@ -14,7 +14,9 @@ from gptctl.spec.check import Checked
 from gptctl.spec.visible_gpus import count_visible_gpus
 from gptctl.text import count
 from trainer.cache_folder import WHERE_TO_WRITE, cache_folders, can_write
-from trainer.errors import Finding, Rule
+from trainer.config.corpora import weights_of
+from trainer.corpus.metadata import Metadata, common_tokenizer, metadata_at, misfit
+from trainer.errors import Finding, Rule, UserError
 
 HAS_GPU = Rule(
     "S016", "the bundled trainer on this machine with device: gpu needs a GPU here", "notice"
@@ -23,6 +25,8 @@ CROWDED = Rule(
     "S017", "a job on CPUs of this machine should have at most four ranks per core", "warning"
 )
 CACHE = Rule("S019", "index maps need a folder that the job can write to", "warning")
+TOKENIZER = Rule("S030", "prepared data must come from one tokenizer that fits Model.vocab_size")
+END_TOKEN = Rule("S031", "eos_id should be the end token of prepared data", "warning")
 NO_GPU_HERE = "this machine has no GPU that a job may use"
 RANKS_PER_CORE = 4
 # ROCm and WSL have no /dev/nvidia0: their GPUs cannot be counted here, but torch may find them.
@@ -66,12 +70,49 @@ def check_cache_here(checked: Checked, folder: str = ".") -> Iterator[Finding]:
         return
     data, seen = checked.resolved.run.Data, set()
     cache_dir = str(Path(folder, data.cache_dir)) if data.cache_dir else None
-    for part in (data.Train, data.Eval, data.Test):
-        path = Path(folder, part.dataset.input_dir)
-        if part.dataset.name != "GPTDataset" or path in seen or not os.path.exists(path):
+    for path in _token_paths(checked, folder):
+        if path in seen or not os.path.exists(path):
             continue
         seen.add(path)
         folders = cache_folders(path if path.is_dir() else path.parent, cache_dir)
         if not any(map(can_write, folders)):
             message = f"cannot write index maps to {' or '.join(map(str, folders))}"
             yield CACHE.found("Data.cache_dir", data.cache_dir, message, WHERE_TO_WRITE)
+
+
+def _token_paths(checked: Checked, folder: str) -> list[Path]:
+    """Where the token files of a run are, relative paths from this folder."""
+    assert checked.resolved is not None
+    data = checked.resolved.run.Data
+    sets = [part.dataset for part in (data.Train, data.Eval, data.Test)]
+    paths = [weights_of(each.input_dir) for each in sets if each.name == "GPTDataset"]
+    return [*dict.fromkeys(Path(folder, path) for one in paths for path in one)]
+
+
+def check_data_here(checked: Checked, folder: str = ".") -> Iterator[Finding]:
+    """Compare the config with what `gptctl data prepare` recorded, if it can be seen here."""
+    is_trainer = checked.resolved is not None and checked.launch.entrypoint == "trainer"
+    if not is_trainer or checked.resolved is None or not checked.cluster.sees_files:
+        return
+    key, train = "Data.Train.dataset.input_dir", checked.resolved.run.Data.Train.dataset
+    known = [each for path in _token_paths(checked, folder) for each in metadata_at(path)]
+    try:
+        metadata = common_tokenizer(known)
+    except UserError as error:
+        yield TOKENIZER.found(key, train.input_dir, error.message, error.hint)
+        return
+    if metadata is not None:
+        yield from _check_tokenizer(checked, metadata)
+
+
+def _check_tokenizer(checked: Checked, metadata: Metadata) -> Iterator[Finding]:
+    assert checked.resolved is not None
+    model, train = checked.resolved.run.Model, checked.resolved.run.Data.Train.dataset
+    if problem := misfit(metadata, model.vocab_size or 0):
+        yield TOKENIZER.found("Model.vocab_size", model.vocab_size, *problem)
+        return
+    # None: the trainer takes the token of the data. -1: nothing is masked, on purpose.
+    if train.eos_id not in (None, -1, metadata.eos_id) and metadata.eos_id is not None:
+        message = f"token {train.eos_id}, but documents of {metadata.file} end with another one"
+        hint = f"set Data.Train.dataset.eos_id: {metadata.eos_id}"
+        yield END_TOKEN.found("Data.Train.dataset.eos_id", train.eos_id, message, hint)

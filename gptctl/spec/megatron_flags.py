@@ -6,6 +6,7 @@ from ours is written into the config, so that it trains as the command did.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from gptctl.spec.foreign_flags import (
@@ -308,18 +309,23 @@ class _Sums:
         value = "auto" if is_own else self.flags["load"].value
         self.set("Engine.save_load.ckpt_dir", value, "load")
         if not is_own:
-            self.without("load", "set as ckpt_dir, but Megatron checkpoints cannot be loaded")
+            self.without("load", "set as ckpt_dir; import a checkpoint of Megatron first")
 
     def data(self) -> None:
         if "data-path" not in self.flags:
             return
-        paths = [word for word in self.flags["data-path"].values if not _is_number(word)]
+        words = self.flags["data-path"].values
+        paths = [word for word in words if not _is_number(word)]
         if len(paths) == 1:
             self.set("Data.Train.dataset.input_dir", paths[0], "data-path")
-            reason = "set as input_dir, but Megatron's data files (.bin, .idx) must be converted"
-            self.without("data-path", reason)
+        elif [word for pair in zip(words[::2], words[1::2]) for word in pair[1:]] == paths:
+            blend = json.dumps(dict(zip(paths, map(float, words[::2]))))
+            # Not verbatim: it is a mapping.
+            source = self.flags["data-path"].source
+            self.mapped.overrides.append(Override("Data.Train.dataset.input_dir", blend, source))
         else:
-            self.without("data-path", "a blend of data has no counterpart: set input_dir")
+            reason = "Megatron weighs these paths by their size: set input_dir to {path: weight, …}"
+            self.without("data-path", reason)
 
     def defaults(self) -> None:
         for name, keys in DEFAULTS.items():

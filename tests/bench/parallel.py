@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from trainer.__main__ import configure_threads
+from trainer.program import configure_threads
 
 configure_threads()
 

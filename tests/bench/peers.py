@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.__main__ import configure_threads
+from trainer.program import configure_threads
 
 SIZES = {"4x128": (4, 128, 4, 64, 12), "8x512": (8, 512, 8, 128, 16)}  # layers, hidden, heads, block, batch
 VOCAB = 96

@@ -23,8 +23,9 @@ from tests.unit.test_data import write_npz
 from trainer.__main__ import main
 from trainer.checkpoint import Checkpoints, verification
 from trainer.checkpoint.loading import load_pieces
-from trainer.checkpoint.manifest import is_verified, read_manifest
+from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.store import Store
+from trainer.checkpoint_names import is_verified
 from trainer.layout import Layout
 from trainer.mesh import Mesh
 from trainer.slices import shapes, whole

@@ -7,12 +7,15 @@ Oracles: one GPU for every layout, fp32 for half precision, the vendor's peak fo
 
 from __future__ import annotations
 
+import pickle
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gptctl.traces.rank_profile import read_profile
+from tests.chrome_traces import assert_is_chrome_trace
 from tests.distributed.layouts import ALONE, LARGEST, LAYOUTS, Case, cases
 from tests.gpu.devices import need
 from tests.ranks import Ended, run, tiny
@@ -79,6 +82,23 @@ def test_a_checkpoint_goes_from_gpus_to_a_cpu(tmp_path: Path) -> None:
     train(tmp_path, Case(sharding=2, stage=3), max_steps=5)
     ended = train(tmp_path, ALONE, device="cpu", max_steps=10, ckpt_dir="auto")
     assert len(ended.metrics()) == 10
+
+
+@pytest.mark.parametrize("case", cases([ALONE, Case(dp=2), Case(sharding=2, stage=3)]))
+def test_a_profile_shows_what_the_gpus_do(tmp_path: Path, case: Case) -> None:
+    """Kernels in the trace, a share of matrix products, and a snapshot of the memory with allocations in it."""
+    on = {"Profiler.enable": True, "Profiler.scheduler": "[2, 4]"}
+    train(tmp_path, case, max_steps=5, **on)
+    folder = tmp_path / "output/profiler_log/attempt-0"
+    for rank in range(case.world):
+        assert_is_chrome_trace((folder / f"rank_{rank}.steps_2-3.json").read_text())
+        profile = read_profile(folder / f"rank_{rank}.steps_2-3.json", rank)
+        assert profile.on_gpu
+        assert list(profile.steps) == [2, 3]
+        assert profile.parts["matrix_products"] > 0
+        assert (profile.all_communication > 0) == (case.world > 1)
+        snapshot = pickle.loads((folder / f"rank_{rank}.steps_2-3.memory.pickle").read_bytes())
+        assert any(snapshot["device_traces"])
 
 
 def test_a_medium_model_reaches_the_floor(tmp_path: Path) -> None:

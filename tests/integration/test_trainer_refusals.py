@@ -98,18 +98,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert run(tmp_path, *tiny(max_steps=4, ckpt_dir="auto")).ok
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(folder)], capture_output=True
-    ).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_full_disk_costs_no_step(tmp_path: Path, small_disk: Path) -> None:
     """Room for one checkpoint: training goes on to the end, the first one stays, and the end says what is missing."""
     ended = run(tmp_path, *tiny(save_steps=4, output_dir=small_disk / "output"))

@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 
 TORCH_FREE = tuple(
     f"trainer.{name}"
-    for name in "errors layout layout_rules config estimate memory tape rank_plan logit_chunks collectives logline durable checksums input_files rank_log cache_folder savings".split()
+    for name in "errors layout layout_rules config estimate memory tape rank_plan logit_chunks collectives logline durable checksums input_files rank_log cache_folder savings checkpoint_names corpus trace_files".split()
 )
 HEAVY = ("torch", "numpy", "rich", "jinja2", "submitit", "paramiko", "yaml", "plotext")
 ONE_FILE_EACH = ("rich", "jinja2", "submitit", "paramiko", "plotext")
@@ -100,9 +100,18 @@ def test_r2_gptctl_imports_only_the_torch_free_half() -> None:
 
 
 def test_r3_the_torch_free_half_imports_neither_torch_nor_numpy() -> None:
+    """Except that the data tools import numpy, but only inside functions."""
     for name, file in {**GPTCTL, **TRAINER}.items():
         if is_torch_free(name):
-            assert not {module for module in imports(file) if module.split(".")[0] in ("torch", "numpy")}, name
+            refused = ("torch",) if name.startswith("trainer.corpus") else ("torch", "numpy")
+            assert not {module for module in imports(file) if module.split(".")[0] in refused}, name
+
+
+def test_r3_importing_the_data_tools_loads_no_numpy() -> None:
+    names = [name for name in TRAINER if name.startswith("trainer.corpus")]
+    heavy = {"torch", "numpy", "tokenizers", "sentencepiece", "pyarrow", "zstandard"}
+    program = "\n".join(f"import {name}" for name in [*names, "gptctl.cli.data"])
+    assert not {module.split(".")[0] for module in loaded_by(program)} & heavy
 
 
 def loaded_by(code: str) -> set[str]:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from trainer.config.sections import Dataset
+from trainer.corpus.token_files import Corpus, open_corpus
 from trainer.data import IGNORED, Reader, Start
 from trainer.data.chars import Characters, CharSplit
 from trainer.data.gpt import GPTSplit
 from trainer.data.index import Cache, build, num_epochs, split_bounds
 from trainer.data.order import permuted
-from trainer.data.tokens import Corpus, open_corpus
 from trainer.errors import UserError
 from trainer.layout import Batch
 

@@ -34,6 +34,7 @@ Engine.save_load.save_steps 1000
 Engine.save_load.save_epoch 1
 Engine.save_load.output_dir None
 Engine.save_load.ckpt_dir None
+Engine.save_load.load_optimizer True
 Engine.save_load.keep_last None
 Engine.save_load.snapshot_path None
 Model.name gpt2-en
@@ -104,6 +105,8 @@ Generation.min_dec_len 1
 Generation.max_dec_len 200
 Generation.num_return_sequences 1
 Generation.decode_strategy sampling
+Generation.repetition_penalty 1.0
+Generation.stop_words ()
 Offline_Eval.eval_path None
 Offline_Eval.cloze_eval False
 Offline_Eval.overlapping_eval 32

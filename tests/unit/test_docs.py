@@ -26,6 +26,9 @@ TWINS = {
     "README.md": "README.zh-CN.md",
     "docs/quickstart.md": "docs/zh-CN/quickstart.md",
     "docs/coming-from.md": "docs/zh-CN/coming-from.md",
+    "docs/profiling.md": "docs/zh-CN/profiling.md",
+    "docs/data.md": "docs/zh-CN/data.md",
+    "docs/evaluate-generate-export.md": "docs/zh-CN/evaluate-generate-export.md",
 }
 MACHINE_PATH = re.compile(r"(?<![\w.~])/(work|root|tmp|home)(/|\b)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")

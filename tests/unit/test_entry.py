@@ -6,17 +6,12 @@ import os
 import signal
 
 import pytest
-import torch
 
-from tests.unit.test_model import CPU, model_config
-from trainer.__main__ import configure_threads
 from trainer.config.flags import parse_arguments
-from trainer.config.sections import Generation
 from trainer.errors import UserError
-from trainer.generate import generate
 from trainer.layout import Machines
 from trainer.mesh import machines
-from trainer.model import build_model
+from trainer.program import configure_threads
 from trainer.stop import StopRequest
 
 
@@ -98,30 +93,3 @@ def test_signals_leave_a_note_and_handlers_come_back() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert stop.signal == "SIGUSR1"
     assert signal.getsignal(signal.SIGUSR1) == before
-
-
-def test_text_is_generated_as_asked() -> None:
-    model = build_model(model_config(), 1, CPU)
-    settings = Generation(max_dec_len=30)
-    first = generate(model, [1, 2], 61, 16, settings, 1, StopRequest())
-    assert first == generate(model, [1, 2], 61, 16, settings, 1, StopRequest())
-    assert first != generate(model, [1, 2], 61, 16, settings, 2, StopRequest())
-    assert len(first) == 30
-    assert max(first) < 61
-    assert model.training
-
-
-def test_greedy_top_k_and_top_p_agree_at_their_limits() -> None:
-    """One candidate is left by each of them: the likeliest token, found by a plain loop."""
-    model = build_model(model_config(), 1, CPU).eval()
-    tokens = [1, 2]
-    with torch.no_grad():
-        for _ in range(20):
-            tokens.append(int(model(torch.tensor([tokens[-16:]]))[0, -1, :61].argmax()))
-    for settings in (
-        Generation(max_dec_len=20, decode_strategy="greedy_search"),
-        Generation(max_dec_len=20, top_k=1),
-        Generation(max_dec_len=20, top_k=0, top_p=1e-9),
-        Generation(max_dec_len=20, temperature=1e-6),
-    ):
-        assert generate(model, [1, 2], 61, 16, settings, 3, StopRequest()) == tokens[2:]

@@ -274,8 +274,9 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
             "Model.use_recompute": True,
             "Model.recompute_granularity": "core_attn",
             "Engine.save_load.ckpt_dir": "other",
+            "Data.Train.dataset.input_dir": {"a": 0.5, "b": 0.5},
         },
-        "--swiglu --rampup-batch-size --tokenizer-type --use-mcore-models --load --data-path",
+        "--swiglu --rampup-batch-size --tokenizer-type --use-mcore-models --load",
     ),
     (
         f"CUDA_DEVICE_MAX_CONNECTIONS=1 {MEGATRON} --pipeline-model-parallel-size 2 --recompute-granularity full "
@@ -291,7 +292,7 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
             "Optimizer.lr.warmup_rate": 0.02,
             "Launch.env": {},
         },
-        "CUDA_DEVICE_MAX_CONNECTIONS=1 --data-path",
+        "CUDA_DEVICE_MAX_CONNECTIONS=1",
     ),
     (
         f"{MEGATRON} --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "

@@ -248,6 +248,10 @@ def test_paths_of_a_frozen_config_hold_in_any_folder(tmp_path) -> None:
         "ckpt_dir": "auto",
     }
     assert (frozen["Launch"]["log_dir"], frozen["Launch"]["files"]) == ("/home/me/l", ["/home/me/a"])
+    blend = check_config(None, [Override.parse("Data.Train.dataset.input_dir={a: 1, /b: 2.5}")])
+    frozen = frozen_config(blend, Site("/home/me", "python", "/t"))["resolved"]
+    assert frozen["Data"]["Train"]["dataset"]["input_dir"] == {"/home/me/a": 1.0, "/b": 2.5}
+    assert list(blend.inputs.values()) == ["a", "/b"]
     assert frozen["Launch"]["entrypoint"] == "trainer"
 
 

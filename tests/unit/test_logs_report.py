@@ -127,7 +127,7 @@ def write_records(job: Job, found: dict[str, bytes], attempt: int = 0) -> None:
 
 
 def test_the_report_of_a_failure(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the facts in the records and the last 20 lines of the log, clean."""
+    """Oracle: the facts in the records and the last 30 lines of the log, clean."""
     write_records(job, records(*STARTS, end(0, 5, 3), end(3, 4.3, None, 9)) | {"ranks.9.jsonl": b'{"event": "en'})
     job.add("workerlog.3", "".join(f"line {number}\n" for number in range(50)) + "\x1b]0;x\x07the end")
     assert print_failure(job.files)
@@ -136,14 +136,14 @@ def test_the_report_of_a_failure(job: Job, capsys: pytest.CaptureFixture[str]) -
     assert "host h1, node 1, pid 103" in text
     assert "after 4.0 s" in text
     assert "312 MB" in text
-    assert "  line 31\n" in text
-    assert "line 30\n" not in text
+    assert "  line 21\n" in text
+    assert "line 20\n" not in text
     assert "  the end\n" in text
     assert "rank 0 on h0 (node 0): exit 3, +0.7 s" in text
     assert "no exit recorded for 2 ranks (1, 2)" in text
     assert print_failure(job.files, as_json=True)
     answer = json.loads(capsys.readouterr().out)
-    assert (answer["first"]["rank"], answer["cascade"][0]["rank"], len(answer["last_lines"])) == (3, 0, 20)
+    assert (answer["first"]["rank"], answer["cascade"][0]["rank"], len(answer["last_lines"])) == (3, 0, 30)
 
 
 def test_ranks_that_were_killed_without_an_exit_are_named(job: Job, capsys: pytest.CaptureFixture[str]) -> None:

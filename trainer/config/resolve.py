@@ -28,7 +28,6 @@ from trainer.layout_rules import (
 )
 
 IGNORED = Rule("N001", "a config should not contain keys that this trainer ignores", "notice")
-NOT_BUILT = Rule("N002", "a config should not use sections that are not implemented yet", "notice")
 ACCURACY = Rule("N003", "check_accuracy should run without dropout", "notice", uses=DROPOUTS)
 ACCUMULATE = Rule(
     "T024",
@@ -42,7 +41,6 @@ ACCUMULATE = Rule(
     ),
 )
 
-NOT_BUILT_YET = ("Profiler", "Offline_Eval")
 MAX_PROPOSED_WORLD = 1 << 20  # nobody has more GPUs, and searching for layouts would take long
 
 
@@ -119,17 +117,6 @@ def read_run(
         found.append(
             IGNORED.found("", list(reading.ignored), f"keys that this trainer ignores: {keys}")
         )
-    # A frozen config contains every key, so only values that differ from the default count.
-    defaults = RunConfig()
-    written = [name for name in NOT_BUILT_YET if name in reading.places]
-    written = [
-        name
-        for name in written
-        if build(reading.sections[name], reading.values, name) != getattr(defaults, name)
-    ]
-    if written:
-        message = f"checked, but not implemented yet: {', '.join(written)}"
-        found.append(NOT_BUILT.found("", written, message))
     return reading
 
 

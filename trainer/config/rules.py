@@ -43,7 +43,16 @@ BACKEND = Rule(
 CHAR_PATH = Rule("T006", "a CharDataset must have a path")
 SPLIT = Rule("T007", "split must leave documents to train on", uses=("Data.Train.dataset.split",))
 PROFILE_STEPS = Rule(
-    "T008", "Profiler.scheduler must be [first step, last step + 1]", uses=("Profiler.scheduler",)
+    "T008",
+    "Profiler.scheduler must be [first step, last step + 1], counted from 1",
+    uses=("Profiler.scheduler",),
+)
+# A warning, because training works without a profile.
+PROFILE_LENGTH = Rule(
+    "T029",
+    "the steps to profile should be within the run",
+    "warning",
+    uses=("Profiler.enable", "Profiler.scheduler", "Engine.run_mode", "Engine.max_steps"),
 )
 DECODE = Rule(
     "T009",
@@ -114,6 +123,7 @@ def check_run(run: RunConfig) -> Iterator[Finding]:
     yield from _check_recompute(run)
     yield from _check_distributed(run)
     yield from _check_engine(run)
+    yield from _check_profiler(run)
     yield from _check_other_sections(run)
     yield from _without_effect(run)
     yield from _done_anyway(run)
@@ -284,18 +294,30 @@ def _check_engine(run: RunConfig) -> Iterator[Finding]:
 
 
 def _check_other_sections(run: RunConfig) -> Iterator[Finding]:
-    steps, generation = run.Profiler.scheduler, run.Generation
-    if len(steps) != 2 or steps[0] >= steps[1]:
-        yield PROFILE_STEPS.found(
-            "Profiler.scheduler",
-            list(steps),
-            f"{list(steps)} is not a range of steps",
-            "write [first, last + 1], such as [1, 5]",
-        )
+    generation = run.Generation
     if generation.min_dec_len > generation.max_dec_len:
         message = f"{generation.min_dec_len} is more than max_dec_len {generation.max_dec_len}"
         hint = "swap min_dec_len and max_dec_len"
         yield DECODE.found("Generation.min_dec_len", generation.min_dec_len, message, hint)
+
+
+def _check_profiler(run: RunConfig) -> Iterator[Finding]:
+    steps, max_steps = list(run.Profiler.scheduler), run.Engine.max_steps
+    key = "Profiler.scheduler"
+    if len(steps) != 2 or steps[0] >= steps[1]:
+        message = f"{steps} is not a range of steps"
+        yield PROFILE_STEPS.found(key, steps, message, "write [first, last + 1], such as [1, 5]")
+    elif run.Profiler.enable and steps[0] == 0:
+        # Paddle counts from 0; here the log and checkpoints count from 1.
+        hint = f"write [1, {steps[1] + 1}] for as many steps from the first one"
+        yield PROFILE_STEPS.found(key, steps, "there is no step 0: the first step is 1", hint)
+    # In epoch mode, only the trainer knows the number of steps.
+    elif run.Profiler.enable and run.Engine.run_mode == "step" and 0 < max_steps < steps[1] - 1:
+        what = "nothing" if steps[0] > max_steps else f"only up to step {max_steps}"
+        message = f"the run ends at step {max_steps}, so {what} would be recorded"
+        first = min(steps[0], max(1, max_steps - 3))
+        hint = f"use [{first}, {max_steps + 1}], or train longer"
+        yield PROFILE_LENGTH.found(key, steps, message, hint)
 
 
 def _without_effect(run: RunConfig) -> Iterator[Finding]:
@@ -341,6 +363,10 @@ def _done_anyway(run: RunConfig) -> Iterator[Finding]:
         yield ALWAYS.using("Optimizer.tensor_fusion", MP, PP).found(
             "Optimizer.tensor_fusion", True, message
         )
+    if not run.Engine.save_load.load_optimizer and run.Engine.save_load.ckpt_dir in (None, "auto"):
+        message = "no change: ckpt_dir names no checkpoint of another run to take the weights of"
+        key = "Engine.save_load.load_optimizer"
+        yield ALWAYS.using(key, "Engine.save_load.ckpt_dir").found(key, False, message)
     if run.Model.scale_qk_by_layer_num:
         message = (
             "no change: the fused attention kernel scales before it multiplies, so float16 is safe"

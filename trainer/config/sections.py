@@ -6,7 +6,20 @@ The names follow FleetX and PaddleNLP's GPT. If a default is None and the text s
 
 from __future__ import annotations
 
-from trainer.config.kinds import Integers, boolean, choice, file_path, integer, key, number, section
+from trainer.config.corpora import InputDir, corpora
+from trainer.config.kinds import (
+    Integers,
+    OutputPath,
+    Text,
+    Words,
+    boolean,
+    choice,
+    file_path,
+    integer,
+    key,
+    number,
+    section,
+)
 from trainer.config.presets import PRESETS
 from trainer.config.record import record
 
@@ -68,6 +81,9 @@ class SaveLoad:
         None,
         "checkpoint to resume from: a path | auto (the latest in output_dir) | "
         "empty (start from scratch)",
+    )
+    load_optimizer: bool = boolean(
+        True, "False: take only weights from ckpt_dir, and train them from step 0 (fine-tuning)"
     )
     # Not 1: the newest checkpoint may turn out to be damaged.
     keep_last: int | None = integer(None, "checkpoints to keep, the newest; empty: all", low=2)
@@ -194,8 +210,10 @@ class Dataset:
         ["GPTDataset", "CharDataset"],
         "GPTDataset (token files) | CharDataset (the characters of a text file)",
     )
-    input_dir: str = file_path(
-        "./data", "GPTDataset: a folder of *_ids.npy + *_idx.npz or *_ids.npz, or one such file"
+    input_dir: InputDir = corpora(
+        "./data",
+        "GPTDataset: a folder of token files (*_ids.npy + *_idx.npz, *_ids.npz, *.bin + *.idx), "
+        "one such file, or a blend {path: weight, …}",
     )
     split: tuple[int, ...] = key(
         Integers(longest=3), (949, 50, 1), "GPTDataset: shares of train, valid and test documents"
@@ -343,12 +361,21 @@ class Distributed:
 
 @record(frozen=True)
 class Profiler:
-    enable: bool = boolean(False, "record a profile")
-    scheduler: tuple[int, ...] = key(
-        Integers(longest=2), (1, 5), "steps to profile: [first, last + 1]"
+    enable: bool = boolean(
+        False,
+        "record some steps: a chrome trace per rank, a table of operators; see `gptctl trace`",
     )
-    profiler_log: str = file_path("profiler_log", "folder for the traces")
-    detailed: bool = boolean(False, "print every summary table")
+    scheduler: tuple[int, ...] = key(
+        Integers(longest=2), (1, 5), "steps to record, counted from 1: [first, last + 1]"
+    )
+    profiler_log: str = key(
+        OutputPath(),
+        "profiler_log",
+        "folder for the traces and memory snapshots; a relative path is below output_dir",
+    )
+    detailed: bool = boolean(
+        False, "also record shapes and allocations, and log every table of operators"
+    )
 
 
 @record(frozen=True)
@@ -359,7 +386,7 @@ class Generation:
     )
     temperature: float = number(1.0, "below 1: more likely text, above 1: more varied", above=0)
     min_dec_len: int = integer(
-        1, "shortest sample; a character GPT has no end token and writes max_dec_len", low=0
+        1, "tokens before a text may end; a character GPT has no end token: max_dec_len", low=0
     )
     max_dec_len: int = integer(200, "tokens per sample", low=1)
     num_return_sequences: int = integer(1, "number of samples; 0: none", low=0)
@@ -370,15 +397,29 @@ class Generation:
         topk_sampling="sampling",
         topp_sampling="sampling",
     )
+    repetition_penalty: float = number(
+        1.0, "above 1: tokens that the text already has become less likely", above=0, high=100
+    )
+    stop_words: tuple[str, ...] = key(
+        Words(Text(r"(?s).+", "a text", has_lines=True)), (), "a text ends before any of these"
+    )
 
 
 @record(frozen=True)
 class OfflineEval:
-    eval_path: str | None = file_path(None, "text file (perplexity) or JSON lines (cloze)")
-    cloze_eval: bool = boolean(False, "measure last-word accuracy instead of perplexity")
-    overlapping_eval: int = integer(32, "tokens from one window to the next", low=1)
-    batch_size: int = integer(8, "samples per forward pass", low=1)
-    max_seq_len: int = integer(1024, "tokens per sample", low=1)
+    eval_path: str | None = file_path(
+        None, "a text file, or JSON lines with a `text` each (*.jsonl)"
+    )
+    cloze_eval: bool = boolean(
+        False, "measure how often the last word is predicted, instead of perplexity"
+    )
+    overlapping_eval: int = integer(
+        32, "tokens from one window to the next, at most max_seq_len", low=1
+    )
+    batch_size: int = integer(8, "windows per forward pass", low=1)
+    max_seq_len: int = integer(
+        1024, "tokens per window, at most max_position_embeddings of the model", low=1
+    )
     logging_freq: int = integer(10, "log every n batches", low=1)
 
 
@@ -391,10 +432,11 @@ class RunConfig:
     Data: Data = section(Data, "training, validation and test data")
     Optimizer: Optimizer = section(Optimizer, "AdamW and its learning-rate schedule")
     Distributed: Distributed = section(Distributed, "the layout: mp · sharding · pp · dp = GPUs")
-    Profiler: Profiler = section(Profiler, "profiling (not implemented yet)")
+    Profiler: Profiler = section(Profiler, "recording where the time of some steps goes")
     Generation: Generation = section(
-        Generation, "the sample text that a character GPT writes when training ends"
+        Generation,
+        "text that a model writes: the tasks generate and serve, and the sample of a character GPT",
     )
     Offline_Eval: OfflineEval = section(
-        OfflineEval, "evaluation of a finished model (not implemented yet)"
+        OfflineEval, "the evaluation of a checkpoint: the task eval"
     )

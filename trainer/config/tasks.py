@@ -61,6 +61,7 @@ class Other(NamedTuple):
     hint: str
     belongs: tuple[str, ...] = ()  # more keys that only it uses
     is_task: bool = True  # if so, the other keys of the config are not worth a message
+    verb: str = ""  # the command of gptctl that does it; empty: none does
 
 
 MODULE = "Model.module"
@@ -68,15 +69,29 @@ PRETRAINING = ("GPTModule", "GPTModuleAuto")
 MOE = "MoEModule"
 PRETRAIN = "this trainer only pre-trains: write Model.module: GPTModule to do that"
 
+GENERATION = ("GPTGenerationModule", "GPTGenerationModuleAuto")
+EVALUATION = ("GPTEvalModule",)
+DATASETS = {"LM_Eval_Dataset": "False", "Lambada_Eval_Dataset": "True"}  # and its cloze_eval
+EVAL_DATASET = "Data.Eval.dataset"
+GENERATE = "`gptctl generate CHECKPOINT -c FILE` generates text with this file"
+EVALUATE = "`gptctl eval CHECKPOINT -c FILE` evaluates with this file"
+TO_TRAIN = "training needs Data.Train and Optimizer"
+
 # The one table of what is refused. To support something, replace its row: name the command that
 # does it in the hint, or delete the row.
 NOT_SUPPORTED_YET = (
     Other(
         "text generation",
-        {MODULE: _is_word("GPTGenerationModule", "GPTGenerationModuleAuto")},
-        PRETRAIN,
+        {MODULE: _is_word(*GENERATION)},
+        f"{GENERATE}; to train, write Model.module: GPTModule",
+        verb="generate",
     ),
-    Other("offline evaluation", {MODULE: _is_word("GPTEvalModule")}, PRETRAIN),
+    Other(
+        "offline evaluation",
+        {MODULE: _is_word(*EVALUATION)},
+        f"{EVALUATE}; to train, write Model.module: GPTModule",
+        verb="eval",
+    ),
     Other("fine-tuning", {MODULE: _is_word("GPTFinetuneModule")}, PRETRAIN),
     Other(
         "knowledge distillation",
@@ -124,17 +139,11 @@ NOT_SUPPORTED_YET = (
     ),
     Other(
         "offline evaluation",
-        {
-            "Data.Eval.dataset.name": _is_word("LM_Eval_Dataset", "Lambada_Eval_Dataset"),
-            "Offline_Eval": _is_alone,
-        },
-        "this trainer only pre-trains: that needs Data.Train and Optimizer",
+        {f"{EVAL_DATASET}.name": _is_word(*DATASETS), "Offline_Eval": _is_alone},
+        f"{EVALUATE}; {TO_TRAIN}",
+        verb="eval",
     ),
-    Other(
-        "text generation",
-        {"Generation": _is_alone},
-        "this trainer only pre-trains: that needs Data.Train and Optimizer",
-    ),
+    Other("text generation", {"Generation": _is_alone}, f"{GENERATE}; {TO_TRAIN}", verb="generate"),
     Other(
         "segment parallelism",
         {"Distributed.sep_degree": _is_many},
@@ -180,6 +189,23 @@ def set_aside(tree: Map, found: list[Finding]) -> SetAside:
     return SetAside(_without_auto(tree, found), any(other.is_task for other in refused))
 
 
+def of_any_task(tree: Map) -> Map:
+    """A file of FleetX for evaluation or generation, as a config for any task with a model."""
+    module, name = _at(tree, MODULE), _at(tree, f"{EVAL_DATASET}.name")
+    if isinstance(module, Scalar) and module.text in (*GENERATION, *EVALUATION):
+        tree = _without(tree, MODULE)
+    if isinstance(name, Scalar) and name.text in DATASETS:
+        written: dict[str, Node] = {"cloze_eval": Scalar(DATASETS[name.text], name.place)}
+        for key in ("input_dir", "max_seq_len", "overlapping_eval"):
+            if (node := _at(tree, f"{EVAL_DATASET}.{key}")) is not None:
+                written["eval_path" if key == "input_dir" else key] = node
+        section = _at(tree, "Offline_Eval")
+        kept = section.items if isinstance(section, Map) else {}
+        items = {**written, **{key: node for key, node in kept.items() if not is_null(node)}}
+        tree = _with(_without(tree, "Data.Eval"), "Offline_Eval", Map(items, name.place))
+    return tree
+
+
 def _sign_of(other: Other, tree: Map) -> str | None:
     """The first key that asks for something."""
     for path, asks in other.signs.items():
@@ -198,6 +224,8 @@ def _refusal(other: Other, tree: Map) -> Finding:
     # The name of a module says more than its key.
     name = value if path in (MODULE, "Model.name") else path.rpartition(".")[2]
     message = f"not supported yet: {name} ({other.what})"
+    if other.verb:
+        message = f"not a training: {name} ({other.what})"
     return NOT_SUPPORTED.found(path, value, message, other.hint, node.place)
 
 

@@ -110,17 +110,16 @@ def read_once(path: str | os.PathLike[str]) -> ReadFile:
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             facts = os.fstat(file.fileno())
-            if stat.S_ISFIFO(facts.st_mode) and not os.fspath(path).startswith("/dev/"):
-                raise UserError(
-                    f"{path} is a named pipe, which may block forever",
-                    "use a file, or <(command)",
-                    WRONG_USAGE,
-                )
+            # <(command) and /dev/stdin are pipes without a name. Anything else may block forever.
+            is_pipe = stat.S_ISFIFO(facts.st_mode) and os.fspath(path).startswith("/dev/")
+            if not (is_pipe or stat.S_ISREG(facts.st_mode)):
+                message = f"{path} is not a regular file, and may block forever"
+                raise UserError(message, "use a file, or <(command)", WRONG_USAGE)
             os.set_blocking(file.fileno(), True)  # the writer of <(command) may be slow
             data = file.read(MAX_BYTES + 1)  # one byte more shows that the file is too large
         return ReadFile(os.fspath(path), data, facts.st_uid, facts.st_gid, facts.st_mode)
     except IsADirectoryError:
-        raise UserError(f"{path} is a folder", "use a YAML file inside it", WRONG_USAGE) from None
+        raise UserError(f"{path} is a folder", "name a file inside it", WRONG_USAGE) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(

@@ -7,20 +7,23 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trainer.config.corpora import weights_of
 from trainer.config.resolve import batch_of
-from trainer.config.sections import RunConfig
+from trainer.config.sections import DataPart, Dataset, RunConfig
+from trainer.corpus.metadata import Metadata, common_tokenizer, metadata_at, misfit
+from trainer.corpus.token_files import Corpus, open_corpus
+from trainer.data.blend import Blend, interleaving_of
 from trainer.data.chars import Characters, CharSplit
 from trainer.data.epochs import Length, run_length, samples_to_index
-from trainer.data.gpt import check_vocabulary, documents_of, open_split
+from trainer.data.gpt import GPTSplit, check_vocabulary, documents_of, open_split
 from trainer.data.order import Numbers, permuted
-from trainer.data.tokens import open_corpus
 from trainer.device import pinned
 from trainer.errors import UserError
 from trainer.layout import Batch
@@ -44,6 +47,7 @@ class Splits(NamedTuple):
     valid: Split | None
     test: Split | None
     characters: Characters | None  # for a CharDataset
+    tokenizer: Metadata | None = None  # of token files, if it is known
 
 
 class LocalBatch(NamedTuple):
@@ -104,16 +108,12 @@ def _open_tokens(
     run: RunConfig, mesh: Mesh, warn: Callable[[str], None]
 ) -> tuple[RunConfig, Splits, Length]:
     engine, batch, seed = run.Engine, batch_of(run).global_size, run.Global.seed
-    folders = dict.fromkeys(
-        part.dataset.input_dir for part in (run.Data.Train, run.Data.Eval, run.Data.Test)
-    )
-    opened = {input_dir: open_corpus(input_dir) for input_dir in folders}
+    run, tokenizer = _with_tokenizer(run)
+    opened = {path: open_corpus(path) for path in _paths(run)}
     # At start, not at the first bad sample, which may come after days.
     for corpus in opened.values():
         check_vocabulary(corpus, run.Model.vocab_size or 0, mesh, run.Data.cache_dir)
-    train = run.Data.Train.dataset
-    trained = opened[train.input_dir].lengths[documents_of(opened[train.input_dir], train, "train")]
-    length = run_length(run, (int(trained.sum()) - 1) // train.max_seq_len)
+    length = run_length(run, _samples_per_epoch(run.Data.Train.dataset, opened))
     # As in FleetX: enough samples for every evaluation of the run.
     evaluations = length.max_steps // engine.eval_freq + 1 if engine.eval_freq > 0 else 1
     wanted = {
@@ -121,22 +121,67 @@ def _open_tokens(
         "valid": (run.Data.Eval, batch * evaluations * max(1, engine.eval_iters)),
         "test": (run.Data.Test, batch * max(1, engine.test_iters)),
     }
-    splits = [
-        open_split(
-            opened[part.dataset.input_dir],
-            part.dataset,
-            name,
-            number,
-            seed,
-            run.Model,
-            mesh,
-            run.Data.cache_dir,
-            warn,
-        )
-        for name, (part, number) in wanted.items()
-    ]
+
+    def open_part(name: str, dataset: Dataset, number: int) -> Split | None:
+        weights = weights_of(dataset.input_dir)
+        interleaving = interleaving_of(tuple(weights.values()))
+        parts = {
+            path: open_split(
+                opened[path],
+                path,
+                dataset,
+                name,
+                interleaving.count(at, number) if len(weights) > 1 else number,
+                seed,
+                run.Model,
+                mesh,
+                run.Data.cache_dir,
+                warn,
+            )
+            for at, path in enumerate(weights)
+        }
+        return _blended(parts, weights)
+
+    splits = [open_part(name, part.dataset, number) for name, (part, number) in wanted.items()]
     assert splits[0] is not None
-    return run, Splits(splits[0], splits[1], splits[2], None), length
+    return run, Splits(splits[0], splits[1], splits[2], None, tokenizer), length
+
+
+def _paths(run: RunConfig) -> list[str]:
+    """The paths of all corpora, each once."""
+    parts = (run.Data.Train, run.Data.Eval, run.Data.Test)
+    return [*dict.fromkeys(path for part in parts for path in weights_of(part.dataset.input_dir))]
+
+
+def _with_tokenizer(run: RunConfig) -> tuple[RunConfig, Metadata | None]:
+    """The tokenizer of the data, if it is known, and the config with its end token."""
+    known = [each for path in _paths(run) for each in metadata_at(path)]
+    tokenizer = common_tokenizer(known)
+    if tokenizer is None:
+        return run, None
+    if problem := misfit(tokenizer, run.Model.vocab_size or 0):
+        raise UserError(*problem)
+    parts: dict[str, Any] = {
+        name: replace(part, dataset=replace(part.dataset, eos_id=tokenizer.eos_id))
+        for name, part in vars(run.Data).items()
+        if isinstance(part, DataPart) and part.dataset.eos_id is None
+    }
+    return replace(run, Data=replace(run.Data, **parts)), tokenizer
+
+
+def _samples_per_epoch(dataset: Dataset, opened: dict[str, Corpus]) -> int:
+    """An epoch of a blend has as many samples as all its corpora together."""
+    corpora = [opened[path] for path in weights_of(dataset.input_dir)]
+    tokens = [int(each.lengths[documents_of(each, dataset, "train")].sum()) for each in corpora]
+    return sum((number - 1) // dataset.max_seq_len for number in tokens)
+
+
+def _blended(parts: dict[str, GPTSplit | None], weights: dict[str, float]) -> Split | None:
+    """One split of several corpora; those that are too small to evaluate on are left out."""
+    found = {path: split for path, split in parts.items() if split is not None}
+    if len(found) < 2:
+        return next(iter(found.values()), None)
+    return Blend([*found.values()], interleaving_of(tuple(weights[path] for path in found)))
 
 
 class Start(NamedTuple):

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from trainer.cache_folder import WHERE_TO_WRITE, cache_folders
 from trainer.config.sections import Dataset, Model
+from trainer.corpus.token_files import Corpus, TokenFile
 from trainer.data.index import Cache, IndexMaps, build, require_tokens, split_bounds
 from trainer.data.order import Numbers
-from trainer.data.tokens import Corpus, TokenFile
 from trainer.durable import replacing
 from trainer.errors import UserError
 from trainer.input_files import read_object
@@ -64,6 +64,7 @@ def documents_of(corpus: Corpus, dataset: Dataset, name: str) -> range:
 
 def open_split(
     corpus: Corpus,
+    path: str,
     dataset: Dataset,
     name: str,
     num_samples: int,
@@ -84,7 +85,7 @@ def open_split(
     require_tokens(
         tokens,
         dataset.max_seq_len,
-        f"the {name} split of {dataset.input_dir} ({len(documents)} documents)",
+        f"the {name} split of {path} ({len(documents)} documents)",
     )
     facts = {
         "split": name,

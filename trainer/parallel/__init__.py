@@ -162,13 +162,7 @@ def _initial_weights(part: GPT, run: RunConfig, mesh: Mesh, precision: Precision
     """Initial values and optimizer state of all parameters of a part, in global coordinates."""
     at, layout, weights = mesh.at, mesh.layout, []
     for name, parameter in part.named_parameters():
-        # FSDP reports the shape before sharding, tensor parallelism only this rank's part.
-        dim, shape = split_dim(name) if layout.mp > 1 else None, list(parameter.shape)
-        if dim is not None:
-            shape[dim] *= layout.mp
-        piece = Slice.of(tuple(shape))
-        piece = piece if dim is None else piece.chunk(dim, layout.mp, at.mp)
-        piece = piece.chunk(0, layout.sharding, at.sharding)
+        dim, piece = split_dim(name) if layout.mp > 1 else None, own_slice(name, parameter, mesh)
         value = initial_value(name, piece, run.Model, run.Global.seed)
         weight = new_weight(name, parameter, piece, value, precision.has_masters)
         weight.is_split = dim is not None
@@ -180,6 +174,18 @@ def _initial_weights(part: GPT, run: RunConfig, mesh: Mesh, precision: Precision
             weight.holders = Holders(layout.dp * layout.mp, at.dp * layout.mp + at.mp)
         weights.append(weight)
     return weights
+
+
+def own_slice(name: str, parameter: Tensor, mesh: Mesh) -> Slice:
+    """Which part of a parameter this rank holds."""
+    layout, at = mesh.layout, mesh.at
+    # FSDP reports the shape before sharding, tensor parallelism only this rank's part.
+    dim, shape = split_dim(name) if layout.mp > 1 else None, list(parameter.shape)
+    if dim is not None:
+        shape[dim] *= layout.mp
+    piece = Slice.of(tuple(shape))
+    piece = piece if dim is None else piece.chunk(dim, layout.mp, at.mp)
+    return piece.chunk(0, layout.sharding, at.sharding)
 
 
 class OneStage:

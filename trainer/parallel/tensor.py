@@ -221,14 +221,22 @@ class PartEmbedding(Embedding):
 
 
 class VocabHead(Head):
-    """Computes the loss from this rank's rows of the vocabulary: no rank sees all logits."""
+    """Computes the loss from this rank's rows of the vocabulary: no rank sees all logits.
 
-    def __init__(self, vocab_size: int, mp: Group) -> None:
-        super().__init__(vocab_size)
-        self.mp = mp
+    Without labels, all ranks get all logits: to generate text, which needs few of them.
+    """
+
+    mp: Group
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        own = F.linear(x, weight)
+        parts = own.new_empty((self.mp.size * own.shape[0], *own.shape[1:]))
+        _ALL_GATHER(parts, own.contiguous(), group=self.mp.group)
+        return parts.unflatten(0, (self.mp.size, -1)).movedim(0, -2).flatten(-2)
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: Factor) -> Tensor:
-        assert labels is not None, "with tensor parallelism, no rank has all logits"
+        if labels is None:
+            return self.logits(x, weight)
         x, labels = _autocast(x), self.mp.by_parts(labels)
         return chunked_loss(x, weight, labels, self.vocab_size, factor, self.sums, self.mp)
 

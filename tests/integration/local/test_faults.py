@@ -108,6 +108,7 @@ def test_many_gptctl_at_once(jobs) -> None:
         (["-o", "Launch.files=[nothing.py]", "--", "x.py"], ["S001", "nothing.py"]),
         (["-o", "Data.Train.dataset.name=GPTDataset"], ["S002", "./data does not exist"]),
         (["-o", "Engine.save_load.ckpt_dir=no/such"], ["S002", "no/such"]),
+        (["-o", "Engine.save_load.ckpt_dir=hf"], ["S002", "hf contains weights of another program (model.safetensors)", "gptctl import ", "/hf-checkpoint"]),
         (["--name", "a b"], ["C014", "--name a b"]),
         (["--name", "x\ntouch hit"], ["C014"]),
         (["--name", "$(touch hit)"], ["C014"]),
@@ -152,6 +153,8 @@ def test_a_mistake_is_named_and_leaves_nothing(jobs, arguments: list[str], expec
     (jobs.folder / "a").mkdir()
     (jobs.folder / "a" / "x.py").write_text("")
     os.mkfifo(jobs.folder / "fifo")
+    (jobs.folder / "hf").mkdir()
+    (jobs.folder / "hf" / "model.safetensors").touch()
     (jobs.folder / "far.yaml").write_text(
         "kind: ssh\ngpus_per_node: 1\nhosts: [no-such-host.invalid]\nrun_root: /srv\n"
     )

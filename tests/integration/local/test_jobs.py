@@ -530,9 +530,11 @@ def test_own_templates_beside_the_config(jobs) -> None:
     assert again == f"{job}-2"
     assert f"export MINE={again}\n" in (jobs.run_dir(again) / "launch.sh").read_text()
     own.write_text("if then\n")
-    assert "bash cannot parse launch.sh" in jobs.gptctl("submit", "run.yaml").stderr
+    # A changed file is not even rendered before it is trusted again.
+    assert "has changed since you trusted it" in jobs.gptctl("submit", "run.yaml").stderr
+    assert "bash cannot parse launch.sh" in jobs.gptctl("submit", "run.yaml", "--trust").stderr
     own.write_text("export MINE={{ jobid }}\n")
-    refused = jobs.gptctl("submit", "run.yaml")
+    refused = jobs.gptctl("submit", "run.yaml", "--trust")
     assert refused.returncode == 2
     assert "unknown variable jobid; did you mean job_id?" in refused.stderr
 

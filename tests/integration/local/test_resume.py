@@ -126,6 +126,26 @@ def test_a_script_with_other_arguments(jobs) -> None:
     assert "only the bundled trainer can resume" in refused.stderr
 
 
+def test_a_fine_tuning_resumes_its_own_state(jobs) -> None:
+    """With its optimizer; and a rerun of the resumed job starts with the first weights again."""
+    jobs.gptctl("init")
+    save_checkpoint(jobs.folder / "weights", 3)
+    tuned = ("-o", "Engine.save_load.ckpt_dir=./weights", "-o", "Engine.save_load.load_optimizer=False")
+    job = jobs.submit("--cluster", "./quick.yaml", *TRAIN, *tuned, "-o", "Engine.max_steps=400")
+    assert jobs.wait(job) == "COMPLETED"
+    save_checkpoint(jobs.run_dir(job) / "output", 40)
+    resumed = json.loads(jobs.gptctl("resume", job, "--json").stdout)["job"]
+    values = values_of(jobs, resumed)
+    assert values["Engine.save_load.ckpt_dir"] == (f"{jobs.run_dir(job)}/output", f"resume of {job}")
+    assert values["Engine.save_load.load_optimizer"] == (True, f"resume of {job}")
+    assert jobs.wait(resumed) == "COMPLETED"
+    save_checkpoint(jobs.run_dir(resumed) / "output", 60)
+    again = json.loads(jobs.gptctl("rerun", resumed, "--json").stdout)["job"]
+    values = values_of(jobs, again)
+    assert values["Engine.save_load.ckpt_dir"][0] == str(jobs.folder / "weights")
+    assert values["Engine.save_load.load_optimizer"][0] is False
+
+
 def test_an_older_folder_is_still_rerun(jobs) -> None:
     """Folders of earlier versions have no written.json; damaged ones are refused in one line."""
     job = jobs.quick()
@@ -297,7 +317,7 @@ def test_signed_checkpoints_are_resumed_with_their_key_only(jobs) -> None:
         assert jobs.ended(job, seconds=120) == [state]
         told = jobs.log(job, 0) + jobs.log(job, 1)
         assert ("its signature does not match GPTCTL_CHECKPOINT_KEY" in told) == (content == f"{other}\n")
-        assert ("key 1 has 5 characters, at least 32 needed" in told) == (content == "short\n")
+        assert ("key 1 is too short: 5 of 32 characters" in told) == (content == "short\n")
     for file in [*(jobs.folder / "runs").rglob("*"), *(jobs.folder / "home").rglob("*")]:
         if file.is_file():
             assert not re.search(f"{key}|{other}".encode(), file.read_bytes()), file

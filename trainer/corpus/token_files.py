@@ -1,26 +1,35 @@
-"""Token files: `*_ids.npz` (ids, lens), or `*_ids.npy` with `*_idx.npz` (lens, docs).
+"""Token files: `*_ids.npz` (ids, lens), `*_ids.npy` with `*_idx.npz` (lens, docs), or Megatron's
+`*.bin` with `*.idx` (see `indexed.py`).
 
 All files of a folder form one corpus. `ids` contains the tokens of all documents in a row. `lens`
 has the number of tokens per document, or per sentence if `docs` exists, which has the number of
-sentences before each document. Files are mapped into memory, not read.
+sentences before each document. Files are mapped into memory, not read. Torch-free.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from trainer.corpus.indexed import read_index
+from trainer.corpus.metadata import metadata_at, stem_of
 from trainer.errors import UserError
 from trainer.input_files import Unsuitable, require_regular
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 _HINT = "set input_dir of the dataset to a token file, or to a folder of them"
-_FORMATS = "*_ids.npz (arrays ids, lens), or *_ids.npy with *_idx.npz (arrays lens, docs)"
+_FORMATS = (
+    "*_ids.npz (arrays ids, lens), *_ids.npy with *_idx.npz (arrays lens, docs), "
+    "or *.bin with *.idx"
+)
+_INDEXES = ("_ids.npz", "_idx.npz", ".idx")  # each prefix has at least one of them
 _CHUNK = 1 << 24  # tokens per read when a file is checked, to limit memory
 
 
@@ -45,60 +54,60 @@ class Corpus:
     """The documents of several files, numbered consecutively."""
 
     def __init__(self, files: list[TokenFile]) -> None:
+        import numpy as np
+
         self.files = files
-        self.lengths = np.concatenate([file.lengths for file in files])
+        self.lengths = np.concatenate([np.empty(0, np.int64), *(file.lengths for file in files)])
         self.file_of = np.repeat(np.arange(len(files)), [len(file.lengths) for file in files])
         self.digest = zlib.crc32(self.lengths.tobytes())  # index maps depend on the lengths
-        self.start_of = np.concatenate([np.cumsum(file.lengths) - file.lengths for file in files])
+        starts = [np.cumsum(file.lengths) - file.lengths for file in files]
+        self.start_of = np.concatenate([np.empty(0, np.int64), *starts])
 
     def read(self, document: int, offset: int, count: int) -> npt.NDArray[Any]:
         """Up to `count` tokens of a document."""
         start = int(self.start_of[document]) + offset
         stop = min(start + count, int(self.start_of[document] + self.lengths[document]))
-        return self.files[self.file_of[document]].ids[start:stop]
+        part: npt.NDArray[Any] = self.files[self.file_of[document]].ids[start:stop]
+        return part
 
 
 def open_corpus(input_dir: str) -> Corpus:
-    files = [_open(prefix) for prefix in _prefixes(Path(input_dir))]
+    files = [_open(prefix) for prefix in prefixes(Path(input_dir))]
     return Corpus(files)
 
 
-def _prefixes(path: Path) -> list[Path]:
+def prefixes(path: Path) -> list[Path]:
     """The prefixes of all token files in a folder, or of the one file or prefix given."""
-    folder, wanted = (path, None) if os.path.isdir(path) else (path.parent, _stem(path.name))
+    folder, wanted = (path, None) if os.path.isdir(path) else (path.parent, stem_of(path.name))
     try:
-        stems = {
-            _stem(name) for name in os.listdir(folder) if name.endswith(("_ids.npz", "_idx.npz"))
-        }
+        stems = {stem_of(name) for name in os.listdir(folder) if name.endswith(_INDEXES)}
     except OSError as error:
         raise UserError(f"no data at {path}: {error.strerror}", _HINT) from None
-    if wanted is None and not stems:
-        raise UserError(f"{path} contains no token files", f"expected: {_FORMATS}")
-    if wanted is not None and wanted not in stems:
+    if wanted is None:
+        if not stems:
+            raise UserError(f"{path} contains no token files", f"expected: {_FORMATS}")
+        return [folder / stem for stem in sorted(stems)]
+    # A prefix of data that was not merged has several files.
+    parts = {stem_of(name) for each in metadata_at(folder / wanted) for name in each.files}
+    found = {wanted} if wanted in stems else parts
+    if not found:
         raise UserError(f"no data at {path}", _HINT)
-    return [folder / stem for stem in sorted(stems if wanted is None else {wanted})]
-
-
-def _stem(name: str) -> str:
-    for ending in ("_ids.npz", "_ids.npy", "_idx.npz"):
-        name = name.removesuffix(ending)
-    return name
+    return [folder / stem for stem in sorted(found)]
 
 
 def _open(prefix: Path) -> TokenFile:
-    pair = prefix.with_name(prefix.name + "_idx.npz")
-    single = prefix.with_name(prefix.name + "_ids.npz")
+    pair, single, indexed = (
+        prefix.with_name(prefix.name + ending) for ending in ("_idx.npz", "_ids.npz", ".idx")
+    )
     try:
         if pair.exists():  # preferred to a single npz, as in FleetX
-            file = prefix.with_name(prefix.name + "_ids.npy")
-            require_regular(file)  # numpy would wait for a FIFO
-            require_regular(pair)
-            ids = np.load(file, mmap_mode="r", allow_pickle=False)
-            lengths = _document_lengths(pair, ids.size)
-        else:
+            file, ids, lengths = _open_pair(prefix, pair)
+        elif single.exists() or not indexed.exists():
             require_regular(single)
             file, ids = single, _mapped_member(single, "ids")
             lengths = _lengths(single, "lens", ids.size)
+        else:
+            file, ids, lengths = _open_indexed(prefix, indexed)
         changed = file.stat().st_mtime
     except UserError:
         raise
@@ -109,6 +118,33 @@ def _open(prefix: Path) -> TokenFile:
             f"{prefix}: cannot read token files: {error}", f"expected: {_FORMATS}"
         ) from None
     return _checked(TokenFile(prefix, ids, lengths, changed))
+
+
+def _open_pair(prefix: Path, pair: Path) -> tuple[Path, npt.NDArray[Any], npt.NDArray[np.int64]]:
+    import numpy as np
+
+    file = prefix.with_name(prefix.name + "_ids.npy")
+    require_regular(file)  # numpy would wait for a FIFO
+    require_regular(pair)
+    ids = np.load(file, mmap_mode="r", allow_pickle=False)
+    return file, ids, _document_lengths(pair, ids.size)
+
+
+def _open_indexed(
+    prefix: Path, index: Path
+) -> tuple[Path, npt.NDArray[Any], npt.NDArray[np.int64]]:
+    import numpy as np
+
+    dtype, lengths = read_index(index)
+    file = prefix.with_name(prefix.name + ".bin")
+    require_regular(file)
+    size, expected = file.stat().st_size, int(lengths.sum()) * dtype.itemsize
+    if size != expected:
+        message = f"{file} has {size} bytes, but {index.name} describes {expected}"
+        raise UserError(message, "a file is truncated, or they do not belong together")
+    # An empty file cannot be mapped.
+    ids = np.memmap(file, dtype, "r") if size else np.empty(0, dtype)
+    return file, ids, lengths
 
 
 def _checked(file: TokenFile) -> TokenFile:
@@ -125,6 +161,8 @@ def _checked(file: TokenFile) -> TokenFile:
 
 def _lengths(file: Path, name: str, most: int) -> npt.NDArray[np.int64]:
     """Read a one-dimensional array of integers from 0 to `most`."""
+    import numpy as np
+
     values = _member(file, name)
     if values.ndim != 1 or values.dtype.kind not in "ui":
         message = f"{file}: {name} is a {values.ndim}-dimensional array of {values.dtype}"
@@ -139,6 +177,8 @@ def _lengths(file: Path, name: str, most: int) -> npt.NDArray[np.int64]:
 
 
 def _document_lengths(index: Path, num_ids: int) -> npt.NDArray[np.int64]:
+    import numpy as np
+
     lens = _lengths(index, "lens", num_ids)
     docs = _lengths(index, "docs", len(lens))
     if not len(docs) or docs[0] != 0 or docs[-1] != len(lens) or (np.diff(docs) < 0).any():
@@ -150,6 +190,8 @@ def _document_lengths(index: Path, num_ids: int) -> npt.NDArray[np.int64]:
 
 
 def _member(file: Path, name: str) -> npt.NDArray[Any]:
+    import numpy as np
+
     with np.load(file, allow_pickle=False) as arrays:
         if name not in arrays:
             raise UserError(
@@ -170,6 +212,8 @@ def _objects(file: Path, name: str) -> UserError:
 
 def _mapped_member(file: Path, name: str) -> npt.NDArray[Any]:
     """Map an array inside an npz file into memory; a compressed one has to be read instead."""
+    import numpy as np
+
     with zipfile.ZipFile(file) as archive:
         info = next((info for info in archive.infolist() if info.filename == f"{name}.npy"), None)
         if info is None or info.compress_type != zipfile.ZIP_STORED:
@@ -178,7 +222,8 @@ def _mapped_member(file: Path, name: str) -> npt.NDArray[Any]:
         # The local zip header ends with the lengths of two fields that come before the data.
         stream.seek(info.header_offset + 26)
         sizes = np.frombuffer(stream.read(4), dtype="<u2")
-        stream.seek(info.header_offset + 30 + int(sizes.sum()))
+        start = info.header_offset + 30 + int(sizes.sum())
+        stream.seek(start)
         version = np.lib.format.read_magic(stream)
         read_header = {
             (1, 0): np.lib.format.read_array_header_1_0,
@@ -187,6 +232,8 @@ def _mapped_member(file: Path, name: str) -> npt.NDArray[Any]:
         shape, _, dtype = read_header[version](stream)
         if dtype.hasobject:
             raise _objects(file, name)
+        if stream.tell() - start + math.prod(shape) * dtype.itemsize != info.file_size:
+            raise ValueError(f"{name} does not have the size that its header says")
         if shape == (0,):
             return np.empty(0, dtype)  # an empty array cannot be mapped
         return np.memmap(file, dtype=dtype, mode="r", offset=stream.tell(), shape=shape)

@@ -1,0 +1,366 @@
+"""The verbs for data: text to token files, and back.
+
+Imports inside a verb keep `--help` and completion fast. The work is done by `trainer/corpus/`,
+which imports numpy and the tokenizer libraries when it needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from gptctl.cli.options import as_json_option, examples
+from trainer.errors import ANSWER_IS_NO
+
+if TYPE_CHECKING:
+    from trainer.corpus.inspection import Data
+    from trainer.corpus.prepare import Prepared, Progress
+
+F = TypeVar("F", bound=Callable[..., Any])
+SHOWN = 40  # characters of the longest bar of a histogram
+SAMPLE_MB = 1000.0
+
+
+@click.group(
+    epilog=examples(
+        "gptctl data train-tokenizer books/ --output tokenizer --vocab-size 32000",
+        "gptctl data prepare books/ --output data/books --tokenizer tokenizer",
+        "gptctl data inspect data/books --doc 0",
+    )
+)
+def data() -> None:
+    """Turn text into token files for training, and look into them."""
+
+
+def input_options(verb: F) -> F:
+    """Add INPUT… and the options that say how inputs are read."""
+    for option in (
+        click.option(
+            "--invalid-lines",
+            type=click.Choice(["refuse", "skip"]),
+            default="refuse",
+            show_default=True,
+            help="What to do with JSON lines that have no text.",
+        ),
+        click.option(
+            "--invalid-utf8",
+            type=click.Choice(["replace", "refuse"]),
+            default="replace",
+            show_default=True,
+            help="What to do with invalid UTF-8; replaced bytes are counted.",
+        ),
+        click.option(
+            "--field",
+            default="text",
+            show_default=True,
+            metavar="NAME",
+            help="The field of JSON lines, or the column of parquet files, that has the text.",
+        ),
+        click.option(
+            "--documents",
+            type=click.Choice(["file", "line", "paragraph"]),
+            default="file",
+            show_default=True,
+            help="What a document of a text file is; paragraphs are separated by blank lines.",
+        ),
+        click.option(
+            "--format",
+            "input_format",
+            type=click.Choice(["text", "jsonl", "parquet"]),
+            help="Read all inputs in this format. Default: by the name of each file.",
+        ),
+        click.argument("inputs", nargs=-1, required=True, metavar="INPUT..."),
+    ):
+        verb = option(verb)
+    return verb
+
+
+@data.command(
+    epilog=examples(
+        "gptctl data prepare corpus.jsonl.zst --output data/corpus --tokenizer tokenizer.json",
+        "gptctl data prepare 'books/*.txt' --output data/books --documents paragraph --dedupe",
+        "gptctl data prepare wiki/ --output data/wiki --tokenizer gpt2/ --output-format megatron",
+    )
+)
+@input_options
+@click.option("--output", required=True, metavar="PREFIX", help="Write PREFIX_ids.npy and so on.")
+@click.option(
+    "--tokenizer",
+    default="bytes",
+    show_default=True,
+    metavar="PATH",
+    help="A tokenizer.json, a folder with tokenizer files, a sentencepiece *.model, or bytes.",
+)
+@click.option("--eos", metavar="TOKEN", help="The end-of-document token. Default: the tokenizer's.")
+@click.option("--no-eos", is_flag=True, help="Do not end documents with a token.")
+@click.option(
+    "--output-format",
+    type=click.Choice(["npy", "npz", "megatron"]),
+    default="npy",
+    show_default=True,
+    help="PREFIX_ids.npy and PREFIX_idx.npz, PREFIX_ids.npz, or PREFIX.bin and PREFIX.idx.",
+)
+@click.option("--dedupe", is_flag=True, help="Leave out exact copies of documents.")
+@click.option(
+    "--merge/--no-merge",
+    default=True,
+    help="Join all shards into one output, or keep PREFIX-00000 and so on. Default: join.",
+)
+@click.option("--workers", type=click.IntRange(1), metavar="N", help="Default: one per core.")
+@click.option(
+    "--shard-mb",
+    type=click.FloatRange(min=0, min_open=True),
+    default=128,
+    show_default=True,
+    metavar="MB",
+    help="Input per shard: what is done again after an interruption.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace existing output; begin again.")
+@as_json_option
+def prepare(no_eos: bool, as_json: bool, **arguments: Any) -> None:
+    """Tokenize text into files that the trainer reads.
+
+    INPUT is a file, a folder or a pattern: text, JSON lines (also .gz and .zst) or parquet. All
+    cores work, and memory does not grow with the data. If the command is interrupted, run it
+    again: it continues after the last complete shard.
+    """
+    from gptctl.cli import ui
+    from trainer.corpus.prepare import Request
+    from trainer.corpus.prepare import prepare as run
+
+    request = Request(**arguments, append_eos=not no_eos)
+    try:
+        with ui.status_line() as show:
+            done = run(request, lambda progress: show(_progress_text(progress)))
+    except KeyboardInterrupt:
+        ui.say("interrupted: run the same command again to continue after the last complete shard")
+        raise
+    if as_json:
+        ui.print_json(_as_json(done))
+        return
+    ui.print_pairs(f"prepared {done.prefix}", [*_summary(done)])
+    _print_histogram(done.counts.histogram)
+    _print_next_steps(done)
+
+
+def _progress_text(progress: Progress) -> str:
+    percent = 100 * progress.done / max(1, progress.total)
+    eta = "" if progress.eta is None else f", {_duration(progress.eta)} left"
+    return f"{percent:.1f} %: {progress.documents:,} documents, {progress.rate:,.0f} docs/s{eta}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _as_json(done: Prepared) -> dict[str, Any]:
+    from trainer.corpus.tokenizer import identity
+
+    return {
+        "prefix": str(done.prefix),
+        "files": list(done.files),
+        "dtype": done.dtype,
+        "tokenizer": identity(done.tokenizer),
+        **done.counts.as_json(),
+        "bytes_per_token": done.counts.bytes_per_token,
+        "seconds": done.seconds,
+        "resumed_shards": done.resumed,
+    }
+
+
+def _summary(done: Prepared) -> Iterator[tuple[str, str]]:
+    counts = done.counts
+    yield "documents", f"{counts.documents:,}"
+    yield "tokens", f"{counts.tokens:,} ({done.dtype})"
+    yield "text", f"{counts.text_bytes:,} bytes, {counts.bytes_per_token:.2f} per token"
+    yield "longest", f"{counts.longest:,} tokens"
+    left_out = {
+        "empty documents": counts.empty,
+        "exact copies": counts.duplicates,
+        "invalid lines": counts.skipped,
+    }
+    for name, number in left_out.items():
+        if number:
+            yield "left out", f"{number:,} {name}"
+    if counts.replaced:
+        yield "replaced", f"{counts.replaced:,} invalid UTF-8 sequences"
+    yield "time", _duration(done.seconds)
+    if done.resumed:
+        yield "continued", f"after {done.resumed} shards of an earlier run"
+    yield "files", ", ".join(done.files[:6]) + (", …" if len(done.files) > 6 else "")
+
+
+def _print_histogram(histogram: dict[str, int]) -> None:
+    from gptctl.cli import ui
+    from trainer.corpus.summary import histogram_rows
+
+    rows = [*histogram_rows(histogram)]
+    most = max((number for _, number in rows), default=1)
+    cells = [[name, f"{number:,}", "#" * round(SHOWN * number / most)] for name, number in rows]
+    ui.print_table("tokens per document", ["tokens", "documents", ""], cells)
+
+
+def _print_next_steps(done: Prepared) -> None:
+    from gptctl.cli import ui
+
+    eos = done.tokenizer.eos_id
+    ui.say(f"for the run config: Model.vocab_size: {done.tokenizer.vocab_size}")
+    ui.say(f"                    Data.Train.dataset.input_dir: {done.prefix}")
+    if eos is not None:
+        ui.say(f"                    Data.Train.dataset.eos_id: {eos}")
+
+
+@data.command(
+    "train-tokenizer",
+    epilog=examples(
+        "gptctl data train-tokenizer corpus.jsonl --output tokenizer --vocab-size 32000",
+        "gptctl data train-tokenizer 中文/ --output tokenizer --vocab-size 50000",
+    ),
+)
+@input_options
+@click.option("--output", required=True, metavar="DIR", help="Write tokenizer.json to this folder.")
+@click.option("--vocab-size", type=int, default=32000, show_default=True, metavar="N")
+@click.option("--eos", default="<|endoftext|>", show_default=True, metavar="TOKEN")
+@click.option(
+    "--sample-mb",
+    type=click.FloatRange(min=0, min_open=True),
+    default=SAMPLE_MB,
+    show_default=True,
+    metavar="MB",
+    help="Train on about this much of the input, spread evenly.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing tokenizer.")
+@as_json_option
+def train_tokenizer(as_json: bool, **arguments: Any) -> None:
+    """Train a byte-level BPE tokenizer, for text in any language."""
+    from gptctl.cli import ui
+    from trainer.corpus.tokenizer import identity
+    from trainer.corpus.tokenizer_training import Training
+    from trainer.corpus.tokenizer_training import train_tokenizer as run
+
+    with _bytes_shown("reading") as advance:
+        done = run(Training(**arguments), advance)
+    if as_json:
+        ui.print_json({**identity(done.tokenizer), "text_bytes": done.text_bytes})
+        return
+    rows = [
+        ("tokens", f"{done.tokenizer.vocab_size:,}"),
+        ("trained on", f"{done.text_bytes:,} bytes of text"),
+        ("next", f"gptctl data prepare … --tokenizer {arguments['output']}"),
+    ]
+    ui.print_pairs(f"tokenizer in {arguments['output']}", rows)
+    if done.tokenizer.vocab_size < arguments["vocab_size"]:
+        ui.say(f"note: the text has too few different words for {arguments['vocab_size']:,} tokens")
+
+
+@contextmanager
+def _bytes_shown(what: str, unit: str = "bytes") -> Iterator[Callable[[int], None]]:
+    from gptctl.cli import ui
+
+    total = 0
+    with ui.status_line() as show:
+
+        def advance(size: int) -> None:
+            nonlocal total
+            total += size
+            show(f"{what}: {total:,} {unit}")
+
+        yield advance
+
+
+@data.command(
+    epilog=examples(
+        "gptctl data inspect data/books",
+        "gptctl data inspect data/books --doc 3",
+        "gptctl data inspect data/books --doc 3 --ids",
+    )
+)
+@click.argument("prefix")
+@click.option("--doc", type=int, metavar="N", help="Print the text of this document, from 0.")
+@click.option("--ids", is_flag=True, help="With --doc: print its token ids instead.")
+@click.option("--tokenizer", metavar="PATH", help="Default: the one beside the data, or bytes.")
+@as_json_option
+def inspect(prefix: str, doc: int | None, ids: bool, tokenizer: str | None, as_json: bool) -> None:
+    """Show what token files contain, or decode a document.
+
+    PREFIX is what `prepare --output` got; a folder of token files, or one of them, works too.
+    """
+    from gptctl.cli import ui
+    from trainer.corpus.inspection import open_data
+
+    found = open_data(prefix)
+    if doc is not None:
+        _show_document(found, doc, ids, tokenizer, as_json)
+    elif as_json:
+        ui.print_json(found.facts())
+    else:
+        facts = found.facts()
+        ui.print_pairs(prefix, [*_facts_rows(facts)])
+        _print_histogram(facts["histogram"])
+
+
+def _show_document(found: Data, doc: int, ids: bool, tokenizer: str | None, as_json: bool) -> None:
+    from gptctl.cli import ui
+    from trainer.corpus.inspection import tokenizer_for
+
+    tokens = found.document(doc)
+    text = None if ids else found.decoded(doc, tokenizer_for(found, tokenizer))
+    if as_json:
+        ui.print_json({"document": doc, "ids": tokens, "text": text})
+    elif text is None:
+        ui.print_text(" ".join(map(str, tokens)))
+    else:
+        ui.print_exactly(text if text.endswith("\n") else f"{text}\n")
+
+
+def _facts_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "documents", f"{facts['documents']:,}"
+    yield "tokens", f"{facts['tokens']:,} ({', '.join(facts['dtype'])})"
+    yield "longest", f"{facts['longest']:,} tokens"
+    if known := facts["tokenizer"]:
+        yield "tokenizer", f"{known['kind']}, {known['vocab_size']:,} tokens"
+        yield "digest", known["digest"]
+    else:
+        yield "tokenizer", "unknown: the data has no *_meta.json"
+    if facts["eos_id"] is not None:
+        yield "end token", str(facts["eos_id"])
+    yield "files", ", ".join(facts["files"][:6]) + (", …" if len(facts["files"]) > 6 else "")
+
+
+@data.command(epilog=examples("gptctl data verify data/books", "gptctl data verify data/ --json"))
+@click.argument("paths", nargs=-1, required=True, metavar="PREFIX...")
+@as_json_option
+def verify(paths: tuple[str, ...], as_json: bool) -> int:
+    """Read token files completely, and check them.
+
+    Checks sizes and checksums, that all ids are in the vocabulary of the tokenizer, and that every
+    document ends with the end token, as far as PREFIX_meta.json says. Exit code 1: damaged.
+    """
+    from gptctl.cli import ui
+    from trainer.corpus.inspection import verify as run
+
+    results: dict[str, Any] = {}
+    with _bytes_shown("verified", "tokens") as advance:
+        for path in paths:
+            found, problems = run(path, advance)
+            results[path] = {
+                "documents": len(found.corpus.lengths),
+                "tokens": found.num_tokens,
+                "problems": problems,
+            }
+    is_good = not any(result["problems"] for result in results.values())
+    if as_json:
+        ui.print_json({"valid": is_good, "data": results})
+    else:
+        for path, result in results.items():
+            for problem in result["problems"]:
+                ui.print_text(f"error: {problem}")
+            if not result["problems"]:
+                tokens, documents = result["tokens"], result["documents"]
+                ui.print_text(f"{path}: {documents:,} documents, {tokens:,} tokens, no damage")
+    return 0 if is_good else ANSWER_IS_NO

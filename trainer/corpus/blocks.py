@@ -1,0 +1,242 @@
+"""Cuts input files into blocks, the units of work of `prepare`. Torch-free and numpy-free.
+
+Where blocks begin depends only on the files, so the output is the same with any number of workers,
+and after any interruption. A document that is larger than a block is cut into pieces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from trainer.corpus.extras import require
+from trainer.corpus.sources import OpenSource, Source
+from trainer.errors import UserError
+from trainer.input_files import require_regular
+
+BLOCK = 1 << 19  # bytes to read at once: small enough that workers finish together
+LONGEST_TEXT = 4 << 20  # bytes of a text document that is not cut into pieces
+LONGEST_LINE = 64 << 20  # bytes of a JSON line: parsing it takes several times as much memory
+PARQUET_ROWS = 128
+# In bytes, what separates documents; `file`: nothing.
+SEPARATORS = {"jsonl": (b"\n",), "line": (b"\n",), "paragraph": (b"\n\n", b"\n\r\n"), "file": ()}
+PIECE, TOO_LONG, PARQUET = "piece", "too long", "parquet"
+_NEAR = 1 << 16  # bytes before the end of a piece in which to look for a space
+
+
+class Position(NamedTuple):
+    """Where the next block begins."""
+
+    source: int = 0
+    offset: int = 0  # decompressed bytes; rows of a parquet file
+    inside: bool = False  # in the middle of a document
+    line: int = 0  # lines of this source before it
+
+
+class Block(NamedTuple):
+    kind: str  # jsonl, line, paragraph, parquet: whole documents. piece, too long: of one
+    data: bytes
+    begin: Position
+    end: Position
+    done: int  # bytes on disk up to here, of all sources
+    starts: bool = True  # of a piece: it is the first of its document
+    ends: bool = True
+    digest: bytes = b""  # of the last piece of a document, if copies are removed
+
+
+class Cutting(NamedTuple):
+    """What decides how files are cut."""
+
+    documents: str = "file"  # of a text file: file, line or paragraph
+    field: str = "text"  # of JSON and parquet: where the text is
+    hashes: bool = False  # whether copies of documents are removed
+
+
+def blocks_of(sources: Sequence[Source], cutting: Cutting, start: Position) -> Iterator[Block]:
+    """All blocks from a position on."""
+    before = sum(source.size for source in sources[: start.source])
+    for number in range(start.source, len(sources)):
+        position = start if number == start.source else Position(number)
+        cut = _parquet_blocks if sources[number].format == PARQUET else _text_blocks
+        for block in cut(sources[number], cutting, position):
+            yield block._replace(done=before + block.done)
+        before += sources[number].size
+
+
+def _text_blocks(source: Source, cutting: Cutting, start: Position) -> Iterator[Block]:
+    kind = "jsonl" if source.format == "jsonl" else cutting.documents
+    try:
+        opened = OpenSource(source, start.offset)
+    except OSError as error:
+        raise UserError(f"cannot read {source.path}: {error.strerror}", "check the path") from None
+    try:
+        yield from _Cutter(opened, kind, start, cutting.hashes).blocks()
+    finally:
+        opened.close()
+
+
+class _Cutter:
+    """Cuts one stream. `buffer` has what was read, but does not belong to a block yet."""
+
+    def __init__(self, opened: OpenSource, kind: str, start: Position, hashes: bool) -> None:
+        self.opened, self.kind, self.position = opened, kind, start
+        self.separators = SEPARATORS[kind]
+        self.buffer, self.at_end = bytearray(), False
+        self.is_cut = False  # whether a block of this stream was cut
+        self.hash = hashlib.blake2b(digest_size=16) if hashes else None
+        limits = {"jsonl": LONGEST_LINE, "file": BLOCK}
+        self.longest = limits.get(kind, LONGEST_TEXT)
+
+    def blocks(self) -> Iterator[Block]:
+        while block := self._next():
+            yield block
+
+    def _next(self) -> Block | None:
+        """The next block. It depends on the position alone, so that a run can continue there."""
+        self._fill(BLOCK)
+        if self.position.inside:
+            return self._piece()
+        while not (block := self._whole()) and not self.at_end:
+            self._fill(len(self.buffer) + BLOCK)
+        return block
+
+    def _fill(self, size: int) -> None:
+        """Read until the buffer has this many bytes, or the stream ends."""
+        while len(self.buffer) < size and not self.at_end:
+            chunk = self.opened.read(size - len(self.buffer))
+            self.buffer += chunk
+            self.at_end = not chunk
+
+    def _whole(self) -> Block | None:
+        """A block of whole documents, or the first piece of one that is too large."""
+        if end := max((self._last(separator) for separator in self.separators), default=0):
+            return self._cut(self.kind, end)
+        if self.at_end:
+            kind = self.kind if self.separators else PIECE
+            # An empty file is a document, too, if files are: it is counted as empty.
+            is_empty_file = kind == PIECE and not self.position.offset and not self.is_cut
+            return self._cut(kind, len(self.buffer)) if self.buffer or is_empty_file else None
+        if len(self.buffer) > self.longest:
+            return self._cut(self._part, safe_end(self.buffer), ends=False)
+        return None
+
+    def _piece(self) -> Block:
+        """The next piece of a document."""
+        found = [(self.buffer.find(each), len(each)) for each in self.separators]
+        if ends := sorted(pair for pair in found if pair[0] >= 0):
+            end, length = ends[0]
+            return self._cut(self._part, end, length, starts=False)
+        end = len(self.buffer) if self.at_end else safe_end(self.buffer)
+        return self._cut(self._part, end, starts=False, ends=self.at_end)
+
+    @property
+    def _part(self) -> str:
+        return TOO_LONG if self.kind == "jsonl" else PIECE
+
+    def _last(self, separator: bytes) -> int:
+        place = self.buffer.rfind(separator)
+        return place + len(separator) if place >= 0 else 0
+
+    def _cut(
+        self, kind: str, end: int, separator: int = 0, starts: bool = True, ends: bool = True
+    ) -> Block:
+        data, begin, self.is_cut = bytes(self.buffer[:end]), self.position, True
+        lines = self.buffer.count(b"\n", 0, end + separator)
+        del self.buffer[: end + separator]
+        self.position = Position(
+            begin.source, begin.offset + end + separator, not ends, begin.line + lines
+        )
+        digest = self._digest(data, starts, ends) if kind == PIECE else b""
+        # A line that is too long is only counted: nobody needs its text.
+        data = b"" if kind == TOO_LONG else data
+        return Block(kind, data, begin, self.position, self.opened.done, starts, ends, digest)
+
+    def _digest(self, data: bytes, starts: bool, ends: bool) -> bytes:
+        if self.hash is None:
+            return b""
+        if starts:
+            self.hash = hashlib.blake2b(digest_size=16)
+        self.hash.update(data)
+        return self.hash.digest() if ends else b""
+
+
+def safe_end(data: bytes | bytearray) -> int:
+    """Where to cut text in two so that most tokenizers give the same tokens: before a space.
+
+    Otherwise anywhere between two characters; four bytes are left, so that a separator of documents
+    stays in one part.
+    """
+    place = data.rfind(b" ", len(data) - _NEAR if len(data) > _NEAR else 1)
+    while place > 1 and data[place - 1 : place] == b" ":  # before the first of several spaces
+        place -= 1
+    if place > 1:
+        return place
+    place = max(1, len(data) - 4)
+    while place > 1 and data[place] & 0xC0 == 0x80:  # not the first byte of a character
+        place -= 1
+    return place
+
+
+def _parquet_blocks(source: Source, cutting: Cutting, start: Position) -> Iterator[Block]:
+    file, row = _opened_parquet(source, cutting.field), 0
+    groups = file.metadata.num_row_groups
+    for group in range(groups):
+        rows = file.metadata.row_group(group).num_rows
+        if row + rows <= start.offset:
+            row += rows
+            continue
+        for batch in _batches(source, file, group, cutting.field):
+            begin, row = row, row + batch.num_rows
+            if row <= start.offset:
+                continue
+            done = source.size * row // max(1, file.metadata.num_rows)
+            places = [Position(start.source, each, line=each) for each in (begin, row)]
+            yield Block(PARQUET, _serialized(batch), places[0], places[1], done)
+
+
+def _opened_parquet(source: Source, field: str) -> Any:
+    parquet = require("pyarrow.parquet", f"reading {source.path}")
+    try:
+        require_regular(source.path)
+        file = parquet.ParquetFile(source.path)
+    except Exception as error:  # a damaged file makes pyarrow raise anything
+        hint = "the file is damaged or not parquet: get it again, or leave it out"
+        raise UserError(f"cannot read {source.path}: {error}", hint) from None
+    names = file.schema_arrow.names
+    if field not in names:
+        hint = f"it has {', '.join(names[:10])}: choose one with --field"
+        raise UserError(f"{source.path} has no column {field}", hint)
+    if (kind := str(file.schema_arrow.field(field).type)) not in _TEXT_TYPES:
+        raise UserError(f"{source.path}: column {field} has type {kind}", "it must contain texts")
+    return file
+
+
+_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary")
+
+
+def _batches(source: Source, file: Any, group: int, field: str) -> Iterator[Any]:
+    try:
+        yield from file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=[field])
+    except OSError as error:
+        hint = "the file is damaged: get it again, or leave it out"
+        raise UserError(f"cannot read {source.path}: {error}", hint) from None
+
+
+def _serialized(batch: Any) -> bytes:
+    arrow = require("pyarrow", "reading parquet")
+    # As bytes, so that invalid UTF-8 is found where that of other formats is.
+    texts = batch.column(0).cast(arrow.large_binary())
+    sink = arrow.BufferOutputStream()
+    plain = arrow.record_batch([texts], names=["text"])
+    with arrow.ipc.new_stream(sink, plain.schema) as writer:
+        writer.write_batch(plain)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def texts_of_parquet(data: bytes) -> list[bytes | None]:
+    arrow = require("pyarrow", "reading parquet")
+    with arrow.ipc.open_stream(data) as reader:
+        values: list[bytes | None] = reader.read_all().column(0).to_pylist()
+    return values

@@ -1,0 +1,322 @@
+"""`gptctl data prepare`: text files to token files. Torch-free; numpy is used at the end.
+
+    sources ──blocks──> workers ──tokens, in order──> shards ──joined──> token files and metadata
+
+The parent reads and writes; workers parse and tokenize. A shard is complete when its facts are on
+disk, so after a kill the same command continues after the last complete one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.checksums import FileFacts
+from trainer.corpus.blocks import BLOCK, Block, Cutting, Position, blocks_of
+from trainer.corpus.encoding import Encoded, Encoder, Rules, refusal_of, typecode_of
+from trainer.corpus.extras import require
+from trainer.corpus.metadata import ENDING, FOLDER, copy_tokenizer, read_metadata, write_metadata
+from trainer.corpus.outputs import DTYPES, ENDINGS, Joined, write_output
+from trainer.corpus.shards import Shard, ShardFolder, ShardWriter
+from trainer.corpus.sources import Source, find_sources
+from trainer.corpus.summary import Counts
+from trainer.corpus.tokenizer import Tokenizer, identity, open_tokenizer
+from trainer.corpus.workers import Workers
+from trainer.errors import UserError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SHARD_MB = 128
+
+
+class Request(NamedTuple):
+    """What the user asked for."""
+
+    inputs: tuple[str, ...]
+    output: str
+    tokenizer: str = "bytes"
+    eos: str | None = None  # the name of the end token; None: the tokenizer's own
+    append_eos: bool = True
+    input_format: str | None = None  # None: by the name of each file
+    documents: str = "file"
+    field: str = "text"
+    output_format: str = "npy"
+    dedupe: bool = False
+    invalid_utf8: str = "replace"
+    invalid_lines: str = "refuse"
+    merge: bool = True
+    workers: int | None = None  # None: one per core
+    shard_mb: float = SHARD_MB
+    overwrite: bool = False
+
+
+class Progress(NamedTuple):
+    documents: int
+    done: int  # bytes
+    total: int
+    seconds: float  # of this call
+    done_before: int = 0  # bytes that an earlier call had done
+    documents_before: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Documents per second, of this call."""
+        return (self.documents - self.documents_before) / max(self.seconds, 1e-9)
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds that are left; None if that is unknown yet."""
+        new = self.done - self.done_before
+        return self.seconds * (self.total - self.done) / new if new > 0 else None
+
+
+class Prepared(NamedTuple):
+    prefix: Path
+    counts: Counts
+    tokenizer: Tokenizer
+    dtype: str
+    files: tuple[str, ...]
+    seconds: float
+    resumed: int  # shards that an earlier call had made
+
+
+Report = Callable[[Progress], None]
+
+
+def prepare(request: Request, report: Report = lambda _: None) -> Prepared:
+    """Tokenize all inputs. If it is interrupted, the same request continues where it was."""
+    require("numpy", "writing token files")  # now, not after hours
+    began = time.monotonic()
+    tokenizer = open_tokenizer(request.tokenizer, request.eos)
+    sources = find_sources(request.inputs, request.input_format)
+    prefix = Path(request.output)
+    _check_output(prefix, request, tokenizer)
+    shards = ShardFolder(prefix)
+    with _disk_errors(shards.path), shards.locked():
+        if request.overwrite:
+            _remove_output(prefix)
+            shards.clear()
+        done = shards.open(_settings(request, sources, tokenizer))
+        resumed = len(done)
+        done += _make_shards(request, sources, tokenizer, shards, done, report)
+        prepared = _finish(request, tokenizer, shards, done)
+    return prepared._replace(seconds=time.monotonic() - began, resumed=resumed)
+
+
+def _check_output(prefix: Path, request: Request, tokenizer: Tokenizer) -> None:
+    if not prefix.name or prefix.is_dir():
+        message = f"--output {request.output} is a folder"
+        raise UserError(message, f"write a prefix, such as {prefix / 'corpus'}")
+    if os.path.exists(prefix.with_name(prefix.name + ENDING)) and not request.overwrite:
+        message = f"{prefix} is already prepared"
+        raise UserError(message, "use another --output, or --overwrite to replace it")
+    if request.append_eos and tokenizer.eos_id is None:
+        message = f"the tokenizer {request.tokenizer} has no end token"
+        raise UserError(message, "name one with --eos TOKEN, or use --no-eos")
+    _check_folder(prefix.parent, tokenizer)
+
+
+def _check_folder(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise UserError if the folder has the tokenizer of other data: there is one per folder."""
+    beside = folder / FOLDER
+    if not tokenizer.files or not os.path.isdir(beside):
+        return
+    names = {file.name for file in tokenizer.files}
+    if names & set(os.listdir(beside)):
+        there = open_tokenizer(str(beside))
+        if there.digest == tokenizer.digest:
+            return
+    elif not os.listdir(beside):
+        return
+    hint = "write the output to another folder: data in one folder shares a tokenizer"
+    raise UserError(f"{beside} has another tokenizer", hint)
+
+
+def _settings(request: Request, sources: Sequence[Source], tokenizer: Tokenizer) -> dict[str, Any]:
+    """All that decides the output."""
+    names = "append_eos documents field output_format dedupe merge shard_mb".split()
+    return {
+        "tokenizer": identity(tokenizer),
+        **{name: getattr(request, name) for name in names},
+        "invalid_utf8": request.invalid_utf8,
+        "invalid_lines": request.invalid_lines,
+        "list_of_input_files": [list(source) for source in sources],
+    }
+
+
+def _make_shards(
+    request: Request,
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    shards: ShardFolder,
+    done: list[Shard],
+    report: Report,
+) -> list[Shard]:
+    """Make the shards that are missing."""
+    start = done[-1].end if done else Position()
+    cutting = Cutting(request.documents, request.field, request.dedupe)
+    filling = _Filling(request, sources, tokenizer, shards, done, report)
+    try:
+        with _encoded(request, sources, tokenizer) as encode:
+            for block, encoded in encode(blocks_of(sources, cutting, start)):
+                filling.add(block, encoded)
+            return filling.finish(Position(len(sources)))
+    except BaseException:
+        filling.abandon()
+        raise
+
+
+@contextmanager
+def _encoded(
+    request: Request, sources: Sequence[Source], tokenizer: Tokenizer
+) -> Iterator[Callable[[Iterator[Block]], Iterable[tuple[Block, Encoded]]]]:
+    rules = Rules(
+        request.field,
+        request.append_eos,
+        request.invalid_utf8 == "refuse",
+        request.invalid_lines == "skip",
+        request.dedupe,
+    )
+    count = request.workers or len(os.sched_getaffinity(0))
+    if sum(source.size for source in sources) < BLOCK and not request.workers:
+        encoder = Encoder(tokenizer, rules)  # starting processes would take longer
+        yield lambda blocks: ((block, encoder.encode(block)) for block in blocks)
+        return
+    # The parent has little to do: it shares the cores with the workers.
+    with Workers(count, request.tokenizer, request.eos, rules) as workers:
+        yield workers.encoded
+
+
+class _Filling:
+    """Fills shards with encoded blocks, in order."""
+
+    def __init__(
+        self,
+        request: Request,
+        sources: Sequence[Source],
+        tokenizer: Tokenizer,
+        shards: ShardFolder,
+        done: list[Shard],
+        report: Report,
+    ) -> None:
+        self.request, self.sources, self.shards = request, sources, shards
+        self.itemsize = 2 if typecode_of(tokenizer.vocab_size) == "H" else 4
+        self.known = shards.digests(done) if request.dedupe else None
+        self.made: list[Shard] = []
+        self.num_done = len(done)
+        self.writer: ShardWriter | None = None
+        self.open_tokens = done[-1].open_tokens if done else 0
+        self.documents = sum(shard.counts.documents for shard in done)
+        self.report, self.began = report, time.monotonic()
+        self.total = sum(source.size for source in sources)
+        self.before: tuple[int, int] | None = None if done else (0, 0)
+        # A document must not be cut if its end decides about it, or if shards are the output.
+        self.keeps_whole = request.dedupe or not request.merge
+
+    def _new(self) -> ShardWriter:
+        number = self.num_done + len(self.made)
+        return ShardWriter(self.shards.path, number, self.open_tokens, self.itemsize, self.known)
+
+    def add(self, block: Block, encoded: Encoded) -> None:
+        if encoded.refused:
+            raise self._refusal(block, encoded)
+        writer = self.writer = self.writer or self._new()
+        writer.add(block, encoded)
+        self._report(block)
+        is_full = writer.input_bytes >= self.request.shard_mb * 1e6
+        if is_full and not (self.keeps_whole and block.end.inside):
+            self._close(writer, block.end)
+
+    def _report(self, block: Block) -> None:
+        documents = self.documents + (self.writer.counts.documents if self.writer else 0)
+        if self.before is None:  # the first block of a call that continues
+            self.before = (block.done, documents)
+        seconds = time.monotonic() - self.began
+        self.report(Progress(documents, block.done, self.total, seconds, *self.before))
+
+    def _close(self, writer: ShardWriter, end: Position) -> None:
+        shard = writer.close(end)
+        self.made.append(shard)
+        self.documents += shard.counts.documents
+        self.open_tokens, self.writer = shard.open_tokens, None
+
+    def abandon(self) -> None:
+        """Leave the current shard incomplete."""
+        if self.writer is not None:
+            self.writer.abandon()
+
+    def finish(self, end: Position) -> list[Shard]:
+        if self.writer is not None:
+            self._close(self.writer, end)
+        return self.made
+
+    def _refusal(self, block: Block, encoded: Encoded) -> UserError:
+        assert encoded.refused
+        return refusal_of(block, encoded.refused, self.sources[block.begin.source])
+
+
+def _finish(
+    request: Request, tokenizer: Tokenizer, shards: ShardFolder, done: list[Shard]
+) -> Prepared:
+    """Write the output and its metadata, then delete the shards."""
+    prefix, dtype = Path(request.output), DTYPES[typecode_of(tokenizer.vocab_size)]
+    counts = Counts()
+    for shard in done:
+        counts.add(shard.counts)
+    if not counts.documents:
+        shards.remove()
+        hint = "check the inputs, and --field or --documents"
+        raise UserError(f"no documents found ({counts.empty} are empty)", hint)
+    Joined(shards.path, done, dtype).check()
+    # Unmerged shards have whole documents; one may have none, if all were copies.
+    groups = [done] if request.merge else [[each] for each in done if each.counts.documents]
+    files: dict[str, FileFacts] = {}
+    for number, group in enumerate(groups):
+        name = prefix.name if request.merge else f"{prefix.name}-{number:05d}"
+        joined = Joined(shards.path, group, dtype)
+        files |= write_output(request.output_format, prefix.with_name(name), joined)
+    copy_tokenizer(tokenizer.files, prefix.parent / FOLDER)
+    write_metadata(prefix, _metadata(request, tokenizer, dtype, counts, files))
+    shards.remove()
+    return Prepared(prefix, counts, tokenizer, dtype, tuple(files), 0.0, 0)
+
+
+def _metadata(
+    request: Request, tokenizer: Tokenizer, dtype: str, counts: Counts, files: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "tokenizer": {**identity(tokenizer), "files": [file.name for file in tokenizer.files]},
+        "format": request.output_format,
+        "dtype": dtype,
+        "eos": request.append_eos,
+        "counts": counts.as_json(),
+        "files": files,
+    }
+
+
+def _remove_output(prefix: Path) -> None:
+    """Delete what an earlier call wrote: otherwise some of its files could stay."""
+    metadata = prefix.with_name(prefix.name + ENDING)
+    known = read_metadata(metadata)
+    endings = [ending for each in ENDINGS.values() for ending in each]
+    for name in known.files if known else ():
+        if Path(name).name == name and name.endswith(tuple(endings)):
+            prefix.with_name(name).unlink(missing_ok=True)
+    metadata.unlink(missing_ok=True)
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _FULL:
+            hint = "free some space, then run the same command again: it continues where it was"
+        else:
+            hint = "fix it, then run the same command again: it continues where it was"
+        raise UserError(f"cannot write to {folder.parent}: {reason}", hint) from None

@@ -1,0 +1,1 @@
+"""Runs a trained model: a key-value cache, sampling, scores of given tokens, in any layout."""
