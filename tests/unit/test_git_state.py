@@ -183,7 +183,7 @@ def test_a_submodule_is_a_repository_of_its_own(repository: Path, tmp_path: Path
 
 def test_all_commands_together_have_a_limit(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """git waits for a FIFO in `status` and in `diff`. What was found before is kept, and the user is told."""
-    monkeypatch.setattr("gptctl.jobs.git_state.TIMEOUT", 1.0)
+    monkeypatch.setattr("gptctl.jobs.git_state.TIMEOUT", 2.0)
     monkeypatch.setattr(file_reading, "noticed", said := {})
     monkeypatch.setattr("gptctl.jobs.git_state._unanswered", set())
     for name in (".gitignore", ".gitattributes"):
@@ -191,13 +191,13 @@ def test_all_commands_together_have_a_limit(repository: Path, monkeypatch: pytes
         os.mkfifo(repository / name)
     began = time.monotonic()
     state = git_state(str(repository))
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 3.5  # not twice the limit, once for each command
     assert state["commit"]
     assert (state["changed"], state["diff"], state["diff_is_complete"]) == (None, None, False)
-    assert said == {f"{repository}/.git": "git did not answer within 1 s; its state is incomplete"}
+    assert said == {f"{repository}/.git": "git did not answer within 2 s; its state is incomplete"}
     began = time.monotonic()
     assert git_state(str(repository)) == {}
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 1
 
 
 def test_a_large_diff_is_cut(repository: Path) -> None:
