@@ -17,6 +17,9 @@ from gptctl.engine.contract import CHECKPOINT_KEY_VARIABLE
 
 PROC = Path("/proc")
 PARENT_VARIABLE = "GPTCTL_PARENT"  # the process that a command on a node must not outlive
+# That prove that nothing is left: of a process that forks and exits all the time, every second
+# listing or so shows nothing.
+NUM_EMPTY_LISTINGS = 10
 
 # Variables of a launcher around gptctl, such as a Slurm job: the job would take them for its own.
 _JOB_PREFIXES = tuple(
@@ -154,15 +157,19 @@ def kill_all(
     """Kill every process of a job; return the pids that are alive after `timeout` seconds."""
     from signal import SIGKILL
 
-    deadline = time.monotonic() + timeout
-    # Repeat: a process may have started another one between listing and killing.
-    while True:
-        left = jobs_processes(run_dir, ancestor, *spared)
-        if not left or time.monotonic() > deadline:
+    deadline, num_empty = time.monotonic() + timeout, 0
+    left = found = jobs_processes(run_dir, ancestor, *spared)
+    # Repeat: a process may have started another one between listing and killing. Nothing at the
+    # first look is the usual case, after a job that ended by itself.
+    while left and num_empty < NUM_EMPTY_LISTINGS:
+        if time.monotonic() > deadline:
             return left
-        for pid in left:
+        for pid in found:
             send(pid, SIGKILL)
-        time.sleep(0.02)
+        time.sleep(0.01)
+        found = jobs_processes(run_dir, ancestor, *spared)
+        num_empty, left = (0, found) if found else (num_empty + 1, left)
+    return []
 
 
 def jobs_processes(run_dir: str, ancestor: int | None, *spared: int) -> list[int]:

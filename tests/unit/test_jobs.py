@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from gptctl.backends import Backends, JobState
 from gptctl.cli.chain import Chain
 from gptctl.cli.dependencies import unmet
 from gptctl.cli.jobs import cancel_records
-from gptctl.engine import ports
+from gptctl.engine import ports, processes
 from gptctl.engine.job_result import COMPLETED, FAILED, STOPPED
 from gptctl.engine.processes import (
     clean_environment,
@@ -150,6 +151,19 @@ def test_processes_of_a_job_are_found_by_their_environment_or_descent(tmp_path) 
     finally:
         other.kill()
         other.wait()
+
+
+def test_one_empty_listing_does_not_prove_that_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that forks and exits all the time is in some listings only. How often is chance, so they are made up."""
+    listings = iter([[7], [], [], [8], *[[]] * 9, [9], *[[]] * 10])
+    killed: list[int] = []
+    monkeypatch.setattr(processes, "jobs_processes", lambda *_: next(listings))
+    monkeypatch.setattr(processes, "send", lambda pid, _: killed.append(pid))
+    assert kill_all(str(tmp_path)) == []
+    assert killed == [7, 8, 9]
+    endless = cycle([[7], []])
+    monkeypatch.setattr(processes, "jobs_processes", lambda *_: next(endless))
+    assert kill_all(str(tmp_path), timeout=0.1) == [7]
 
 
 @pytest.mark.parametrize(
