@@ -376,5 +376,5 @@ def import_verb(
 
 
 def _tokenizer(source: str | None) -> str | None:
-    """A path for a program that may run elsewhere, or a name, which is no path."""
+    """A path for a program that may run elsewhere, or a name, which is not a path."""
     return source if source in (None, "bytes", "none") else absolute(source)

@@ -217,7 +217,7 @@ class _Reading:
             text = self._decoded(line.removesuffix(b"\r"), number)
             if block.kind == "line":
                 yield text
-            # A blank line between JSON lines is no document.
+            # A blank line between JSON lines does not count as a document.
             elif text.strip("\ufeff \t") and (found := self._field(text, number)) is not None:
                 yield found
 
