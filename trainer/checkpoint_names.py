@@ -9,6 +9,10 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step_([0-9]+)")  # the name of a checkpoint
 VERIFIED, DAMAGED = ".verified", ".damaged"  # suffixes of the empty files that record a result
+METRICS = "metrics.jsonl"  # beside the checkpoints of a run
+# A result of `trainer.tasks.evaluate`, beside them too. One file each: several programs can write
+# them at once, and copies from several machines can be in one folder.
+EVALUATION = re.compile(r"evaluation\.[0-9a-f]{16}\.json")
 _DATA = (".safetensors", ".distcp", ".metadata")
 
 

@@ -70,8 +70,10 @@ def read_bytes(file: str | os.PathLike[str], most: int) -> bytes:
     """Read a whole file. Raises OSError, also if it has more than `most` bytes."""
     with open(open_regular(file), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
-        # One byte more than allowed: the file may grow, and some systems tell no size.
-        data = b"" if size > most else stream.read(most + 1)
+        # Not `most` at once, which Python would allocate whatever the size is.
+        data = b"" if size > most else stream.read(size + 1)
+        if len(data) > size:  # the file grows, or the system tells no size
+            data += stream.read(most + 1 - len(data))
     if max(size, len(data)) > most:
         raise Unsuitable(
             errno.EFBIG, f"has {max(size, len(data))} bytes, at most {most} expected", str(file)

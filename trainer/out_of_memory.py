@@ -43,14 +43,32 @@ class Found(NamedTuple):
 
 @contextmanager
 def explained(run: RunConfig, mesh: Mesh) -> Iterator[None]:
+    """Explain it in a training, whose memory was estimated."""
     try:
         yield
     except Exception as error:
-        memory_error = find(error)
-        if memory_error is None:
+        found = _found(error, mesh)
+        if found is None:
             raise
         # The traceback is left out, like that of every user mistake: the config is to be changed.
-        raise _explanation(run, mesh, facts(memory_error, mesh.device)) from None
+        raise _explanation(run, mesh, found) from None
+
+
+@contextmanager
+def explained_task(mesh: Mesh, hint: str) -> Iterator[None]:
+    """Explain it in a task, of which nothing was estimated."""
+    try:
+        yield
+    except Exception as error:
+        found = _found(error, mesh)
+        if found is None:
+            raise
+        raise UserError(_message(mesh, found), hint) from None
+
+
+def _found(error: Exception, mesh: Mesh) -> Found | None:
+    memory_error = find(error)
+    return facts(memory_error, mesh.device) if memory_error else None
 
 
 def find(error: BaseException | None) -> BaseException | None:
@@ -78,15 +96,18 @@ def facts(error: BaseException, device: torch.device) -> Found:
 
 def _explanation(run: RunConfig, mesh: Mesh, found: Found) -> UserError:
     memory = estimate(run, mesh.layout).memory
+    message = f"{_message(mesh, found)}, the estimate was {_gib(memory.total)}"
+    limit = _limit(memory.total, found)
+    return UserError(message, advice(run, mesh.layout, limit))
+
+
+def _message(mesh: Mesh, found: Found) -> str:
     parts = [f"{found.where} has {_gib(found.capacity)}" if found.capacity else found.where]
     if found.allocated:
         parts.append(f"torch had allocated {_gib(found.allocated)}")
     if found.wanted:
         parts.append(f"tried to allocate {_gib(found.wanted)} more")
-    parts.append(f"the estimate was {_gib(memory.total)}")
-    message = f"out of memory {mesh.heartbeat.where}: {', '.join(parts)}"
-    limit = _limit(memory.total, found)
-    return UserError(message, advice(run, mesh.layout, limit))
+    return f"out of memory {mesh.heartbeat.where}: {', '.join(parts)}"
 
 
 def _limit(estimated: float, found: Found) -> float:

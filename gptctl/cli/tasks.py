@@ -34,6 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 GENERATION = (
     *("greedy", "top_k", "top_p", "temperature", "repetition_penalty", "min_length"),
     *("max_length", "num_return_sequences", "stop", "seed", "truncate"),
+    "batch_size",
 )
 UNRECOVERABLE = 93  # how a program of the trainer exits after a mistake that it has explained
 
@@ -276,6 +277,7 @@ def eval_verb(
 @click.option("--num-return-sequences", metavar="N", help="Generate N texts for each prompt.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--seed", type=int, metavar="N", help="Set the random seed; default: Global.seed.")
+@click.option("--batch-size", metavar="N", help="Generate from N prompts at a time.")
 @click.option("--truncate", is_flag=True, help="Use the end of a prompt that is too long.")
 @tokenizer_option
 @click.pass_obj

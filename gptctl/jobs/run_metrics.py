@@ -10,11 +10,13 @@ from itertools import groupby
 from pathlib import Path
 
 from gptctl.engine.file_reading import read_tail
+from gptctl.jobs.evaluations import add_evaluations, evaluations_in, with_evaluations
 from gptctl.jobs.history import History
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile, LocalLogFiles
-from gptctl.logs.metric_rows import METRICS_FILE, Row, metric_rows, parse_metrics, run_rows
+from gptctl.logs.metric_rows import Row, metric_rows, parse_metrics, run_rows
+from trainer.checkpoint_names import METRICS
 
 MOST_METRICS = 128 << 20  # bytes that are read: about four hundred thousand steps
 
@@ -24,9 +26,10 @@ def whole_run(jobs: Sequence[JobRecord]) -> list[Row]:
 
     `jobs` are those of `resume.lineage`: the newest one first.
     """
-    return run_rows(
+    rows = run_rows(
         row for job in reversed(jobs) for row in job_rows(job, FileFilter(all_attempts=True))
     )
+    return with_evaluations(rows, jobs)
 
 
 def removed_steps(jobs: Sequence[JobRecord], rows: Sequence[Row]) -> list[str]:
@@ -82,7 +85,7 @@ def job_rows(record: JobRecord, wanted: FileFilter) -> list[Row]:
 def _recorded(record: JobRecord) -> list[Row]:
     if not record.output_dir:
         return []
-    data = read_tail(Path(record.output_dir, METRICS_FILE), MOST_METRICS)
+    data = read_tail(Path(record.output_dir, METRICS), MOST_METRICS)
     return parse_metrics(data, record.id, record.world)
 
 
@@ -101,4 +104,7 @@ def file_rows(path: Path) -> list[Row]:
     rows = metric_rows(LocalFile(path), FileFilter())
     if not rows:
         rows = parse_metrics(read_tail(path, MOST_METRICS))
-    return run_rows(rows)
+    rows = run_rows(rows)
+    if path.name != METRICS:
+        return rows
+    return add_evaluations(rows, evaluations_in(path.parent))

@@ -26,7 +26,6 @@ from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.lines import readable
 from gptctl.logs.metric_rows import (
-    METRICS_FILE,
     Row,
     is_number,
     parse_lines,
@@ -35,6 +34,7 @@ from gptctl.logs.metric_rows import (
     run_rows,
 )
 from gptctl.logs.progress import RECENT
+from trainer.checkpoint_names import METRICS
 
 METRICS_TAIL = 8 << 10  # bytes: about twenty-five steps
 LOG_TAIL = 64 << 10  # of a script's log, which may have other lines between its steps
@@ -142,7 +142,7 @@ def _step_time(row: Row) -> float | None:
 
 def _last_rows(record: JobRecord) -> tuple[list[Row], float]:
     if record.output_dir:
-        file = Path(record.output_dir, METRICS_FILE)
+        file = Path(record.output_dir, METRICS)
         data, changed = _tail(file, METRICS_TAIL)
         rows = run_rows(parse_metrics(data, record.id, record.world))
         if not rows and data:

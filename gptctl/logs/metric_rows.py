@@ -25,7 +25,6 @@ from trainer.logline import (
     parse_train_line,
 )
 
-METRICS_FILE = "metrics.jsonl"
 NO_STEPS = "no step has been logged yet; scripts need log lines in FleetX's style"
 HIGHEST_STEP = 10**12  # more is not a step, whatever a script or a host sends
 Row = dict[str, Any]
@@ -40,6 +39,7 @@ _FORMATS = {
     "speed": "{:.2f}",
     "lr": "{:.5e}",
 }
+_EVALUATED = ("eval_ppl:", "cloze_accuracy:")  # of `gptctl eval`, then the name of the text
 _ONLY_IF_USED = ("valid_loss", "test_loss")  # columns that many runs do not have
 
 
@@ -175,6 +175,7 @@ def metric_table(rows: Sequence[Row], job: str = "") -> tuple[list[str], list[li
     """
     used = {name for row in rows for name, value in row.items() if value is not None}
     columns = [name for name in _FORMATS if name in used or name not in _ONLY_IF_USED]
+    columns += sorted(name for name in used if name.startswith(_EVALUATED))
     jobs, attempts = ({row.get(name) for row in rows} for name in ("job", "attempt"))
     is_of_others = len(jobs) > 1 or bool(job and jobs - {job, None})
     sources = [
@@ -190,4 +191,4 @@ def metric_table(rows: Sequence[Row], job: str = "") -> tuple[list[str], list[li
 
 def _cell(row: Row, name: str) -> str:
     value = row.get(name)
-    return "" if value is None else _FORMATS[name].format(value)
+    return "" if value is None else _FORMATS.get(name, "{:.6g}").format(value)

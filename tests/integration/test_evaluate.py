@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import resource
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from gptctl.jobs.run_metrics import file_rows
 from tests.integration.test_samples import token_files
-from tests.ranks import run, tiny
+from tests.ranks import Ranks, run, tiny
 from tests.trained import json_of, layout_flags, start_task, task, theirs, trained
 from trainer.corpus.tokenizer import ByteTokenizer
 from trainer.errors import UserError
+from trainer.tasks import evaluate
 from trainer.tasks.arguments import Opened
 from trainer.tasks.tokenizers import tokenizer_of
 
@@ -81,22 +86,46 @@ def is_right(text: str) -> bool:
 
 
 def test_a_table_and_the_metrics_of_the_run(tmp_path: Path, output: Path) -> None:
-    before = (output / "metrics.jsonl").read_text()
+    before = (output / "metrics.jsonl").read_bytes()
     ended = task("evaluate", tmp_path, "output/step_120", "text.txt")
     assert ended.ok, ended.text
     rows = dict(line.split(maxsplit=1) for line in ended.out[0].splitlines())
-    (line,) = (output / "metrics.jsonl").read_text()[len(before) :].splitlines()
-    record = json.loads(line)
-    assert record["evaluated_step"] == int(rows["step"]) == 120
-    assert float(rows["ppl"]) == pytest.approx(record["eval_ppl"], rel=1e-5)
-    assert "step" not in record  # in this file, that means that the training has reached it
-    assert "Recorded in" in ended.err[0]
+    (file,) = output.glob("evaluation.*.json")
+    record = json.loads(file.read_text())
+    assert record["step"] == int(rows["step"]) == 120
+    assert float(rows["ppl"]) == pytest.approx(record["ppl"], rel=1e-5)
+    assert f"Recorded in {file}." in ended.err[0]
+    # A training may be writing to it, and gptctl continues copies of it from their end.
+    assert (output / "metrics.jsonl").read_bytes() == before
+    (row,) = [row for row in file_rows(output / "metrics.jsonl") if "eval_ppl:text.txt" in row]
+    assert (row["step"], row["eval_ppl:text.txt"]) == (120, record["ppl"])
+    assert row["loss"]
 
 
-def test_no_metrics_are_made_for_weights_from_elsewhere(tmp_path: Path, output: Path) -> None:
+def test_nothing_is_recorded_for_weights_from_elsewhere(tmp_path: Path, output: Path) -> None:
     (output / "metrics.jsonl").unlink()
     assert task("evaluate", tmp_path, "output", "text.txt").ok
-    assert not (output / "metrics.jsonl").exists()
+    assert not list(output.glob("evaluation.*"))
+
+
+def evaluate_with_little_memory(arguments: Sequence[str] | None = None) -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, [pages * resource.getpagesize() + (768 << 20)] * 2)
+    return evaluate.main(arguments)
+
+
+def test_too_little_memory_is_explained(tmp_path: Path, output: Path) -> None:
+    """The memory of the process is limited by the system."""
+    (tmp_path / "text.txt").write_text(TEXT * 1000)
+    keys = [f"Offline_Eval.{key}" for key in ("batch_size=1000000", "overlapping_eval=1")]
+    words = ["output", "text.txt", *(word for key in keys for word in ("-o", key))]
+    ended = Ranks(words, 1, tmp_path, {}, evaluate_with_little_memory).wait()
+    assert ended.codes == [93], ended.text
+    assert re.search(
+        r"error: out of memory evaluating batch 1: the host has .* tried to allocate .* more\n", ended.err[0]
+    )
+    assert "hint: reduce Offline_Eval.batch_size, or use more ranks: " in ended.err[0]
+    assert "Traceback" not in ended.text
 
 
 def test_documents_are_evaluated_one_by_one(tmp_path: Path, output: Path) -> None:
@@ -240,4 +269,4 @@ def test_stopped_before_the_end(tmp_path: Path, output: Path) -> None:
     assert "stopped by SIGTERM before the evaluation was complete" in ended.err[0]
     assert ended.out[0] == ""
     assert os.path.exists(output / "metrics.jsonl")
-    assert "evaluated_step" not in (output / "metrics.jsonl").read_text()
+    assert not list(output.glob("evaluation.*"))

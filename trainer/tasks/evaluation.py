@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.checkpoint_names import METRICS
 from trainer.config.layers import Override
+from trainer.durable import replacing
 from trainer.errors import WRONG_USAGE, UserError
 from trainer.inference.scoring import Scoring
-from trainer.input_files import open_own
 from trainer.loss import IGNORED
 from trainer.stop import StopRequest
 from trainer.tasks.arguments import TaskParser
@@ -27,13 +29,12 @@ from trainer.tasks.input_texts import read_documents
 from trainer.tasks.running import Loaded, loaded
 
 MAX_EXPONENT = 20  # as in Megatron-LM: a larger perplexity says nothing any more
-METRICS_FILE = "metrics.jsonl"
 Result = dict[str, Any]
 
 
 def run(description: str, arguments: Sequence[str], stop: StopRequest) -> None:
     given = _parser(description).parse_args(arguments)
-    with loaded(given, _overrides(given)) as model:
+    with loaded(given, _overrides(given), "Offline_Eval.batch_size") as model:
         result = evaluate(model, stop)
         if model.mesh.is_first:
             print(json.dumps(result) if given.json else table(result), flush=True)
@@ -71,6 +72,7 @@ def evaluate(model: Loaded, stop: StopRequest) -> Result:
     if settings.eval_path is None:
         hint = "name it after the checkpoint, or set Offline_Eval.eval_path"
         raise UserError("no file to evaluate on", hint, WRONG_USAGE)
+    model.mesh.heartbeat.tick(f"reading {settings.eval_path}")
     documents = read_documents(settings.eval_path)
     if not documents:
         raise UserError(f"{settings.eval_path} has no text", "use another file", WRONG_USAGE)
@@ -197,18 +199,16 @@ def _shown(value: object) -> str:
 
 
 def record(model: Loaded, result: Result) -> None:
-    """Append the result to the metrics of the run that wrote the checkpoint, if they are there."""
-    file = model.opened.folder.resolve().parent / METRICS_FILE
-    if not file.exists():
+    """Write the result beside the checkpoint, if that is the folder of a run."""
+    folder = model.opened.folder.resolve().parent
+    if not (folder / METRICS).exists():
         return
-    # Not as `step`: a step in this file means that the training has reached it just now.
-    names = {"step": "evaluated_step", "path": "eval_path", "checkpoint": ""}
-    prefix = "cloze" if result["task"] == "cloze" else "eval"
-    fields = {names.get(name, f"{prefix}_{name}"): value for name, value in result.items()}
-    fields = {name: value for name, value in fields.items() if name}
+    # Not into METRICS: a training may be writing to it, and copies of it continue from their end.
+    file = folder / f"evaluation.{secrets.token_hex(8)}.json"
+    facts = {**result, "time": round(time.time(), 3)}
     try:
-        with open(file, "a", encoding="utf-8", opener=open_own) as stream:
-            stream.write(json.dumps({**fields, "time": round(time.time(), 3)}) + "\n")
+        with replacing(file) as stream:
+            stream.write(json.dumps(facts).encode())
     except OSError as error:
         model.tell(f"warning: cannot record the result in {file}: {error.strerror}")
         return

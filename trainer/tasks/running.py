@@ -14,10 +14,13 @@ from trainer.config.sections import RunConfig
 from trainer.corpus.tokenizer import Tokenizer
 from trainer.inference.network import Network, load_network
 from trainer.mesh import Mesh, join, machines
+from trainer.out_of_memory import explained_task
 from trainer.program import print_error
 from trainer.tasks.arguments import Opened, open_checkpoint, task_config
 from trainer.tasks.tokenizers import tokenizer_of
 from trainer.watchdog import watched
+
+_MORE_RANKS = "use more ranks: --gpus-per-node 2 -o Distributed.mp_degree=2"
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,13 @@ def tell(text: str, mesh: Mesh) -> None:
 
 
 @contextmanager
-def loaded(arguments: Namespace, overrides: Sequence[Override] = ()) -> Iterator[Loaded]:
-    """Open the checkpoint of the arguments, join the other ranks, and load the network."""
+def loaded(
+    arguments: Namespace, overrides: Sequence[Override] = (), smaller: str = ""
+) -> Iterator[Loaded]:
+    """Open the checkpoint of the arguments, join the other ranks, and load the network.
+
+    `smaller`: what a user can reduce if the task needs too much memory.
+    """
     opened = open_checkpoint(arguments.checkpoint)
     typed = [*arguments.override, *overrides]
     resolved = task_config(opened, arguments.config, typed, machines())
@@ -55,6 +63,7 @@ def loaded(arguments: Namespace, overrides: Sequence[Override] = ()) -> Iterator
     with (
         join(resolved.run, resolved.layout) as mesh,
         watched(resolved.run, mesh, print_error),
+        explained_task(mesh, f"reduce {smaller}, or {_MORE_RANKS}"),
     ):
         began = time.perf_counter()
         mesh.heartbeat.tick("loading the checkpoint")

@@ -35,7 +35,11 @@ HOW_TO_MAKE_ONE = "(umask 077; python3 -c 'import secrets; print(secrets.token_u
 
 def run(description: str, arguments: Sequence[str], stop: StopRequest) -> None:
     given = _parser(description).parse_args(arguments)
-    with _listening(given) as server, loaded(given, generation_overrides(given)) as model:
+    overrides = generation_overrides(given)
+    with (
+        _listening(given) as server,
+        loaded(given, overrides, "`n` and `max_tokens` of the request") as model,
+    ):
         if server:
             server.served = _served(model, given.model_name)
             address = _url(server)

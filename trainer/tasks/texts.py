@@ -42,7 +42,7 @@ def run(description: str, arguments: Sequence[str], stop: StopRequest) -> None:
     is_interactive = not texts
     if isinstance(sys.stdout, TextIOWrapper):  # of what the terminal cannot show
         sys.stdout.reconfigure(errors="replace")
-    with loaded(given, generation_overrides(given)) as model:
+    with loaded(given, generation_overrides(given), "--batch-size") as model:
         if is_interactive:
             _converse(model, given, stop)
         else:
