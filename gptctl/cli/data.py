@@ -13,15 +13,30 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gptctl.cli.options import as_json_option, examples
+from gptctl.cli.session import Session
+from gptctl.cli.tasks import (
+    TaskCommand,
+    absolute,
+    is_job,
+    option_words,
+    run_task,
+    task_options,
+    tokenizer_path,
+)
 from trainer.errors import ANSWER_IS_NO
 
 if TYPE_CHECKING:
     from trainer.corpus.inspection import Data
-    from trainer.corpus.prepare import Prepared, Progress
+    from trainer.corpus.prepare import Prepared
 
 F = TypeVar("F", bound=Callable[..., Any])
+INPUT = ("inputs", "input_format", "documents", "field", "invalid_utf8", "invalid_lines")
+PREPARE = (
+    *("output", "tokenizer", "eos", "no_eos", "output_format", "dedupe", "merge", "workers"),
+    *("shard_mb", "overwrite"),
+)
+TRAIN_TOKENIZER = ("output", "vocab_size", "eos", "sample_mb", "overwrite")
 SHOWN = 40  # characters of the longest bar of a histogram
-SAMPLE_MB = 1000.0
 
 
 @click.group(
@@ -78,13 +93,32 @@ def input_options(verb: F) -> F:
     return verb
 
 
+def _taken(typed: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Take a verb's own arguments: what is left says where it runs."""
+    return {name: typed.pop(name) for name in (*INPUT, *names)}
+
+
+def _as_job(
+    session: Session, program: str, arguments: dict[str, Any], typed: dict[str, Any]
+) -> int:
+    """Run a program of the trainer with these arguments, on the cluster that was asked for."""
+    inputs = [absolute(each) for each in arguments.pop("inputs")]
+    arguments["format"] = arguments.pop("input_format")
+    arguments["output"] = absolute(arguments["output"])
+    words = option_words(**arguments, json=typed["as_json"])
+    return run_task(session, "data", program, words, typed, inputs)
+
+
 @data.command(
+    cls=TaskCommand,
     epilog=examples(
         "gptctl data prepare corpus.jsonl.zst --output data/corpus --tokenizer tokenizer.json",
         "gptctl data prepare 'books/*.txt' --output data/books --documents paragraph --dedupe",
         "gptctl data prepare wiki/ --output data/wiki --tokenizer gpt2/ --output-format megatron",
-    )
+        "gptctl data prepare /data/web/ --output /data/web-ids/web --cluster a800 --detach",
+    ),
 )
+@task_options(has_model=False)
 @input_options
 @click.option("--output", required=True, metavar="PREFIX", help="Write PREFIX_ids.npy and so on.")
 @click.option(
@@ -119,14 +153,24 @@ def input_options(verb: F) -> F:
     help="Input per shard: what is done again after an interruption.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing output; begin again.")
-@as_json_option
-def prepare(no_eos: bool, as_json: bool, **arguments: Any) -> None:
+@click.pass_obj
+def prepare(session: Session, /, **typed: Any) -> int:
     """Tokenize text into files that the trainer reads.
 
     INPUT is a file, a folder or a pattern: text, JSON lines (also .gz and .zst) or parquet. All
     cores work, and memory does not grow with the data. If the command is interrupted, run it
     again: it continues after the last complete shard.
     """
+    arguments = _taken(typed, PREPARE)
+    if is_job(typed):
+        arguments["tokenizer"] = tokenizer_path(arguments["tokenizer"])
+        arguments["no_merge"] = not arguments.pop("merge")
+        return _as_job(session, "prepare_data", arguments, typed)
+    _prepare_here(typed["as_json"], **arguments)
+    return 0
+
+
+def _prepare_here(as_json: bool, no_eos: bool, **arguments: Any) -> None:
     from gptctl.cli import ui
     from trainer.corpus.prepare import Request
     from trainer.corpus.prepare import prepare as run
@@ -134,46 +178,21 @@ def prepare(no_eos: bool, as_json: bool, **arguments: Any) -> None:
     request = Request(**arguments, append_eos=not no_eos)
     try:
         with ui.status_line() as show:
-            done = run(request, lambda progress: show(_progress_text(progress)))
+            done = run(request, lambda progress: show(progress.text))
     except KeyboardInterrupt:
         ui.say("interrupted: run the same command again to continue after the last complete shard")
         raise
     if as_json:
-        ui.print_json(_as_json(done))
+        ui.print_json(done.as_json())
         return
     ui.print_pairs(f"prepared {done.prefix}", [*_summary(done)])
     _print_histogram(done.counts.histogram)
     _print_next_steps(done)
 
 
-def _progress_text(progress: Progress) -> str:
-    percent = 100 * progress.done / max(1, progress.total)
-    eta = "" if progress.eta is None else f", {_duration(progress.eta)} left"
-    return f"{percent:.1f} %: {progress.documents:,} documents, {progress.rate:,.0f} docs/s{eta}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _as_json(done: Prepared) -> dict[str, Any]:
-    from trainer.corpus.tokenizer import identity
-
-    return {
-        "prefix": str(done.prefix),
-        "files": list(done.files),
-        "dtype": done.dtype,
-        "tokenizer": identity(done.tokenizer),
-        **done.counts.as_json(),
-        "bytes_per_token": done.counts.bytes_per_token,
-        "seconds": done.seconds,
-        "resumed_shards": done.resumed,
-    }
-
-
 def _summary(done: Prepared) -> Iterator[tuple[str, str]]:
+    from trainer.corpus.prepare import duration
+
     counts = done.counts
     yield "documents", f"{counts.documents:,}"
     yield "tokens", f"{counts.tokens:,} ({done.dtype})"
@@ -189,7 +208,7 @@ def _summary(done: Prepared) -> Iterator[tuple[str, str]]:
             yield "left out", f"{number:,} {name}"
     if counts.replaced:
         yield "replaced", f"{counts.replaced:,} invalid UTF-8 sequences"
-    yield "time", _duration(done.seconds)
+    yield "time", duration(done.seconds)
     if done.resumed:
         yield "continued", f"after {done.resumed} shards of an earlier run"
     yield "files", ", ".join(done.files[:6]) + (", …" if len(done.files) > 6 else "")
@@ -217,11 +236,13 @@ def _print_next_steps(done: Prepared) -> None:
 
 @data.command(
     "train-tokenizer",
+    cls=TaskCommand,
     epilog=examples(
         "gptctl data train-tokenizer corpus.jsonl --output tokenizer --vocab-size 32000",
         "gptctl data train-tokenizer 中文/ --output tokenizer --vocab-size 50000",
     ),
 )
+@task_options(has_model=False)
 @input_options
 @click.option("--output", required=True, metavar="DIR", help="Write tokenizer.json to this folder.")
 @click.option("--vocab-size", type=int, default=32000, show_default=True, metavar="N")
@@ -229,24 +250,31 @@ def _print_next_steps(done: Prepared) -> None:
 @click.option(
     "--sample-mb",
     type=click.FloatRange(min=0, min_open=True),
-    default=SAMPLE_MB,
+    default=1000,
     show_default=True,
     metavar="MB",
     help="Train on about this much of the input, spread evenly.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing tokenizer.")
-@as_json_option
-def train_tokenizer(as_json: bool, **arguments: Any) -> None:
+@click.pass_obj
+def train_tokenizer(session: Session, /, **typed: Any) -> int:
     """Train a byte-level BPE tokenizer, for text in any language."""
+    arguments = _taken(typed, TRAIN_TOKENIZER)
+    if is_job(typed):
+        return _as_job(session, "train_tokenizer", arguments, typed)
+    _train_here(typed["as_json"], **arguments)
+    return 0
+
+
+def _train_here(as_json: bool, **arguments: Any) -> None:
     from gptctl.cli import ui
-    from trainer.corpus.tokenizer import identity
     from trainer.corpus.tokenizer_training import Training
     from trainer.corpus.tokenizer_training import train_tokenizer as run
 
     with _bytes_shown("reading") as advance:
         done = run(Training(**arguments), advance)
     if as_json:
-        ui.print_json({**identity(done.tokenizer), "text_bytes": done.text_bytes})
+        ui.print_json(done.as_json())
         return
     rows = [
         ("tokens", f"{done.tokenizer.vocab_size:,}"),

@@ -24,7 +24,7 @@ from gptctl.cli.options import (
     trust_option,
 )
 from gptctl.cli.session import Session
-from trainer.errors import ANSWER_IS_NO
+from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
     from gptctl.spec.check import Checked
@@ -119,6 +119,26 @@ def where_of(arguments: dict[str, Any]) -> Where:
     for name in TaskCommand.refused:
         arguments.pop(name, None)
     return Where(**taken, flags=arguments)
+
+
+def is_job(typed: dict[str, Any]) -> bool:
+    """Whether a verb that works without the trainer's programs is to run as a job.
+
+    Raises UserError if options of jobs were typed for work that is done here.
+    """
+    where = where_of(dict(typed))
+    if where.is_job:
+        return True
+    context = click.get_current_context()
+    given = [
+        param.opts[0]
+        for param in context.command.params
+        if param.name in (*where.flags, "dry_run", "trust", "template") and typed.get(param.name)
+    ]
+    if given:
+        hint = "add --detach, or --cluster NAME, to run it as a job"
+        raise UserError(f"only jobs have {', '.join(given)}", hint, WRONG_USAGE)
+    return False
 
 
 def run_task(
@@ -250,7 +270,7 @@ def eval_verb(
     FILE is a text, or JSON lines with a `text` field; without it, Offline_Eval.eval_path of the
     config. Default: perplexity with overlapping windows, as for WikiText.
     """
-    words = option_words(cloze=cloze, tokenizer=_tokenizer(tokenizer), json=typed["as_json"])
+    words = option_words(cloze=cloze, tokenizer=tokenizer_path(tokenizer), json=typed["as_json"])
     return run_task(session, "eval", "evaluate", words, typed, [absolute(file)] if file else [])
 
 
@@ -287,7 +307,7 @@ def generate(session: Session, /, prompts: tuple[str, ...], file: str | None, **
     Without a prompt, asks for prompts if run in a terminal.
     """
     chosen = {name: typed.pop(name) for name in GENERATION}
-    tokenizer = _tokenizer(typed.pop("tokenizer"))
+    tokenizer = tokenizer_path(typed.pop("tokenizer"))
     source = absolute(file) if file and file != "-" else file
     words = option_words(**chosen, prompts=source, tokenizer=tokenizer, json=typed["as_json"])
     return run_task(session, "generate", "generate", words, typed, prompts)
@@ -321,7 +341,7 @@ def serve(
     use, export the model for an inference server.
     """
     words = option_words(port=port, host=host, token_file=token_file and absolute(token_file))
-    words += option_words(tokenizer=_tokenizer(tokenizer))
+    words += option_words(tokenizer=tokenizer_path(tokenizer))
     return run_task(session, "serve", "serve", words, typed)
 
 
@@ -345,7 +365,7 @@ def serve(
 def export(session: Session, /, output: str, **typed: Any) -> int:
     """Export a checkpoint as a folder that Hugging Face's GPT-2 loads."""
     chosen = {name: typed.pop(name) for name in ("dtype", "max_shard_size")}
-    tokenizer = _tokenizer(typed.pop("tokenizer"))
+    tokenizer = tokenizer_path(typed.pop("tokenizer"))
     words = option_words(output=absolute(output), **chosen, tokenizer=tokenizer)
     words += option_words(json=typed["as_json"])
     return run_task(session, "export", "export_weights", words, typed)
@@ -377,6 +397,6 @@ def import_verb(
     return run_task(session, "import", "import_weights", words, typed, [absolute(source)])
 
 
-def _tokenizer(source: str | None) -> str | None:
+def tokenizer_path(source: str | None) -> str | None:
     """A path for a program that may run elsewhere, or a name, which is not a path."""
     return source if source in (None, "bytes", "none") else absolute(source)

@@ -27,6 +27,9 @@ from trainer.config.tree import ReadFile
 from trainer.errors import WRONG_USAGE, Finding, UserError, errors_in, in_order
 
 PACKAGE = "trainer.tasks"
+# These copy and tokenize, which one process does; the others would wait for it.
+SINGLE = ("export_weights", "import_weights", "prepare_data", "train_tokenizer")
+ALONE = {"Global.device": "cpu", "Launch.nodes": "1", "Launch.gpus_per_node": "1"}
 KEY = "GPTCTL_CHECKPOINT_KEY"  # signs checkpoints; the only secret that tasks need
 SCRIPT = "task.sh"
 
@@ -36,7 +39,7 @@ class Task(NamedTuple):
 
     verb: str  # of gptctl; the start of the job's id
     program: str
-    model: TrainedModel | None  # None: an import, which has no checkpoint yet
+    model: TrainedModel | None  # None: an import or data, which have no checkpoint yet
     options: tuple[str, ...]  # besides the config and overrides of keys
     operands: tuple[str, ...] = ()  # after the checkpoint
     config: str | None = None
@@ -54,6 +57,7 @@ def check_task(task: Task, launch: Sequence[Override], site: Site, is_job: bool)
     own = [
         Override("Launch.job_name", task.verb, "gptctl"),
         *(_key_of(task.model.record) if task.model and task.model.record else ()),
+        *(Override(*each, "gptctl") for each in ALONE.items() if task.program in SINGLE),
     ]
     entry = [
         Override("Launch.entrypoint", f"-m {task.module}", "gptctl", verbatim=True),

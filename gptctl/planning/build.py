@@ -22,7 +22,10 @@ from gptctl.spec.launch_rules import has_private_disks
 from trainer.config import Override
 
 TASKS = "trainer.tasks."
-IMPORT = f"{TASKS}import_weights"  # a task without a checkpoint, and so without a config
+# Tasks without a checkpoint, and so without a config.
+WITHOUT_CONFIG = tuple(
+    f"{TASKS}{name}" for name in ("import_weights", "prepare_data", "train_tokenizer")
+)
 C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's own defaults
 # NCCL_SOCKET_IFNAME may be a list or a pattern; Gloo reads plain names only.
 NCCL_SYNTAX = re.compile(r"[=^:,]")
@@ -184,7 +187,7 @@ def _program(
         # -P: modules come from the copies, not from the folder in which the job runs.
         if launch.module:
             # A task of the bundled trainer reads the frozen config, as the training does.
-            is_task = launch.module.startswith(TASKS) and launch.module != IMPORT
+            is_task = launch.module.startswith(TASKS) and launch.module not in WITHOUT_CONFIG
             config = ["-c", os.path.join(identity.remote_dir, "config.json")] if is_task else []
             return (*logged, "-P", "-m", launch.module, *config, *launch.args)
         if not is_trainer:

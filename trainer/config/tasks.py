@@ -192,6 +192,10 @@ def set_aside(tree: Map, found: list[Finding]) -> SetAside:
 def of_any_task(tree: Map) -> Map:
     """A file of FleetX for evaluation or generation, as a config for any task with a model."""
     module, name = _at(tree, MODULE), _at(tree, f"{EVAL_DATASET}.name")
+    if isinstance(model := _at(tree, "Model"), Map):
+        # What is empty here, such as a vocabulary that depends on the data, the checkpoint tells.
+        told = {key: node for key, node in model.items.items() if not is_null(node)}
+        tree = _with(tree, "Model", Map(told, model.place))
     if isinstance(module, Scalar) and module.text in (*GENERATION, *EVALUATION):
         tree = _without(tree, MODULE)
     if isinstance(name, Scalar) and name.text in DATASETS:

@@ -73,6 +73,18 @@ class Progress(NamedTuple):
         new = self.done - self.done_before
         return self.seconds * (self.total - self.done) / new if new > 0 else None
 
+    @property
+    def text(self) -> str:
+        percent = 100 * self.done / max(1, self.total)
+        eta = "" if self.eta is None else f", {duration(self.eta)} left"
+        return f"{percent:.1f} %: {self.documents:,} documents, {self.rate:,.0f} docs/s{eta}"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
 
 class Prepared(NamedTuple):
     prefix: Path
@@ -82,6 +94,18 @@ class Prepared(NamedTuple):
     files: tuple[str, ...]
     seconds: float
     resumed: int  # shards that an earlier call had made
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "prefix": str(self.prefix),
+            "files": list(self.files),
+            "dtype": self.dtype,
+            "tokenizer": identity(self.tokenizer),
+            **self.counts.as_json(),
+            "bytes_per_token": self.counts.bytes_per_token,
+            "seconds": self.seconds,
+            "resumed_shards": self.resumed,
+        }
 
 
 Report = Callable[[Progress], None]

@@ -9,17 +9,18 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainer.corpus.blocks import PIECE, Block, Cutting, Position, blocks_of
 from trainer.corpus.encoding import Rules, texts_in
 from trainer.corpus.extras import require
 from trainer.corpus.sources import find_sources
-from trainer.corpus.tokenizer import Tokenizer, open_tokenizer
+from trainer.corpus.tokenizer import Tokenizer, identity, open_tokenizer
 from trainer.durable import replacing
 from trainer.errors import UserError
 
 END = "<|endoftext|>"
+SAMPLE_MB = 1000.0
 _BYTES = 256  # a token for each byte
 Advance = Callable[[int], None]  # called with the bytes of a block that was read
 
@@ -34,7 +35,7 @@ class Training(NamedTuple):
     input_format: str | None = None
     documents: str = "file"
     field: str = "text"
-    sample_mb: float = 1000
+    sample_mb: float = SAMPLE_MB
     invalid_utf8: str = "replace"
     invalid_lines: str = "refuse"
     overwrite: bool = False
@@ -44,6 +45,9 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer
     text_bytes: int  # that were read
     total_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {**identity(self.tokenizer), "text_bytes": self.text_bytes}
 
 
 def train_tokenizer(request: Training, advance: Advance = lambda _: None) -> Trained:

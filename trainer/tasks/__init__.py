@@ -1,4 +1,5 @@
-"""What can be done with a trained model, each a program: `python -m trainer.tasks.NAME`.
+"""What can be done besides training, each a program: `python -m trainer.tasks.NAME`.
 
-gptctl starts them for its verbs `eval`, `generate`, `serve`, `export` and `import`.
+gptctl starts them for its verbs `eval`, `generate`, `serve`, `export` and `import`, and for `data
+prepare` and `data train-tokenizer` as jobs.
 """

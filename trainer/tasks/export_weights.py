@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export(arguments: Sequence[str], stop: StopRequest) -> None:
-    from trainer.layout import Machines
+    from trainer.mesh import machines
     from trainer.tasks.arguments import open_checkpoint, task_config
     from trainer.weights.checkpoint_weights import CheckpointWeights
     from trainer.weights.export import export
@@ -43,7 +43,7 @@ def _export(arguments: Sequence[str], stop: StopRequest) -> None:
     if os.environ.get("RANK", "0") != "0":  # under torchrun: one rank is enough
         return
     opened = open_checkpoint(parsed.checkpoint)
-    run = task_config(opened, parsed.config, parsed.override, Machines(1, 1)).run
+    run = task_config(opened, parsed.config, parsed.override, machines()).run
     tokenizer = _tokenizer(opened, parsed.tokenizer)
     weights = CheckpointWeights(opened.folder, opened.facts, run.Model)
     target = _target(parsed, run, tokenizer)

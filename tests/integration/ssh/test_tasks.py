@@ -1,0 +1,50 @@
+"""Tasks on ssh hosts without a shared disk. Oracle: the same task here, on a copy of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.integration.ssh.desk import Desk
+
+TEXT = "the quick brown fox jumps over the lazy dog " * 20
+CPU = ("-o", "Global.device=cpu")
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_used_where_it_is(desk: Desk) -> None:
+    words = desk.train("--nodes", "1", "--gpus-per-node", "2", "--wait", keys=("Engine.max_steps=4",))
+    job = desk.json(*words)["job"]
+    desk.on("ssh1", f"printf '%s' '{TEXT}' > /home/gpt/fox.txt")
+
+    done = desk.run("eval", job, "/home/gpt/fox.txt", *CPU)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"the checkpoint of {job} is not on this machine" in done.stderr
+    assert f"gptctl fetch {job} --checkpoints; or run there: --cluster hosts" in done.stderr
+
+    there = ("--cluster", "hosts", *CPU)
+    halves = ("--gpus-per-node", "2", "-o", "Distributed.mp_degree=2")
+    done = desk.run("eval", job, "/home/gpt/fox.txt", *there, *halves)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (measured,) = re.findall(r"^\[rank 0\] ppl +([0-9.]+)$", done.stdout, re.MULTILINE)
+
+    greedy = ("--greedy", "--max-length", "8")
+    done = desk.run("generate", job, "the quick", *greedy, *there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = re.findall(r"^\[rank 0\] (the quick.*)$", done.stdout, re.MULTILINE)
+
+    done = desk.run("export", job, "--output", "/home/gpt/exported", *there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "model.safetensors" in desk.on("ssh1", "ls /home/gpt/exported")
+
+    assert desk.run("fetch", job, "--checkpoints").returncode == 0
+    rows = [row for row in desk.json("logs", job, "--metrics") if "eval_ppl:fox.txt" in row]
+    assert [row["step"] for row in rows] == [4]  # brought home with the checkpoint
+    (desk.folder / "fox.txt").write_text(TEXT)
+    done = desk.run("eval", job, "fox.txt", *CPU, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["ppl"] == pytest.approx(float(measured), rel=1e-5)
+    done = desk.run("generate", job, "the quick", *greedy, *CPU)
+    assert [line.rstrip() for line in done.stdout.splitlines()] == [line.rstrip() for line in written]
