@@ -96,7 +96,13 @@ quick: $(READY) lint types
 	@echo "== unit tests"
 	@$(BIN)/python -m pytest tests/unit
 
-test-long: $(READY)
+# lm-evaluation-harness and its fifty packages: only these tests use them.
+$(VENV)/.ready-long: $(READY)
+	@echo "== installing the packages that slow tests need"
+	@$(PIP_INSTALL) -e '.[train,test,lm-eval]'
+	@touch $@
+
+test-long: $(VENV)/.ready-long
 	@echo "== slow tests"
 	@$(BIN)/python -m pytest -m long -s
 
