@@ -17,6 +17,7 @@ from gptctl.jobs.tasks import Task, check_task, foreground_script, seen_by
 from gptctl.jobs.trained_models import TrainedModel, find_model
 from gptctl.planning.build import JobIdentity
 from tests.unit.test_jobs import record
+from tests.unit.test_tasks import BASE, EVALUATION, GENERATION
 from trainer.config import Override
 from trainer.errors import UserError
 
@@ -181,3 +182,21 @@ def test_a_checkpoint_on_other_machines(save: Callable[..., Path], place: Path) 
         seen_by(task(model), checked, None, BACKENDS)
     assert "gptctl fetch gpt-1 --checkpoints" in caught.value.hint
     assert "--cluster lab" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", [EVALUATION, "Model: {module: GPTEvalModule}\n" + EVALUATION, GENERATION % ""])
+@pytest.mark.parametrize("is_job", [False, True])
+def test_files_of_fleetx_for_tasks(save: Callable[..., Path], place: Path, text: str, is_job: bool) -> None:
+    """gptctl checks them as the program reads them: the base file of a training, too, whose model is that of the checkpoint."""
+    (place / "base.yaml").write_text(BASE.replace("device: gpu", "device: cpu"))
+    (place / "eval.yaml").write_text(f"_base_: ./base.yaml\n{text}")
+    model = {"name": "GPT", "hidden_size": 1024, "num_layers": 24, "num_attention_heads": 16, "vocab_size": 50304}
+    saved = find(str(save(5, config={"Model": {**model, "ffn_hidden_size": 4096}})))
+    checked = check_task(task(saved, config="eval.yaml"), [], this_site(), is_job)
+    assert not [str(each) for each in checked.findings if each.level == "error"]
+    assert checked.resolved
+    assert checked.resolved.run.Model.ffn_hidden_size == 4096
+    expected = (True, "./lambada_test.jsonl") if "Offline_Eval" in text else (False, None)
+    offline = checked.resolved.run.Offline_Eval
+    assert (offline.cloze_eval, offline.eval_path) == expected
+    assert checked.machines.world == 1
