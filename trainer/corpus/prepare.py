@@ -126,7 +126,9 @@ def prepare(request: Request, report: Report = lambda _: None) -> Prepared:
             shards.clear()
         done = shards.open(_settings(request, sources, tokenizer))
         resumed = len(done)
-        done += _make_shards(request, sources, tokenizer, shards, done, report)
+        filling = _Filling(request, sources, tokenizer, shards, done, report)
+        start = done[-1].end if done else Position()
+        done += _make_shards(filling, tokenizer, start)
         prepared = _finish(request, tokenizer, shards, done)
     return prepared._replace(seconds=time.monotonic() - began, resumed=resumed)
 
@@ -172,18 +174,10 @@ def _settings(request: Request, sources: Sequence[Source], tokenizer: Tokenizer)
     }
 
 
-def _make_shards(
-    request: Request,
-    sources: Sequence[Source],
-    tokenizer: Tokenizer,
-    shards: ShardFolder,
-    done: list[Shard],
-    report: Report,
-) -> list[Shard]:
-    """Make the shards that are missing."""
-    start = done[-1].end if done else Position()
+def _make_shards(filling: _Filling, tokenizer: Tokenizer, start: Position) -> list[Shard]:
+    """Make the shards that are missing, from this position on."""
+    request, sources = filling.request, filling.sources
     cutting = Cutting(request.documents, request.field, request.dedupe)
-    filling = _Filling(request, sources, tokenizer, shards, done, report)
     try:
         with _encoded(request, sources, tokenizer) as encode:
             for block, encoded in encode(blocks_of(sources, cutting, start)):
