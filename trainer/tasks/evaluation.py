@@ -29,6 +29,7 @@ from trainer.tasks.input_texts import read_documents
 from trainer.tasks.running import Loaded, loaded
 
 MAX_EXPONENT = 20  # as in Megatron-LM: a larger perplexity says nothing any more
+PROGRESS_PERIOD = 1.0  # seconds: a small model has hundreds of batches in one
 Result = dict[str, Any]
 
 
@@ -126,7 +127,7 @@ def score(model: Loaded, samples: Sequence[Sample], stop: StopRequest) -> Scores
     """Score all samples, each on one of the ranks that read different data."""
     mesh, settings = model.mesh, model.run.Offline_Eval
     sums = torch.zeros(3, dtype=torch.float64)
-    began = time.perf_counter()
+    began, told = time.perf_counter(), -math.inf
     rounds = list(_rounds(samples, settings.batch_size, mesh.layout.data_ranks, mesh.data_rank))
     for number, batch in enumerate(rounds, 1):
         mesh.heartbeat.tick(f"evaluating batch {number}")
@@ -136,8 +137,11 @@ def score(model: Loaded, samples: Sequence[Sample], stop: StopRequest) -> Scores
         # All ranks of an mp group have the same scores, and only the last stage has any.
         if found is not None and mesh.at.mp == 0:
             sums += _sums(found.cpu(), labels)
-        if number % settings.logging_freq == 0 and number < len(rounds):
-            _tell_progress(model, number, len(rounds), time.perf_counter() - began)
+        now = time.perf_counter()
+        is_due = number % settings.logging_freq == 0 and now - told >= PROGRESS_PERIOD
+        if is_due and number < len(rounds):
+            _tell_progress(model, number, len(rounds), now - began)
+            told = now
     model.network.finish()
     loss, num_tokens, num_correct = mesh.total(*sums.tolist())
     return Scores(loss, round(num_tokens), round(num_correct))
