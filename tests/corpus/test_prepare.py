@@ -646,14 +646,16 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer_json: Path
 
 
 @pytest.mark.long
-def test_a_line_of_a_gigabyte(tmp_path: Path, tokenizer_json: Path) -> None:
-    """As text it is one document; as JSON it is refused with its line. Memory stays below 2 GB."""
+@pytest.mark.parametrize("name", ["in.txt", "in.txt.zst"])
+def test_a_line_of_a_gigabyte(tmp_path: Path, tokenizer_json: Path, name: str) -> None:
+    """As text it is one document; as JSON it is refused with its line. Memory stays below 2 GB, also if 0.1 MB become it."""
     line = (ENGLISH.strip() + " ").encode() * 1000
-    with open(tmp_path / "in.txt", "wb") as stream:
+    opened = zstandard.open if name.endswith(".zst") else open
+    with opened(tmp_path / name, "wb") as stream:
         for _ in range(int(1e9 / len(line))):
             stream.write(line)
-    command = [*COMMAND, str(tmp_path / "in.txt"), "--documents", "line", "--output", str(tmp_path / "x")]
+    command = [*COMMAND, str(tmp_path / name), "--documents", "line", "--output", str(tmp_path / "x")]
     assert peak_memory([*command, "--tokenizer", str(tokenizer_json)]) < 2e6
     assert len(open_corpus(str(tmp_path / "x")).lengths) == 1
     with pytest.raises(UserError, match="line 1: the line is longer than 64 MiB"):
-        run(tmp_path / "in.txt", tmp_path / "y", input_format="jsonl")
+        run(tmp_path / name, tmp_path / "y", input_format="jsonl")

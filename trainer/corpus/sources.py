@@ -19,7 +19,9 @@ from trainer.input_files import explain, open_regular
 _SUFFIXES = {".jsonl": "jsonl", ".txt": "text", ".text": "text", ".md": "text"}
 _COMPRESSED = (".gz", ".zst")
 FORMATS = ("text", "jsonl", "parquet")
-_CHUNK = 1 << 18  # bytes per read of a compressed file
+# Bytes of a .zst file to decompress at once. The library returns all of it, and every four bytes
+# can contain 128 KiB: these are at most 16 MiB.
+_ZSTD_PART = 512
 
 
 class Source(NamedTuple):
@@ -143,7 +145,7 @@ class ZstdStream:
 
     def _fill(self) -> bool:
         rest = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
-        chunk = rest or self._raw.read(_CHUNK)
+        chunk = rest or self._raw.read(_ZSTD_PART)
         if not chunk:
             if self._frame is not None and not self._frame.eof:
                 raise EOFError("the compressed data ends too early")
