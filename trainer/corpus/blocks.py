@@ -7,6 +7,7 @@ and after any interruption. A document that is larger than a block is cut into p
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +20,17 @@ BLOCK = 1 << 19  # bytes to read at once: small enough that workers finish toget
 LONGEST_TEXT = 4 << 20  # bytes of a text document that is not cut into pieces
 LONGEST_LINE = 64 << 20  # bytes of a JSON line: parsing it takes several times as much memory
 PARQUET_ROWS = 128
-# In bytes, what separates documents; `file`: nothing.
-SEPARATORS = {"jsonl": (b"\n",), "line": (b"\n",), "paragraph": (b"\n\n", b"\n\r\n"), "file": ()}
+# What separates documents; `file`: nothing. Blank lines may have spaces and tabs.
+SEPARATORS = {
+    "jsonl": re.compile(rb"\n"),
+    "line": re.compile(rb"\n"),
+    "paragraph": re.compile(rb"\n(?:[ \t\r]*\n)+"),
+    "file": None,
+}
+FIRST_LINES = re.compile(rb"\A(?:[ \t\r]*\n)+")  # blank lines before a paragraph
+LINE_ENDS = b"\r\n"  # which end a paragraph, and do not belong to it
 PIECE, TOO_LONG, PARQUET = "piece", "too long", "parquet"
+_SPACE = ord(" ")
 _NEAR = 1 << 16  # bytes before the end of a piece in which to look for a space
 
 
@@ -81,7 +90,7 @@ class _Cutter:
 
     def __init__(self, opened: OpenSource, kind: str, start: Position, hashes: bool) -> None:
         self.opened, self.kind, self.position = opened, kind, start
-        self.separators = SEPARATORS[kind]
+        self.separator = SEPARATORS[kind]
         self.buffer, self.at_end = bytearray(), False
         self.is_cut = False  # whether a block of this stream was cut
         self.hash = hashlib.blake2b(digest_size=16) if hashes else None
@@ -101,6 +110,14 @@ class _Cutter:
             self._fill(len(self.buffer) + BLOCK)
         return block
 
+    def _skip_first_lines(self) -> None:
+        """Skip blank lines before a paragraph: its pieces must be the same text as all of it."""
+        if self.kind == "paragraph" and (found := FIRST_LINES.match(self.buffer)):
+            end, lines, begin = found.end(), found[0].count(b"\n"), self.position
+            del found  # the buffer cannot shrink while it is in use
+            del self.buffer[:end]
+            self.position = begin._replace(offset=begin.offset + end, line=begin.line + lines)
+
     def _fill(self, size: int) -> None:
         """Read until the buffer has this many bytes, or the stream ends."""
         while len(self.buffer) < size and not self.at_end:
@@ -110,10 +127,11 @@ class _Cutter:
 
     def _whole(self) -> Block | None:
         """A block of whole documents, or the first piece of one that is too large."""
-        if end := max((self._last(separator) for separator in self.separators), default=0):
+        self._skip_first_lines()
+        if end := self._last():
             return self._cut(self.kind, end)
         if self.at_end:
-            kind = self.kind if self.separators else PIECE
+            kind = self.kind if self.separator else PIECE
             # An empty file is a document, too, if files are: it is counted as empty.
             is_empty_file = kind == PIECE and not self.position.offset and not self.is_cut
             return self._cut(kind, len(self.buffer)) if self.buffer or is_empty_file else None
@@ -123,20 +141,25 @@ class _Cutter:
 
     def _piece(self) -> Block:
         """The next piece of a document."""
-        found = [(self.buffer.find(each), len(each)) for each in self.separators]
-        if ends := sorted(pair for pair in found if pair[0] >= 0):
-            end, length = ends[0]
-            return self._cut(self._part, end, length, starts=False)
-        end = len(self.buffer) if self.at_end else safe_end(self.buffer)
-        return self._cut(self._part, end, starts=False, ends=self.at_end)
+        found = self.separator.search(self.buffer) if self.separator else None
+        if not found and not self.at_end:
+            return self._cut(self._part, safe_end(self.buffer), starts=False, ends=False)
+        end, after = found.span() if found else (len(self.buffer), len(self.buffer))
+        if self.kind == "paragraph":
+            end = len(self.buffer[:end].rstrip(LINE_ENDS))
+        return self._cut(self._part, end, after - end, starts=False)
 
     @property
     def _part(self) -> str:
         return TOO_LONG if self.kind == "jsonl" else PIECE
 
-    def _last(self, separator: bytes) -> int:
-        place = self.buffer.rfind(separator)
-        return place + len(separator) if place >= 0 else 0
+    def _last(self) -> int:
+        """Where the last separator in the buffer ends; 0 if there is none."""
+        if self.separator is None:
+            return 0
+        if self.kind != "paragraph":
+            return self.buffer.rfind(b"\n") + 1
+        return max((found.end() for found in self.separator.finditer(self.buffer)), default=0)
 
     def _cut(
         self, kind: str, end: int, separator: int = 0, starts: bool = True, ends: bool = True
@@ -164,18 +187,27 @@ class _Cutter:
 def safe_end(data: bytes | bytearray) -> int:
     """Where to cut text in two so that most tokenizers give the same tokens: before a space.
 
-    Otherwise anywhere between two characters; four bytes are left, so that a separator of documents
-    stays in one part.
+    Otherwise anywhere between two characters. Never within white space that has a line break: it
+    may be the beginning of a blank line, which separates documents.
     """
-    place = data.rfind(b" ", len(data) - _NEAR if len(data) > _NEAR else 1)
-    while place > 1 and data[place - 1 : place] == b" ":  # before the first of several spaces
-        place -= 1
-    if place > 1:
-        return place
+    nearest, place = max(1, len(data) - _NEAR), len(data)
+    while (place := data.rfind(b" ", nearest, place)) > 0:
+        while place > 1 and data[place - 1] == _SPACE:  # before the first of several spaces
+            place -= 1
+        if place > 1 and data[place - 1] not in b"\t\r\n":
+            return place
+    # A character has up to four bytes, the last of which may not be here yet.
     place = max(1, len(data) - 4)
-    while place > 1 and data[place] & 0xC0 == 0x80:  # not the first byte of a character
-        place -= 1
-    return place
+    if text := len(data[:place].rstrip(b" \t\r\n")):  # white space that fills a buffer is cut
+        place = text
+    return _between_characters(data, place)
+
+
+def _between_characters(data: bytes | bytearray, place: int) -> int:
+    for begin in range(place, max(0, place - 4), -1):
+        if data[begin] & 0xC0 != 0x80:  # the first byte of a character
+            return begin
+    return place  # not UTF-8: a character has at most three more bytes
 
 
 def _parquet_blocks(source: Source, cutting: Cutting, start: Position) -> Iterator[Block]:
@@ -208,7 +240,8 @@ def _opened_parquet(source: Source, field: str) -> Any:
         hint = f"it has {', '.join(names[:10])}: choose one with --field"
         raise UserError(f"{source.path} has no column {field}", hint)
     if (kind := str(file.schema_arrow.field(field).type)) not in _TEXT_TYPES:
-        raise UserError(f"{source.path}: column {field} has type {kind}", "it must contain texts")
+        hint = "choose a column of texts with --field"
+        raise UserError(f"{source.path}: column {field} has type {kind}", hint)
     return file
 
 
