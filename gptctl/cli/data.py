@@ -191,7 +191,7 @@ def _prepare_here(as_json: bool, no_eos: bool, **arguments: Any) -> None:
 
 
 def _summary(done: Prepared) -> Iterator[tuple[str, str]]:
-    from trainer.corpus.prepare import duration
+    from trainer.corpus.progress import duration
 
     counts = done.counts
     yield "documents", f"{counts.documents:,}"
@@ -227,11 +227,10 @@ def _print_histogram(histogram: dict[str, int]) -> None:
 def _print_next_steps(done: Prepared) -> None:
     from gptctl.cli import ui
 
-    eos = done.tokenizer.eos_id
     ui.say(f"for the run config: Model.vocab_size: {done.tokenizer.vocab_size}")
     ui.say(f"                    Data.Train.dataset.input_dir: {done.prefix}")
-    if eos is not None:
-        ui.say(f"                    Data.Train.dataset.eos_id: {eos}")
+    if done.eos_id is not None:
+        ui.say(f"                    Data.Train.dataset.eos_id: {done.eos_id}")
 
 
 @data.command(

@@ -133,13 +133,25 @@ def require_same(tokenizer: Tokenizer, recorded: dict[str, Any], where: str) -> 
         raise UserError(message, "use the tokenizer with which the data was prepared")
 
 
+def is_part_of(folder: Path, files: Iterable[Path]) -> bool:
+    """Whether a folder has only copies of these files: not all, if copying them failed."""
+    sources = {file.name: file for file in files}
+    # A killed process leaves `tokenizer.json.part123`, see `replacing`.
+    foreign = {name for name in os.listdir(folder) if name.partition(".part")[0] not in sources}
+    copied = [name for name in sources if os.path.lexists(folder / name)]
+    return not foreign and all(_is_copy(folder / name, sources[name]) for name in copied)
+
+
+def _is_copy(file: Path, source: Path) -> bool:
+    with suppress(OSError):
+        return read_bytes(file, _LARGEST * 4) == read_bytes(source, _LARGEST * 4)
+    return False
+
+
 def copy_tokenizer(files: Iterable[Path], folder: Path) -> None:
     """Copy the files of a tokenizer into a folder. Does nothing if they are there already."""
     for file in files:
-        content, target = read_bytes(file, _LARGEST * 4), folder / file.name
-        with suppress(OSError):
-            if read_bytes(target, _LARGEST * 4) == content:
-                continue
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as stream:
-            stream.write(content)
+        if not _is_copy(folder / file.name, file):
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(folder / file.name) as stream:
+                stream.write(read_bytes(file, _LARGEST * 4))

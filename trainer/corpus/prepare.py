@@ -12,7 +12,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +20,23 @@ from trainer.checksums import FileFacts
 from trainer.corpus.blocks import BLOCK, Block, Cutting, Position, blocks_of
 from trainer.corpus.encoding import Encoded, Encoder, Rules, refusal_of, typecode_of
 from trainer.corpus.extras import require
-from trainer.corpus.metadata import ENDING, FOLDER, copy_tokenizer, read_metadata, write_metadata
-from trainer.corpus.outputs import DTYPES, ENDINGS, Joined, write_output
+from trainer.corpus.metadata import (
+    ENDING,
+    FOLDER,
+    copy_tokenizer,
+    is_part_of,
+    read_metadata,
+    write_metadata,
+)
+from trainer.corpus.outputs import (
+    DTYPES,
+    Joined,
+    remove_token_files,
+    token_files_at,
+    work_of,
+    write_output,
+)
+from trainer.corpus.progress import Progress, Report
 from trainer.corpus.shards import Shard, ShardFolder, ShardWriter
 from trainer.corpus.sources import Source, find_sources
 from trainer.corpus.summary import Counts
@@ -54,38 +69,6 @@ class Request(NamedTuple):
     overwrite: bool = False
 
 
-class Progress(NamedTuple):
-    documents: int
-    done: int  # bytes
-    total: int
-    seconds: float  # of this call
-    done_before: int = 0  # bytes that an earlier call had done
-    documents_before: int = 0
-
-    @property
-    def rate(self) -> float:
-        """Documents per second, of this call."""
-        return (self.documents - self.documents_before) / max(self.seconds, 1e-9)
-
-    @property
-    def eta(self) -> float | None:
-        """Seconds that are left; None if that is unknown yet."""
-        new = self.done - self.done_before
-        return self.seconds * (self.total - self.done) / new if new > 0 else None
-
-    @property
-    def text(self) -> str:
-        percent = 100 * self.done / max(1, self.total)
-        eta = "" if self.eta is None else f", {duration(self.eta)} left"
-        return f"{percent:.1f} %: {self.documents:,} documents, {self.rate:,.0f} docs/s{eta}"
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 class Prepared(NamedTuple):
     prefix: Path
     counts: Counts
@@ -94,6 +77,7 @@ class Prepared(NamedTuple):
     files: tuple[str, ...]
     seconds: float
     resumed: int  # shards that an earlier call had made
+    eos_id: int | None  # the token after each document
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -101,14 +85,12 @@ class Prepared(NamedTuple):
             "files": list(self.files),
             "dtype": self.dtype,
             "tokenizer": identity(self.tokenizer),
+            "eos_id": self.eos_id,
             **self.counts.as_json(),
             "bytes_per_token": self.counts.bytes_per_token,
             "seconds": self.seconds,
             "resumed_shards": self.resumed,
         }
-
-
-Report = Callable[[Progress], None]
 
 
 def prepare(request: Request, report: Report = lambda _: None) -> Prepared:
@@ -118,32 +100,41 @@ def prepare(request: Request, report: Report = lambda _: None) -> Prepared:
     tokenizer = open_tokenizer(request.tokenizer, request.eos)
     sources = find_sources(request.inputs, request.input_format)
     prefix = Path(request.output)
-    _check_output(prefix, request, tokenizer)
     shards = ShardFolder(prefix)
+    _check_output(prefix, request, shards)
+    _check_end(request, tokenizer)
+    _check_folder(prefix.parent, tokenizer)
     with _disk_errors(shards.path), shards.locked():
         if request.overwrite:
-            _remove_output(prefix)
+            _remove_output(prefix, request.merge and shards.merges)
             shards.clear()
         done = shards.open(_settings(request, sources, tokenizer))
         resumed = len(done)
         filling = _Filling(request, sources, tokenizer, shards, done, report)
         start = done[-1].end if done else Position()
         done += _make_shards(filling, tokenizer, start)
-        prepared = _finish(request, tokenizer, shards, done)
+        prepared = _finish(request, tokenizer, shards, done, report)
     return prepared._replace(seconds=time.monotonic() - began, resumed=resumed)
 
 
-def _check_output(prefix: Path, request: Request, tokenizer: Tokenizer) -> None:
+def _check_output(prefix: Path, request: Request, shards: ShardFolder) -> None:
     if not prefix.name or prefix.is_dir():
         message = f"--output {request.output} is a folder"
         raise UserError(message, f"write a prefix, such as {prefix / 'corpus'}")
-    if os.path.exists(prefix.with_name(prefix.name + ENDING)) and not request.overwrite:
-        message = f"{prefix} is already prepared"
-        raise UserError(message, "use another --output, or --overwrite to replace it")
+    if request.overwrite:
+        return
+    hint = "use another --output, or --overwrite to replace it"
+    if os.path.exists(prefix.with_name(prefix.name + ENDING)):
+        raise UserError(f"{prefix} is already prepared", hint)
+    # With shards, an earlier call checked this, and may have begun to write its own files.
+    if not shards.has_begun and (found := token_files_at(prefix, request.merge)):
+        raise UserError(f"{found[0]} already exists", hint)
+
+
+def _check_end(request: Request, tokenizer: Tokenizer) -> None:
     if request.append_eos and tokenizer.eos_id is None:
         message = f"the tokenizer {request.tokenizer} has no end token"
         raise UserError(message, "name one with --eos TOKEN, or use --no-eos")
-    _check_folder(prefix.parent, tokenizer)
 
 
 def _check_folder(folder: Path, tokenizer: Tokenizer) -> None:
@@ -151,13 +142,13 @@ def _check_folder(folder: Path, tokenizer: Tokenizer) -> None:
     beside = folder / FOLDER
     if not tokenizer.files or not os.path.isdir(beside):
         return
-    names = {file.name for file in tokenizer.files}
-    if names & set(os.listdir(beside)):
-        there = open_tokenizer(str(beside))
-        if there.digest == tokenizer.digest:
-            return
-    elif not os.listdir(beside):
+    if is_part_of(beside, tokenizer.files):
         return
+    # Other files may have the same ids, such as those without a tokenizer_config.json.
+    if {file.name for file in tokenizer.files} & set(os.listdir(beside)):
+        with suppress(UserError):
+            if open_tokenizer(str(beside)).digest == tokenizer.digest:
+                return
     hint = "write the output to another folder: data in one folder shares a tokenizer"
     raise UserError(f"{beside} has another tokenizer", hint)
 
@@ -278,7 +269,11 @@ class _Filling:
 
 
 def _finish(
-    request: Request, tokenizer: Tokenizer, shards: ShardFolder, done: list[Shard]
+    request: Request,
+    tokenizer: Tokenizer,
+    shards: ShardFolder,
+    done: list[Shard],
+    report: Report,
 ) -> Prepared:
     """Write the output and its metadata, then delete the shards."""
     prefix, dtype = Path(request.output), DTYPES[typecode_of(tokenizer.vocab_size)]
@@ -289,18 +284,33 @@ def _finish(
         shards.remove()
         hint = "check the inputs, and --field or --documents"
         raise UserError(f"no documents found ({counts.empty} are empty)", hint)
-    Joined(shards.path, done, dtype).check()
+    advance = _joining(report, counts.documents, work_of(done))
+    Joined(shards.path, done, dtype, advance).check()
     # Unmerged shards have whole documents; one may have none, if all were copies.
     groups = [done] if request.merge else [[each] for each in done if each.counts.documents]
     files: dict[str, FileFacts] = {}
     for number, group in enumerate(groups):
         name = prefix.name if request.merge else f"{prefix.name}-{number:05d}"
-        joined = Joined(shards.path, group, dtype)
+        joined = Joined(shards.path, group, dtype, advance)
         files |= write_output(request.output_format, prefix.with_name(name), joined)
     copy_tokenizer(tokenizer.files, prefix.parent / FOLDER)
     write_metadata(prefix, _metadata(request, tokenizer, dtype, counts, files))
     shards.remove()
-    return Prepared(prefix, counts, tokenizer, dtype, tuple(files), 0.0, 0)
+    eos_id = tokenizer.eos_id if request.append_eos else None
+    return Prepared(prefix, counts, tokenizer, dtype, tuple(files), 0.0, 0, eos_id)
+
+
+def _joining(report: Report, documents: int, total: int) -> Callable[[int], None]:
+    """Report the bytes of shards and of token files that were read or written."""
+    began, done = time.monotonic(), 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        seconds = time.monotonic() - began
+        report(Progress(documents, min(done, total), total, seconds, is_joining=True))
+
+    return advance
 
 
 def _metadata(
@@ -316,14 +326,11 @@ def _metadata(
     }
 
 
-def _remove_output(prefix: Path) -> None:
-    """Delete what an earlier call wrote: otherwise some of its files could stay."""
+def _remove_output(prefix: Path, is_merged: bool) -> None:
+    """Delete what is at the prefix: files of another format would be read in place of new ones."""
     metadata = prefix.with_name(prefix.name + ENDING)
     known = read_metadata(metadata)
-    endings = [ending for each in ENDINGS.values() for ending in each]
-    for name in known.files if known else ():
-        if Path(name).name == name and name.endswith(tuple(endings)):
-            prefix.with_name(name).unlink(missing_ok=True)
+    remove_token_files(prefix, known.files if known else (), is_merged)
     metadata.unlink(missing_ok=True)
 
 

@@ -15,7 +15,7 @@ import os
 import shutil
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -50,6 +50,16 @@ class ShardFolder:
     def __init__(self, prefix: Path) -> None:
         self.path = prefix.with_name(prefix.name + ".shards")
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an earlier call began to fill it, and did not finish."""
+        return os.path.lexists(self.path / SETTINGS)
+
+    @property
+    def merges(self) -> bool:
+        """Whether the output of that call is one file, as far as is known."""
+        return self._settings().get("merge", True) is True
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Nobody else may write to the same shards meanwhile."""
@@ -79,7 +89,7 @@ class ShardFolder:
         """The complete shards of an earlier call with the same settings, if there are any."""
         settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
         # Without a complete shard there is nothing to continue.
-        if not os.path.lexists(self.path / SETTINGS) or self._read(0) is None:
+        if not self.has_begun or self._read(0) is None:
             self.clear()
             with replacing(self.path / SETTINGS) as stream:
                 stream.write(json.dumps(settings, indent=1).encode())
@@ -90,15 +100,18 @@ class ShardFolder:
         return shards
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
-        try:
-            before = read_object(self.path / SETTINGS, _LARGEST)
-        except (OSError, ValueError):
-            before = {}
+        before = self._settings()
         differing = [key for key in settings if before.get(key) != settings[key]]
         if differing:
             message = f"{self.path} was begun with another {differing[0].replace('_', ' ')}"
             hint = "run the same command as before, or add --overwrite to begin again"
             raise UserError(message, hint)
+
+    def _settings(self) -> dict[str, Any]:
+        try:
+            return read_object(self.path / SETTINGS, _LARGEST)
+        except (OSError, ValueError):
+            return {}
 
     def _complete(self) -> Iterator[Shard]:
         for number in range(1 << 32):
@@ -232,9 +245,10 @@ class ShardWriter:
                 continue
 
 
-def checksum(file: Path) -> int:
+def checksum(file: Path, advance: Callable[[int], None] = lambda _: None) -> int:
     value = 0
     with open(file, "rb") as stream:
         while data := stream.read(1 << 20):
             value = zlib.crc32(data, value)
+            advance(len(data))
     return value
