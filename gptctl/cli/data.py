@@ -172,7 +172,7 @@ def prepare(session: Session, /, **typed: Any) -> int:
 
 def _prepare_here(as_json: bool, no_eos: bool, **arguments: Any) -> None:
     from gptctl.cli import ui
-    from trainer.corpus.prepare import Request
+    from trainer.corpus.prepare import CONTINUES, Request
     from trainer.corpus.prepare import prepare as run
 
     request = Request(**arguments, append_eos=not no_eos)
@@ -180,7 +180,7 @@ def _prepare_here(as_json: bool, no_eos: bool, **arguments: Any) -> None:
         with ui.status_line() as show:
             done = run(request, lambda progress: show(progress.text))
     except KeyboardInterrupt:
-        ui.say("interrupted: run the same command again to continue after the last complete shard")
+        ui.say(f"interrupted: {CONTINUES}")
         raise
     if as_json:
         ui.print_json(done.as_json())
@@ -267,11 +267,15 @@ def train_tokenizer(session: Session, /, **typed: Any) -> int:
 
 def _train_here(as_json: bool, **arguments: Any) -> None:
     from gptctl.cli import ui
-    from trainer.corpus.tokenizer_training import Training
+    from trainer.corpus.tokenizer_training import STARTS_AGAIN, Training
     from trainer.corpus.tokenizer_training import train_tokenizer as run
 
-    with _bytes_shown("reading") as advance:
-        done = run(Training(**arguments), advance)
+    try:
+        with _bytes_shown("reading") as advance:
+            done = run(Training(**arguments), advance)
+    except KeyboardInterrupt:
+        ui.say(f"interrupted: {STARTS_AGAIN}")
+        raise
     if as_json:
         ui.print_json(done.as_json())
         return

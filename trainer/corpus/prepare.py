@@ -46,6 +46,7 @@ from trainer.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARD_MB = 128
+CONTINUES = "run the same command again to continue after the last complete shard"
 
 
 class Request(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from trainer.corpus.prepare import SHARD_MB, Request, prepare
+from trainer.corpus.prepare import CONTINUES, SHARD_MB, Request, prepare
 from trainer.program import run_program
 from trainer.stop import StopRequest
 from trainer.tasks.data_arguments import DataParser, Reporter, ended_by, is_first, print_facts
@@ -24,7 +24,7 @@ def _prepare(arguments: Sequence[str], stop: StopRequest) -> None:
     if not is_first():
         return
     reporter = Reporter(stop)
-    with ended_by(stop):
+    with ended_by(stop, CONTINUES):
         done = prepare(Request(**given, append_eos=not no_eos), lambda now: reporter(now.text))
     print_facts(done.as_json(), as_json)
 
