@@ -41,7 +41,7 @@ def _found(opened: Opened, given: str | None, recorded: dict[str, Any]) -> Token
         if folder.is_dir():
             return open_tokenizer(str(folder))
     kind = recorded.get("kind")
-    missing = f"its tokenizer ({kind}) is not there" if kind else "it does not name its tokenizer"
+    missing = f"its tokenizer ({kind}) is missing" if kind else "it does not name its tokenizer"
     raise UserError(f"cannot turn text into tokens for {opened.folder}: {missing}", HOW)
 
 

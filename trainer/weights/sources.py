@@ -134,7 +134,7 @@ def _newest_of_megatron(folder: Path) -> Path:
     is_number = re.fullmatch("[0-9]{1,12}", text)
     name = f"iter_{int(text):07}" if is_number else "release"
     if not (is_number or text == name) or not (folder / name).is_dir():
-        message = f"{folder / MEGATRON_LATEST} names {shown(text)}, which is not there"
+        message = f"{folder / MEGATRON_LATEST} names {shown(text)}, which is missing"
         raise UserError(message, HINT)
     return folder / name
 
