@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
+from heapq import nlargest
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from gptctl.logs.metric_rows import HIGHEST_STEP, Row, is_number
 from gptctl.text import clean
 from trainer.checkpoint_names import EVALUATION
 
-MOST = 10_000  # files of one folder that are read
+MOST = 10_000  # files of one folder that are read: the newest ones
 # kind of the evaluation -> the start of the names, and what is taken from the result
 _NUMBERS = {
     "perplexity": ("eval", ("loss", "ppl", "adjusted_ppl")),
@@ -34,11 +35,20 @@ class Evaluation(NamedTuple):
 def evaluations_in(folder: Path) -> list[Evaluation]:
     """Read the results that are beside the checkpoints of a folder, oldest first."""
     try:
-        names = sorted(name for name in os.listdir(folder) if EVALUATION.fullmatch(name))
+        names = [name for name in os.listdir(folder) if EVALUATION.fullmatch(name)]
     except OSError:
         return []
-    read = (_parsed(read_json(folder / name) or {}) for name in names[:MOST])
+    if len(names) > MOST:  # their names are random: only the time says which are new
+        names = nlargest(MOST, names, key=lambda name: _changed(folder / name))
+    read = (_parsed(read_json(folder / name) or {}) for name in sorted(names))
     return sorted((each for each in read if each), key=lambda each: each.time)
+
+
+def _changed(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _parsed(facts: dict[str, Any]) -> Evaluation | None:

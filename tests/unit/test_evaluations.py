@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gptctl.cli.logs import print_metrics
+from gptctl.jobs import evaluations
 from gptctl.jobs.evaluations import evaluations_in
 from gptctl.jobs.run_metrics import file_rows, whole_run
 from gptctl.jobs.store import JobRecord
@@ -119,3 +120,12 @@ def test_odd_files_are_passed_over(tmp_path: Path) -> None:
     assert (found.step, found.time) == (10, 0.0)
     assert found.numbers == {"eval_loss:wiki.txt": 1.0, "eval_adjusted_ppl:wiki.txt": 3.1}
     assert evaluations_in(tmp_path / "nowhere") == []
+
+
+def test_the_newest_of_too_many_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time of the file: the names are random, and here the newest ones come last."""
+    monkeypatch.setattr(evaluations, "MOST", 3)
+    for step in range(1, 6):
+        evaluates(tmp_path, step, time=float(step))
+        os.utime(tmp_path / f"evaluation.{step - 1:016x}.json", (step, step))
+    assert [each.step for each in evaluations_in(tmp_path)] == [3, 4, 5]
