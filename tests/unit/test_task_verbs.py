@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from gptctl.backends import Backends
+from gptctl.cli import cli
 from gptctl.jobs.store import Store
 from gptctl.jobs.submit import this_site
 from gptctl.jobs.tasks import Task, check_task, foreground_script, seen_by
@@ -20,6 +22,7 @@ from tests.unit.test_jobs import record
 from tests.unit.test_tasks import BASE, EVALUATION, GENERATION
 from trainer.config import Override
 from trainer.errors import UserError
+from trainer.tasks import texts
 
 CONFIG = {
     "Global": {"device": "cpu", "seed": 3, "global_batch_size": 64},
@@ -200,3 +203,13 @@ def test_files_of_fleetx_for_tasks(save: Callable[..., Path], place: Path, text:
     offline = checked.resolved.run.Offline_Eval
     assert (offline.cloze_eval, offline.eval_path) == expected
     assert checked.machines.world == 1
+
+
+def test_values_that_begin_with_a_dash(save: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """The words that gptctl prints, read by the program's own parser."""
+    save(5)
+    words = ["generate", "output", "hi", "--stop", "---", "--stop", "-x", "--top-k", "5", "--greedy", "--dry-run"]
+    cli(words, standalone_mode=False)
+    printed = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    read = texts._parser("").parse_args(printed[printed.index("trainer.tasks.generate") + 1 :])
+    assert (read.stop, read.top_k, read.greedy, read.prompts) == (["---", "-x"], "5", True, ["hi"])

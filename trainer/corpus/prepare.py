@@ -38,9 +38,9 @@ from trainer.corpus.outputs import (
 )
 from trainer.corpus.progress import Progress, Report
 from trainer.corpus.shards import Shard, ShardFolder, ShardWriter
-from trainer.corpus.sources import Source, find_sources
+from trainer.corpus.sources import Source, find_sources, require_inputs
 from trainer.corpus.summary import Counts
-from trainer.corpus.tokenizer import Tokenizer, identity, open_tokenizer
+from trainer.corpus.tokenizer import Tokenizer, identity, open_tokenizer, require_tokenizer
 from trainer.corpus.workers import Workers
 from trainer.errors import UserError
 
@@ -116,6 +116,14 @@ def prepare(request: Request, report: Report = lambda _: None) -> Prepared:
         done += _make_shards(filling, tokenizer, start)
         prepared = _finish(request, tokenizer, shards, done, report)
     return prepared._replace(seconds=time.monotonic() - began, resumed=resumed)
+
+
+def check_request(request: Request) -> None:
+    """Raise UserError if `prepare` could not start here; needs none of the libraries."""
+    require_inputs(request.inputs, request.input_format)
+    require_tokenizer(request.tokenizer, request.eos)
+    prefix = Path(request.output)
+    _check_output(prefix, request, ShardFolder(prefix))
 
 
 def _check_output(prefix: Path, request: Request, shards: ShardFolder) -> None:

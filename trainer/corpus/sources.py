@@ -39,10 +39,21 @@ def find_sources(words: Iterable[str], format: str | None = None) -> list[Source
     """The files that paths, folders and glob patterns name, each once, in a fixed order."""
     paths = dict.fromkeys(path for word in words for path in _expanded(word, format))
     if not paths:
-        known = ", ".join(f"*{suffix}" for suffix in (*_SUFFIXES, ".jsonl.gz", ".parquet"))
-        hint = f"folders are searched for {known}; --format text takes all files"
-        raise UserError("no input files found", hint, WRONG_USAGE)
+        raise _nothing_found()
     return [_source(path, format) for path in paths]
+
+
+def require_inputs(words: Iterable[str], format: str | None = None) -> None:
+    """Raise UserError if a path does not exist, or none has an input. Opens no file."""
+    found = [next(_expanded(word, format), None) for word in words]
+    if not any(found):
+        raise _nothing_found()
+
+
+def _nothing_found() -> UserError:
+    known = ", ".join(f"*{suffix}" for suffix in (*_SUFFIXES, ".jsonl.gz", ".parquet"))
+    hint = f"folders are searched for {known}; --format text takes all files"
+    return UserError("no input files found", hint, WRONG_USAGE)
 
 
 def _expanded(word: str, format: str | None) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from trainer.corpus.blocks import PIECE, Block, Cutting, Position, blocks_of
 from trainer.corpus.encoding import Rules, texts_in
 from trainer.corpus.extras import require
-from trainer.corpus.sources import find_sources
+from trainer.corpus.sources import find_sources, require_inputs
 from trainer.corpus.tokenizer import Tokenizer, identity, open_tokenizer
 from trainer.durable import replacing
 from trainer.errors import UserError
@@ -99,6 +99,12 @@ def _train(inner: Any, trainer: Any, sample: _Sample, advance: Advance) -> None:
         reported = done
     if failed:
         raise failed[0]
+
+
+def check_training(request: Training) -> None:
+    """Raise UserError if the training could not start here."""
+    require_inputs(request.inputs, request.input_format)
+    _check(request, Path(request.output))
 
 
 def _check(request: Training, folder: Path) -> None:
