@@ -113,10 +113,11 @@ class _Cutter:
     def _skip_first_lines(self) -> None:
         """Skip blank lines before a paragraph: its pieces must be the same text as all of it."""
         if self.kind == "paragraph" and (found := FIRST_LINES.match(self.buffer)):
-            end, lines, begin = found.end(), found[0].count(b"\n"), self.position
-            del found  # the buffer cannot shrink while it is in use
-            del self.buffer[:end]
-            self.position = begin._replace(offset=begin.offset + end, line=begin.line + lines)
+            begin, lines = self.position, found[0].count(b"\n")
+            self.position = begin._replace(
+                offset=begin.offset + found.end(), line=begin.line + lines
+            )
+            del self.buffer[: found.end()]
 
     def _fill(self, size: int) -> None:
         """Read until the buffer has this many bytes, or the stream ends."""
