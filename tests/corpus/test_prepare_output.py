@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gptctl.cli import cli
 from tests.conftest import ROOT
 from tests.corpus.conftest import write_jsonl
 from tests.corpus.test_prepare import COMMAND, many, output_of, run, texts
@@ -145,15 +146,13 @@ def test_what_a_terminal_shows(tmp_path: Path) -> None:
     assert " left\x1b[K" in shown.text
 
 
-def test_the_end_token_is_that_of_the_documents(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "in.jsonl", ["a"])
-
-    def prepared(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [*COMMAND, str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "x"), "--overwrite", *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-
-    assert "eos_id: 256" in prepared().stderr
-    assert "eos_id" not in prepared("--no-eos").stderr
+def test_the_end_token_is_that_of_the_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", ["a"])
+    words = ["data", "prepare", str(source), "--output", str(tmp_path / "x")]
+    cli(words, standalone_mode=False)
+    assert "eos_id: 256" in capsys.readouterr().err
+    cli([*words, "--overwrite", "--no-eos"], standalone_mode=False)
+    assert "eos_id" not in capsys.readouterr().err
 
 
 def test_a_full_disk_while_the_tokenizer_is_copied(tmp_path: Path, gpt2_files: Path) -> None:
@@ -175,8 +174,7 @@ def test_a_full_disk_while_the_tokenizer_is_copied(tmp_path: Path, gpt2_files: P
     assert "run the same command again: it continues where it was" in failed.stderr
     assert os.listdir(tmp_path / "data/tokenizer") == ["vocab.json"]
     (tmp_path / "data/tokenizer/merges.txt.part7").write_text("left by a killed process")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert run(source, tmp_path / "data/x", tokenizer=str(tokenizer)).resumed == 1
     assert texts(tmp_path / "data/x") == many(20)
 
 
