@@ -654,7 +654,7 @@ def test_a_line_of_a_gigabyte(tmp_path: Path, tokenizer_json: Path, name: str) -
     with opened(tmp_path / name, "wb") as stream:
         for _ in range(int(1e9 / len(line))):
             stream.write(line)
-    command = [*COMMAND, str(tmp_path / name), "--documents", "line", "--output", str(tmp_path / "x")]
+    command = [*COMMAND, str(tmp_path / name), "--documents", "line", "--workers", "2", "--output", str(tmp_path / "x")]
     assert peak_memory([*command, "--tokenizer", str(tokenizer_json)]) < 2e6
     assert len(open_corpus(str(tmp_path / "x")).lengths) == 1
     with pytest.raises(UserError, match="line 1: the line is longer than 64 MiB"):
