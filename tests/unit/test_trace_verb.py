@@ -80,8 +80,8 @@ def test_one_file_has_all_ranks(gptctl, four: Path) -> None:
 
 def test_too_many_processes_to_merge(gptctl, four: Path) -> None:
     """Each trace alone can be read; a message, not a bug."""
-    events = [{"ph": "X", "name": "x", "pid": pid, "tid": 1, "ts": pid, "dur": 1} for pid in range(100_010)]
-    (four / FOLDER / "rank_1.steps_1-2.json").write_text(json.dumps({"traceEvents": events}))
+    one = event("aten::mm", 1000, 1)
+    write(four / FOLDER / "rank_1.steps_1-2.json", [step(1, 1000, 1000), *({**one, "pid": n} for n in range(100_010))])
     done = gptctl("trace", "profiler_log", "--output", "all.json", cwd=four)
     assert (done.returncode, done.stderr.count("Traceback")) == (2, 0)
     assert "error: cannot merge the traces: more than 100,000 processes" in done.stderr
