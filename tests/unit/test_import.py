@@ -404,7 +404,7 @@ MISTAKES: dict[str, tuple[dict[str, Tensor] | None, dict[str, Any], list[str]]] 
     "one bias missing": (changed("transformer.ln_f.bias", None), {}, ["norm.bias is missing"]),
     "another shape": (changed(LAST, torch.zeros(HIDDEN, 5)), {}, ["layers.1.linear1.weight has the shape [24, 5], not [24, 96]"]),
     "a strange name": (changed("transformer.h.0.rotary.weight", torch.zeros(3)), {}, ["'transformer.h.0.rotary.weight' is not a tensor of a GPT-2"]),
-    "a name to attack a terminal": (changed("\x1b[2J\n", torch.zeros(3)), {}, ["'\\x1b[2J\\n' belongs"]),
+    "a name to attack a terminal": (changed("\x1b[2J\n", torch.zeros(3)), {}, ["'\\x1b[2J\\n' is not"]),
     "a million layers": (changed("transformer.h.999999.ln_1.weight", torch.zeros(HIDDEN)), {}, ["layers are missing: it has 3, and the last one is 999999"]),
     "integers": (changed(LAST, torch.zeros(HIDDEN, 96, dtype=torch.int8)), {}, ["does not contain floating-point numbers"]),
     "NaN": (changed(LAST, torch.full((HIDDEN, 96), float("nan"))), {}, ["contains NaN or infinity"]),
