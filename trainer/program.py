@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from trainer.errors import OUT_OF_REACH, Finding, UserError
+from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError
 from trainer.rank_log import UNRECOVERABLE
 from trainer.stop import StopRequest
 
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 Program = Callable[[Sequence[str], StopRequest], None]
 
 
-def run_program(program: Program, arguments: Sequence[str]) -> int:
-    """Run a program with its arguments; return its exit code."""
+def run_program(program: Program, arguments: Sequence[str], is_task: bool = False) -> int:
+    """Run a program with its arguments; return its exit code.
+
+    A task that nobody would restart exits with 2 after wrong usage.
+    """
     configure_threads()
     with StopRequest() as stop:  # before importing torch, which takes seconds
         from torch.distributed import is_initialized
@@ -30,6 +33,8 @@ def run_program(program: Program, arguments: Sequence[str]) -> int:
 
         try:
             code = record(_run)(program, arguments, stop) or 0
+            if code == WRONG_USAGE and (not is_task or "RANK" in os.environ):
+                code = UNRECOVERABLE
         except BaseException:
             if not is_initialized():
                 raise
@@ -48,7 +53,8 @@ def _run(program: Program, arguments: Sequence[str], stop: StopRequest) -> int:
         program(arguments, stop)
     except UserError as error:
         print_error(error)
-        return OUT_OF_REACH if error.exit_code == OUT_OF_REACH else UNRECOVERABLE
+        is_told = error.exit_code in (OUT_OF_REACH, WRONG_USAGE)
+        return error.exit_code if is_told else UNRECOVERABLE
     except RuntimeError as error:
         # Before the watchdog runs, a lost connection is all that this rank knows.
         from trainer.watchdog.network_errors import LOST, nccl_error

@@ -24,6 +24,9 @@ _NUMBERS = {
 }
 
 
+_SETTINGS = ("window", "stride")
+
+
 class Evaluation(NamedTuple):
     """What was measured on the checkpoint of a step, as `eval_ppl:wiki.txt`."""
 
@@ -40,8 +43,10 @@ def evaluations_in(folder: Path) -> list[Evaluation]:
         return []
     if len(names) > MOST:  # their names are random: only the time says which are new
         names = nlargest(MOST, names, key=lambda name: _changed(folder / name))
-    read = (_parsed(read_json(folder / name) or {}) for name in sorted(names))
-    return sorted((each for each in read if each), key=lambda each: each.time)
+    results = [read_json(folder / name) or {} for name in sorted(names)]
+    results.sort(key=lambda facts: facts["time"] if is_number(facts.get("time")) else 0.0)
+    settings: dict[object, object] = {}  # of the first result of each name
+    return [each for facts in results if (each := _parsed(facts, settings))]
 
 
 def _changed(file: Path) -> float:
@@ -51,13 +56,18 @@ def _changed(file: Path) -> float:
         return 0.0
 
 
-def _parsed(facts: dict[str, Any]) -> Evaluation | None:
+def _parsed(facts: dict[str, Any], settings: dict[object, object]) -> Evaluation | None:
     step, kind, path, time = (facts.get(name) for name in ("step", "task", "path", "time"))
     known = _NUMBERS.get(kind) if isinstance(kind, str) else None
     if not (known and is_number(step) and 0 <= step < HIGHEST_STEP and isinstance(path, str)):
         return None
     start, names = known
     text = " ".join(clean(PurePosixPath(path).name).split())
+    # Other windows, or another text of this name, would make a curve of numbers of two kinds.
+    own = [facts.get(name) if is_number(facts.get(name)) else None for name in _SETTINGS]
+    if settings.setdefault((kind, text), (path, own)) != (path, own):
+        words = [f"{name} {value:g}" for name, value in zip(_SETTINGS, own) if value is not None]
+        text = " ".join(clean(path).split()) + (f" ({', '.join(words)})" if words else "")
     numbers = {f"{start}_{name}:{text}": facts.get(name) for name in names}
     kept = {name: value for name, value in numbers.items() if is_number(value)}
     return Evaluation(time if is_number(time) else 0.0, int(step), kept)

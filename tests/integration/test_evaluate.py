@@ -193,26 +193,30 @@ def test_more_layouts(tmp_path: Path, output: Path, degrees: dict[str, int]) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["output"], "no file to evaluate on"),
-        (["output", "nothing.txt"], "cannot read nothing.txt"),
-        (["output", "empty.txt"], "empty.txt has no text"),
-        (["output", "one.txt"], "one.txt has only one token"),
-        (["elsewhere", "text.txt"], "elsewhere contains no usable checkpoint"),
-        (["output", "text.txt", "-o", "Model.hidden_size=64"], "is a checkpoint of another model: hidden_size is 32"),
-        (["output", "text.txt", "-o", "Distributed.mp_degree=2"], "L0"),
-        (["output", "text.txt", "-o", "Offline_Eval.batch_size=0"], "C012 Offline_Eval.batch_size"),
-        (["output", "text.txt", "--tokenizer", "bytes"], "the tokenizer has 257 tokens, but the model in"),
-        (["output", "text.txt", "--jsn"], "unrecognized arguments: --jsn"),
-        (["output", "chinese.txt"], "the vocabulary of this model has no"),
+        (["output"], 2, "no file to evaluate on"),
+        (["output", "nothing.txt"], 2, "cannot read nothing.txt"),
+        (["output", "empty.txt"], 2, "empty.txt has no text"),
+        (["output", "one.txt"], 2, "one.txt has only one token"),
+        (["elsewhere", "text.txt"], 93, "elsewhere contains no usable checkpoint"),
+        (
+            ["output", "text.txt", "-o", "Model.hidden_size=64"],
+            93,
+            "is a checkpoint of another model: hidden_size is 32",
+        ),
+        (["output", "text.txt", "-o", "Distributed.mp_degree=2"], 93, "L0"),
+        (["output", "text.txt", "-o", "Offline_Eval.batch_size=0"], 93, "C012 Offline_Eval.batch_size"),
+        (["output", "text.txt", "--tokenizer", "bytes"], 93, "the tokenizer has 257 tokens, but the model in"),
+        (["output", "text.txt", "--jsn"], 2, "unrecognized arguments: --jsn"),
+        (["output", "chinese.txt"], 93, "the vocabulary of this model has no"),
     ],
 )
-def test_mistakes_are_one_message(tmp_path: Path, output: Path, arguments: list[str], message: str) -> None:
+def test_mistakes_are_one_message(tmp_path: Path, output: Path, arguments: list[str], code: int, message: str) -> None:
     for name, text in {"empty": " \n", "one": "e", "chinese": "中文"}.items():
         (tmp_path / f"{name}.txt").write_text(text)
     ended = task("evaluate", tmp_path, *arguments)
-    assert ended.codes == [93]
+    assert ended.codes == [code]
     assert message in ended.err[0]
     assert "Traceback" not in ended.err[0]
     assert "hint: " in ended.err[0]

@@ -93,6 +93,19 @@ def test_texts_have_names_of_their_own_and_the_latest_result_counts(
     assert cells.split()[-2:] == ["0.25", "7"]
 
 
+def test_other_windows_and_other_texts_of_a_name_are_other_curves(tmp_path: Path) -> None:
+    """The name of the first result stays, whatever comes later."""
+    trains(tmp_path, "a", 10)
+    evaluates(tmp_path, 10, time=1.0, ppl=7.0, window=1024, stride=32)
+    evaluates(tmp_path, 10, time=2.0, ppl=8.0, window=64, stride=1)
+    evaluates(tmp_path, 10, time=3.0, ppl=9.0, window=1024, stride=32, path="/other/wiki.txt")
+    evaluates(tmp_path, 10, time=4.0, ppl=6.0, window=1024, stride=32)
+    rows = whole_run([job_of(tmp_path, "a")])
+    assert shown(rows) == [(10, 6.0)]
+    assert shown(rows, "eval_ppl:/texts/wiki.txt (window 64, stride 1)") == [(10, 8.0)]
+    assert shown(rows, "eval_ppl:/other/wiki.txt (window 1024, stride 32)") == [(10, 9.0)]
+
+
 @pytest.mark.parametrize(
     "facts",
     [

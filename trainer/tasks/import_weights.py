@@ -29,7 +29,7 @@ TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_program(_import, sys.argv[1:] if arguments is None else arguments)
+    return run_program(_import, sys.argv[1:] if arguments is None else arguments, is_task=True)
 
 
 def _import(arguments: Sequence[str], stop: StopRequest) -> None:

@@ -74,6 +74,7 @@ def _fields(path: str, content: str, names: Sequence[str]) -> Iterator[tuple[int
         if not texts:
             wanted = " or ".join(f"`{name}`" for name in names)
             message = f"{path}:{number}: no field {wanted} with a text"
-            has = f"it has {', '.join(sorted(fields)[:10]) or 'no fields'}"
-            raise UserError(message, has, WRONG_USAGE)
+            has = ", ".join(sorted(fields)[:10]) or "no fields"
+            hint = f"rename the field that has the text; this line has {has}"
+            raise UserError(message, hint, WRONG_USAGE)
         yield number, texts[0]

@@ -20,7 +20,12 @@ from trainer.tasks.arguments import Opened, open_checkpoint, task_config
 from trainer.tasks.tokenizers import tokenizer_of
 from trainer.watchdog import watched
 
-_MORE_RANKS = "use more ranks: --gpus-per-node 2 -o Distributed.mp_degree=2"
+
+def _more_ranks(mesh: Mesh) -> str:
+    """How to divide the model among more ranks than now."""
+    mp = 2 * mesh.layout.mp
+    ranks = mesh.world // mesh.layout.mp * mp
+    return f"use more ranks: --gpus-per-node {ranks} -o Distributed.mp_degree={mp}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def loaded(
     with (
         join(resolved.run, resolved.layout) as mesh,
         watched(resolved.run, mesh, print_error),
-        explained_task(mesh, f"reduce {smaller}, or {_MORE_RANKS}"),
+        explained_task(mesh, f"reduce {smaller}, or {_more_ranks(mesh)}"),
     ):
         began = time.perf_counter()
         mesh.heartbeat.tick("loading the checkpoint")

@@ -37,7 +37,7 @@ def _found(opened: Opened, given: str | None, recorded: dict[str, Any]) -> Token
         return CharacterTokenizer(vocabulary)
     if recorded.get("kind") == BYTES:
         return ByteTokenizer()
-    for folder in _places(opened.folder):
+    for folder in places(opened.folder):
         if folder.is_dir():
             return open_tokenizer(str(folder))
     kind = recorded.get("kind")
@@ -45,7 +45,8 @@ def _found(opened: Opened, given: str | None, recorded: dict[str, Any]) -> Token
     raise UserError(f"cannot turn text into tokens for {opened.folder}: {missing}", HOW)
 
 
-def _places(checkpoint: Path) -> tuple[Path, Path]:
+def places(checkpoint: Path) -> tuple[Path, Path]:
+    """Where the files of a checkpoint's tokenizer may be."""
     # Not by the text of the path: `.` has a parent too.
     return checkpoint.resolve().parent / FOLDER, checkpoint / FOLDER
 

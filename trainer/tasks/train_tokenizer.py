@@ -21,7 +21,7 @@ from trainer.tasks.data_arguments import DataParser, Reporter, ended_by, is_firs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_program(_train, sys.argv[1:] if arguments is None else arguments)
+    return run_program(_train, sys.argv[1:] if arguments is None else arguments, is_task=True)
 
 
 def _train(arguments: Sequence[str], stop: StopRequest) -> None:

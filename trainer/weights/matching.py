@@ -104,7 +104,7 @@ def _require_gpt(source: Source, stored: Mapping[str, Stored]) -> None:
 
 def _unusable(found: Found) -> Iterator[str]:
     for name in found.unknown:
-        yield f"{shown(name)} belongs to no GPT-2"
+        yield f"{shown(name)} is not a tensor of a GPT-2"
     layers = sorted({int(name.split(".")[1]) for name in found.parameters if "layers." in name})
     # Before a model of that size is made: a name can claim a million layers.
     if layers != list(range(len(layers))):
