@@ -38,6 +38,7 @@ ACTIVE_CHUNKS = 3  # that torch's interleaved schedule keeps gathered
 
 PADDED = "FSDP pads the rows of every parameter to a multiple of the ranks"
 REPEATED = "every mp rank sends the whole hidden state; sequence_parallel sends a part of it"
+TIMES = "logged steps also send the step times of all ranks"
 ONE_MESSAGE = "position embeddings need only an all-gather, but travel in the message of the norms"
 
 
@@ -77,9 +78,18 @@ def collectives(run: RunConfig, layout: Layout, rank: int) -> list[Row]:
         *(_pipeline(plan) if layout.pp > 1 else []),
         *(_sharding(plan) if layout.sharding > 1 else _data_parallel(plan)),
         *_shared_gradients(plan),
-        _row(plan, "summary of the step", "all_reduce", "world", "float64", 8 * SUMMARY, UPDATE, 1),
+        _summary(plan),
     ]
     return [row for row in rows if row.calls and row.nbytes]
+
+
+def _summary(plan: RankPlan) -> Row:
+    """Of a step that is logged; other ones do not send the times of the ranks."""
+    ranks = plan.layout.world
+    needed = on_the_wire("all_reduce", ranks, 8 * SUMMARY)
+    size = 8 * (SUMMARY + ranks)
+    what = "summary of the step"
+    return _row(plan, what, "all_reduce", "world", "float64", size, UPDATE, 1, needed, TIMES)
 
 
 def _row(
