@@ -162,7 +162,7 @@ def test_metrics_do_not_follow_a_link(tmp_path: Path, metrics: Any) -> None:
 @pytest.mark.parametrize("kind", NO_FILES)
 def test_a_status_that_is_no_file_is_not_changed(tmp_path: Path, kind: str) -> None:
     NO_FILES[kind](tmp_path / "status.json")
-    report_failure(tmp_path, "reason")
+    report_failure(tmp_path, "reason", 0.0)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NO_FILES if kind != "huge sparse file"])
