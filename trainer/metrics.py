@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import torch
 
+from trainer.checkpoint_names import METRICS, RANK_TIMES, REPEATED_METRICS
 from trainer.config.sections import RunConfig
 from trainer.device import peak_memory
 from trainer.durable import replacing
@@ -38,8 +39,6 @@ GPU_PEAKS = {
     "B200": 2250,
 }
 GPU_PEAKS |= {"L40": 181, "L4": 121, "T4": 65, "RTX 4090": 165, "RTX 3090": 71}
-REPEATED_FILE = "metrics.repeated.jsonl"  # records of steps that were trained again later
-RANK_TIMES = "rank_times.jsonl"  # what each rank needed for a step, without waiting for others
 LONGEST_LINE = 1 << 20  # bytes of a record; ours have a few hundred
 GEMM_SIZE = 768  # large enough to reach a CPU's peak, small enough to take milliseconds
 
@@ -175,9 +174,7 @@ class Metrics:
     def __init__(self, run: RunConfig, mesh: Mesh, log: Log, folder: Path, max_steps: int) -> None:
         self.log, self.device, self.world = log, mesh.device, mesh.world
         # The first rank is enough: all ranks know the same global numbers.
-        self.records = (
-            Records(folder / "metrics.jsonl", "metrics are", log.warn) if mesh.is_first else None
-        )
+        self.records = Records(folder / METRICS, "metrics are", log.warn) if mesh.is_first else None
         self.rank_times = (
             Records(folder / RANK_TIMES, "step times are", log.warn)
             if mesh.is_first and mesh.world > 1
@@ -270,7 +267,7 @@ class Metrics:
             # The inner file is closed first: if the run is killed in between, no record is lost.
             with (
                 replacing(self.file) as kept,
-                open(self.file.with_name(REPEATED_FILE), "ab", opener=open_own) as repeated,
+                open(self.file.with_name(REPEATED_METRICS), "ab", opener=open_own) as repeated,
             ):
                 for line in stream:
                     (repeated if self._is_after(line, step) else kept).write(line)

@@ -28,7 +28,7 @@ from gptctl.engine.attempt_outcome import (
 from gptctl.engine.chain import chain_result
 from gptctl.engine.contract import READY_VARIABLE, STOP_SIGNALS
 from gptctl.engine.error_text import is_killed_for_memory
-from gptctl.engine.events import ATTEMPT, END, FAILURE, REQUEUE, SIGNAL, STARTED, EventLog
+from gptctl.engine.events import ATTEMPT, END, FAILURE, REQUEUE, SIGNAL, EventLog
 from gptctl.engine.job_result import CANCELLED, COMPLETED, FAILED, STOPPED, TIMEOUT, Result
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
 from gptctl.engine.log import os_error_text, say
@@ -131,7 +131,7 @@ class Supervisor:
         self.events.attempt = self.folder.attempts()
         facts = {"nodes": len(self.hosts) or self.plan.nodes, "per_node": self.plan.per_node}
         scheduler = {"scheduler_id": os.environ.get("SLURM_JOB_ID")} if self.scheduler else {}
-        self.events.add(STARTED, **facts, **scheduler)
+        self.events.started(**facts, **scheduler)
 
     def on_signal(self, number: int, frame: object = None) -> None:
         if self.folder.is_cancelled():

@@ -52,7 +52,7 @@ _ATTEMPT = re.compile(ATTEMPT_NAME)
 # Names come from other machines: only these are accepted, and none can leave the folder.
 GROWS = re.compile(
     r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|batch\.log"
-    r"|(metrics|events|rank_times)\.jsonl",
+    r"|(metrics|metrics\.repeated|events|rank_times)\.jsonl",
     re.ASCII,
 )
 _WHOLE = re.compile(
