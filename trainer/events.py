@@ -13,16 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.event_names import EVENTS, FAILED, LAST_STEP
 from trainer.records import Records
-
-EVENTS, LAST_STEP = "events.jsonl", "last-step"
-GROUP = "process group"  # all ranks are connected
-FIRST_STEP = "first step"  # it begins; `resumed` is the step before it
-CHECKPOINT = "checkpoint"  # `stall`: seconds for which the training waited until now
-COMMITTED = "checkpoint committed"
-EVALUATION = "evaluation"  # it took `seconds` until now
-STOP = "stop"  # the training stops because a signal asked it to
-FINISHED, FAILED = "finished", "failed"
 
 
 class Events:

@@ -23,7 +23,8 @@ from trainer.config.sections import Model, RunConfig
 from trainer.corpus.metadata import FOLDER, copy_tokenizer
 from trainer.data.epochs import Position
 from trainer.errors import UserError
-from trainer.events import CHECKPOINT, COMMITTED, Events
+from trainer.event_names import CHECKPOINT, COMMITTED
+from trainer.events import Events
 from trainer.logline import length_line
 from trainer.mesh import PRIVATE_DISKS, Mesh
 from trainer.metrics import Log

@@ -25,7 +25,8 @@ from trainer.config.resolve import batch_of
 from trainer.config.sections import RunConfig
 from trainer.data import LocalBatch, Reader, Start, open_data
 from trainer.errors import UserError
-from trainer.events import EVALUATION, FINISHED, FIRST_STEP, GROUP, STOP, Events
+from trainer.event_names import EVALUATION, FINISHED, FIRST_STEP, GROUP, STOP
+from trainer.events import Events
 from trainer.inference.generation import generate
 from trainer.inference.network import network_of
 from trainer.logline import COMPLETE, epoch_line, evaluation_line, sample_title

@@ -92,7 +92,7 @@ class Clocks:
         return float(offset + clock)
 
 
-def timeline_of(record: JobRecord, is_over: bool, now: float) -> Timeline:
+def timeline_of(record: JobRecord, is_over: bool) -> Timeline:
     """Read what is known of a job, from its files on this machine."""
     clocks, folder = Clocks(), RunFolder(record.local_dir)
     own = _events_in(folder.path / EVENTS, clocks)
@@ -103,9 +103,7 @@ def timeline_of(record: JobRecord, is_over: bool, now: float) -> Timeline:
     submitted = Event(SUBMITTED, record.created, -1, {})
     hosts = {event.attempt: event.facts.get("host") for event in trainer}
     rows = _metrics(record, clocks, hosts)
-    allocations = _allocations(record, folder, events, rows, is_over, clocks)
-    if is_over is False and allocations and allocations[-1].ended is None:
-        events = [event for event in events if event.time <= now]
+    allocations = _allocations(record, folder, events, rows, is_over)
     steps = {number: step for number in runs if (step := _last_step(folder, number))}
     return Timeline(record.id, record.created, [submitted, *events], allocations, rows, steps)
 
@@ -183,14 +181,12 @@ def _allocations(
     events: list[Event],
     rows: list[Row],
     is_over: bool,
-    clocks: Clocks,
 ) -> list[Allocation]:
     """When the job had its nodes. An engine that was killed is known to have lived until then."""
     starts = [event for event in events if event.name == STARTED]
     if not starts:  # a job of an older version
         starts = [event for event in events if event.name == RANKS_UP][:1]
-    alive = read_json(folder.path / ALIVE) or {}
-    last_sign = clocks.time_of(alive)
+    last_sign = _moment(read_json(folder.path / ALIVE))
     found = []
     for number, start in enumerate(starts):
         following = starts[number + 1] if number + 1 < len(starts) else None
@@ -198,13 +194,18 @@ def _allocations(
         inside = [e for e in events if start.time <= e.time < until]
         end = next((e.time for e in inside if e.name == END), None)
         if end is None and (following or is_over):
-            seen = clocks.time_of(following.facts.get("seen") or {}) if following else last_sign
+            seen = _moment(following.facts.get("seen")) if following else last_sign
             trained = [row["time"] for row in rows if start.time <= row["time"] < until]
             signs = [e.time for e in inside] + trained + ([seen] if seen else [])
             end = min(until, max(sign for sign in signs if sign < until))
         gpus = _gpus(start.facts, record)
         found.append(Allocation(start.time, end, gpus, max(0, start.attempt)))
     return found
+
+
+def _moment(sign: object) -> float | None:
+    moment = sign.get("time") if isinstance(sign, dict) else None
+    return moment if is_time(moment) else None
 
 
 def _gpus(facts: Mapping[str, Any], record: JobRecord) -> int:
