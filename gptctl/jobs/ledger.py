@@ -128,7 +128,8 @@ def _attempts(timeline: Timeline, now: float) -> list[_Span]:
         ended = max(allocation.began, now if allocation.ended is None else allocation.ended)
         following = timeline.allocations[index + 1 :]
         until = following[0].began if following else float("inf")
-        inside = [n for n, begin in starts.items() if allocation.began <= begin < until]
+        inside = [n for n in starts if allocation.began <= starts[n] < until]
+        inside.sort(key=lambda n: starts[n])
         inside = inside or [allocation.first_attempt]
         # The first one includes what the engine did before it.
         bounds = [allocation.began, *(min(starts.get(n, ended), ended) for n in inside[1:]), ended]
