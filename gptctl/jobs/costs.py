@@ -152,9 +152,9 @@ def _share(accounts: Mapping[str, float], allocation: float) -> float | None:
     return round(accounts[COMPUTE] / allocation, 4) if allocation > 0 else None
 
 
-def user_of(record: JobRecord) -> str:
-    """Who submitted a job: the owner of its folder, or of its record."""
-    for path in (record.local_dir, str(home())):
+def user_of(record: JobRecord | None = None) -> str:
+    """Who submitted a job: the owner of its folder, else of the job store."""
+    for path in (*([record.local_dir] if record else []), str(home())):
         try:
             number = os.stat(path).st_uid
         except OSError:
