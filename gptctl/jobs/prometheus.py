@@ -17,7 +17,7 @@ from trainer.errors import OUT_OF_REACH, UserError
 Labels = Mapping[str, str]
 
 
-class Metric(NamedTuple):
+class Gauge(NamedTuple):
     name: str
     help: str
     samples: Sequence[tuple[Labels, float]]
@@ -28,11 +28,11 @@ def textfile(
 ) -> str:
     """`rows` are those of `gptctl list --json`; `goodput` has the running jobs."""
     metrics = [_states(rows, user), *_running(rows, goodput, user)]
-    metrics.append(Metric("gptctl_updated_seconds", "When this was written.", [({}, now)]))
+    metrics.append(Gauge("gptctl_updated_seconds", "When this was written.", [({}, now)]))
     return "".join(line for metric in metrics for line in _lines(metric, user))
 
 
-def _states(rows: Sequence[Mapping[str, Any]], user: str) -> Metric:
+def _states(rows: Sequence[Mapping[str, Any]], user: str) -> Gauge:
     """Also states without jobs: an alert needs to see the zero before the one."""
     clusters = sorted({str(row["cluster"]) for row in rows})
     counts = Counter((str(row["cluster"]), str(row["state"])) for row in rows)
@@ -42,18 +42,18 @@ def _states(rows: Sequence[Mapping[str, Any]], user: str) -> Metric:
         for cluster in clusters
         for state in states
     ]
-    return Metric("gptctl_jobs", "Jobs by cluster and state.", samples)
+    return Gauge("gptctl_jobs", "Jobs by cluster and state.", samples)
 
 
 def _running(
     rows: Sequence[Mapping[str, Any]], goodput: Mapping[str, float | None], user: str
-) -> Iterator[Metric]:
+) -> Iterator[Gauge]:
     running = [row for row in rows if row["state"] == RUNNING]
 
-    def metric(name: str, text: str, values: Iterable[object]) -> Metric:
+    def metric(name: str, text: str, values: Iterable[object]) -> Gauge:
         labels = [{"job": str(row["job"]), "cluster": str(row["cluster"])} for row in running]
         known = [(each, value) for each, value in zip(labels, values) if is_number(value)]
-        return Metric(name, f"{text} of running jobs.", [(e, float(v)) for e, v in known])
+        return Gauge(name, f"{text} of running jobs.", [(e, float(v)) for e, v in known])
 
     progress = [row.get("progress") or {} for row in running]
     yield metric("gptctl_job_ranks", "Ranks", [row["world_size"] for row in running])
@@ -65,7 +65,7 @@ def _running(
     yield metric("gptctl_job_goodput", "Share of new compute in the GPU time", shares)
 
 
-def _lines(metric: Metric, user: str) -> Iterator[str]:
+def _lines(metric: Gauge, user: str) -> Iterator[str]:
     yield f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} gauge\n"
     for labels, value in metric.samples:
         # Several users of a machine write a file each: no two samples may be the same.
