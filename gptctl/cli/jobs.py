@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -50,9 +51,18 @@ LIST_TIMEOUT = 3.0  # seconds that `list` waits for other machines: people look 
     is_flag=True,
     help=f"Show all jobs, also removed ones, not only the last {RECENT}.",
 )
+@click.option(
+    "--prometheus",
+    "prometheus_folder",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Write the numbers to a file in DIR, for Prometheus's node_exporter.",
+)
 @as_json_option
 @click.pass_obj
-def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
+def list_verb(
+    session: Session, show_all: bool, prometheus_folder: Path | None, as_json: bool
+) -> None:
     """List jobs and their states.
 
     The newest job comes last. The column `from` has the hash of the job that a job continues.
@@ -70,6 +80,9 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
     # All at once: one query to Slurm answers for all of its jobs.
     rows = report.rows(records, session.backends, deadline)
     session.report_damage()
+    if prometheus_folder:
+        write_prometheus(session, records, rows, prometheus_folder)
+        return
     # JSON has the plain numbers; the columns below are formatted for people.
     if as_json:
         ui.print_json(rows)
@@ -93,6 +106,23 @@ def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
     hidden = len(session.store.ids()) - len(rows)
     older = f"; --all shows {hidden:,} more, older or removed" if hidden else ""
     ui.print_table(f"{count(len(rows), 'job')}{older}", columns, cells)
+
+
+def write_prometheus(
+    session: Session, records: Sequence[JobRecord], rows: list[dict[str, Any]], folder: Path
+) -> None:
+    """Write the jobs as metrics; how well they use their GPUs is read of running ones only."""
+    from gptctl.cli import ui
+    from gptctl.engine.job_result import RUNNING
+    from gptctl.jobs.costs import ledger_of_job, user_of
+    from gptctl.jobs.prometheus import textfile, write
+
+    now = time.time()
+    running = [rec for rec, row in zip(records, rows) if row["state"] == RUNNING]
+    ledgers = [ledger_of_job(record, RUNNING, session.store, now) for record in running]
+    goodput = {ledger.job: ledger.goodput for ledger in ledgers}
+    user = user_of()
+    ui.print_text(str(write(folder, textfile(rows, goodput, user, now), user)))
 
 
 @click.command(epilog=examples("gptctl status", "gptctl status gpt-3f9a2c --json"))

@@ -5,12 +5,15 @@ code/  git.json       frozen when the job is submitted
 claim.json            who runs it (a supervisor, a Slurm job), or that it was abandoned
 slurm-job             the number of the Slurm job that runs it
 attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  unrecoverable
+                      last-step (of the trainer, written in every step)
                       hosts  start-checkpoint (the newest checkpoint at its start)  failed
                       outcome.json (how it ended, its first failure, stopped nodes)
                       node.<n>.stop-requested (the node was asked to stop)
 logs/attempt-<k>/     workerlog.<rank>  node.<n>.log  batch.log
 output/               checkpoints, metrics.jsonl and status.json of the bundled trainer
 waiting               what the job waits for before it starts; missing once it runs
+events.jsonl          what happened, in order: see `events.py`
+alive.json            when the engine was seen alive, every few seconds
 cancelled             no new attempt of this job may start
 cancelled-by          who cancelled it
 in-doubt              ssh: the job was committed, and may have started

@@ -28,6 +28,7 @@ from gptctl.engine.attempt_outcome import (
 from gptctl.engine.chain import chain_result
 from gptctl.engine.contract import READY_VARIABLE, STOP_SIGNALS
 from gptctl.engine.error_text import is_killed_for_memory
+from gptctl.engine.events import ATTEMPT, END, FAILURE, REQUEUE, SIGNAL, EventLog
 from gptctl.engine.job_result import CANCELLED, COMPLETED, FAILED, STOPPED, TIMEOUT, Result
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
 from gptctl.engine.log import os_error_text, say
@@ -70,7 +71,7 @@ class Supervisor:
         admission: Admission | None = None,
     ) -> None:
         self.folder, self.plan = RunFolder(plan.remote_dir), plan
-        self.nodes = NodeGroup(nodes)
+        self.nodes, self.events = NodeGroup(nodes), EventLog(self.folder.path)
         self.host = host or plan.master_addr
         self.hosts = hosts or plan.hosts
         self.scheduler, self.log, self.admission = scheduler, log, admission
@@ -99,6 +100,7 @@ class Supervisor:
             if over := chain_result(self.plan):
                 raise StopRequested(over.state, over.reason)
             self._set_deadline()
+            self._record_start()
             keep_space(self.folder.path)
             # Before gptctl learns that the job exists: it prints the endpoint.
             self._begin_attempt()
@@ -112,6 +114,7 @@ class Supervisor:
             not_ended = self.nodes.kill()
             free_space(self.folder.path)
             self._record(result, not_ended)
+            self.events.add(END, state=result.state if result else None)
             if self.admission:
                 self.admission.release()
             # A job that failed at once exists, too.
@@ -122,6 +125,13 @@ class Supervisor:
         # A scheduler enforces the limit itself.
         if self.plan.time_limit and not self.scheduler:
             self.deadline = time.monotonic() + seconds_of(self.plan.time_limit)
+
+    def _record_start(self) -> None:
+        # Before the attempt begins: its number counts from here on.
+        self.events.attempt = self.folder.attempts()
+        facts = {"nodes": len(self.hosts) or self.plan.nodes, "per_node": self.plan.per_node}
+        scheduler = {"scheduler_id": os.environ.get("SLURM_JOB_ID")} if self.scheduler else {}
+        self.events.started(**facts, **scheduler)
 
     def on_signal(self, number: int, frame: object = None) -> None:
         if self.folder.is_cancelled():
@@ -159,7 +169,8 @@ class Supervisor:
     def _begin_attempt(self) -> None:
         """Create the next attempt, numbered across requeues, and choose its endpoint."""
         self._stop_if_cancelled()
-        self.number = self.folder.begin_attempt()
+        self.number = self.events.attempt = self.folder.begin_attempt()
+        self.events.add(ATTEMPT)
         folder = self.folder.attempt(self.number)
         if self.scheduler:
             self.scheduler.begin_attempt(self.number)
@@ -199,6 +210,7 @@ class Supervisor:
             self._record_outcome(result, exits)
             if result.state == COMPLETED:
                 return result
+            self.events.add(FAILURE, state=result.state, reason=result.reason)
             self._stop_if_cancelled()
             if self._scheduler_is_ending_job(result.reason):
                 return None
@@ -272,6 +284,7 @@ class Supervisor:
         """Requeue the job: the scheduler stops this engine, and starts it again later."""
         self._stop_if_cancelled()
         assert self.scheduler
+        self.events.add(REQUEUE, reason=why)
         say(f"requeueing: {why}" if why == result.reason else f"requeueing: {why}: {result.reason}")
         # Only a signal that arrives from now on belongs to the requeue.
         self.stop_request = None
@@ -286,6 +299,7 @@ class Supervisor:
     def _await_signal(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while not self.stop_request and time.monotonic() < deadline:
+            self.events.show_alive()
             time.sleep(TICK)
 
     # One attempt
@@ -338,7 +352,11 @@ class Supervisor:
             return self.nodes.exits()
 
     def _check_stop(self) -> None:
+        if self.number >= 0:
+            self.events.show_alive()
         if self.stop_request:
+            # Not by the handler: it may interrupt the writing of another event.
+            self.events.add(SIGNAL, state=self.stop_request.result.state)
             raise self.stop_request
         if self.deadline and time.monotonic() > self.deadline:
             raise StopRequested(TIMEOUT, f"the time limit of {self.plan.time_limit} is exceeded")
@@ -347,7 +365,11 @@ class Supervisor:
         """Give the ranks time to save, unless the job was cancelled with --now."""
         # A scheduler that stops the job enforces its own limit.
         is_open_ended = self.scheduler is not None and state == STOPPED
-        self.nodes.stop(float("inf") if is_open_ended else GRACE, self.folder.is_cancelled_now)
+        self.nodes.stop(float("inf") if is_open_ended else GRACE, self._must_hurry)
+
+    def _must_hurry(self) -> bool:
+        self.events.show_alive()
+        return self.folder.is_cancelled_now()
 
     def _port_was_taken(self) -> bool:
         """Whether another program took the port before torchrun did: then no rank started."""

@@ -19,6 +19,7 @@ from gptctl.engine.file_reading import DamagedFile, read_text
 from gptctl.engine.job_result import PENDING, RUNNING
 from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.jobs.array_folders import remove_unused_folder
+from gptctl.jobs.costs import keep_ledger
 from gptctl.jobs.history import History
 from gptctl.jobs.state import is_final, is_removed, refuse_if_not_ended, state_of
 from gptctl.jobs.store import NEWEST, JobRecord, Store
@@ -87,6 +88,8 @@ def removed_before(record: JobRecord) -> float | None:
 
 def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> float:
     """Remove the folder of a job on all machines; return when that was."""
+    if record.run_folder.is_dir():
+        keep_ledger(record, state_of(record, backends).state, Store(), time.time())
     # Other machines first: where they are is written in the folder on this one.
     if record.run_folder.is_dir() and not here_only:
         backends.of(record.kind).remove(record)

@@ -29,7 +29,7 @@ from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError, closest
 
 SCHEMA = 1
 # Files beside the record of a job: see `history.py`.
-ENDED, REMOVED = ".ended", ".removed"
+ENDED, REMOVED, COSTS = ".ended", ".removed", ".costs"
 NEWEST = 500  # records that are searched for the latest job of a folder: opening all may be slow
 ABANDONED = 3600.0  # seconds: no gptctl takes that long to write a temporary file
 MAX_RECORD = 1 << 20  # bytes that are read of a record: a damaged one may be of any size
@@ -188,7 +188,7 @@ class Store:
         except OSError:  # missing, or `ids` says why it cannot be read
             return
         for name in filter(
-            re.compile(r"\..+\.\d+|.+\.(json|ended|removed)\.part\d+").fullmatch, names
+            re.compile(r"\..+\.\d+|.+\.(json|ended|removed|costs)\.part\d+").fullmatch, names
         ):
             with suppress(OSError):
                 # Whatever the clock says: not those of a process that may be writing.

@@ -16,7 +16,10 @@ from typing import Any
 from gptctl.deadline import Deadline
 from gptctl.engine.atomic_files import replacing
 from gptctl.engine.contract import (
+    ALIVE,
     ATTEMPT_NAME,
+    EVENTS,
+    LAST_STEP,
     NO_SUCH_JOB,
     OUTCOME,
     RESULT,
@@ -48,12 +51,13 @@ MAX_PROBLEM = 200  # characters of a host's error message
 _ATTEMPT = re.compile(ATTEMPT_NAME)
 # Names come from other machines: only these are accepted, and none can leave the folder.
 GROWS = re.compile(
-    r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|metrics\.jsonl|batch\.log",
+    r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|batch\.log"
+    r"|(metrics|metrics\.repeated|events|rank_times)\.jsonl",
     re.ASCII,
 )
 _WHOLE = re.compile(
     rf"endpoint\.json|hosts|{UNRECOVERABLE_FILE}|{OUTCOME}|node\.\d{{1,7}}\.(exit|pid)"
-    rf"|status\.json|{EVALUATION.pattern}",
+    rf"|status\.json|{LAST_STEP}|{re.escape(ALIVE)}|{EVALUATION.pattern}",
     re.ASCII,
 )
 
@@ -259,6 +263,10 @@ class HostSync:
                     places = f"{remote}/{entry.name}", Path(local, entry.name)
                     yield from self._parts_of(files, *places, f"{name}{entry.name}/")
                 self.has_result |= entry.name == RESULT
+                is_story = entry.name in (EVENTS, ALIVE) and remote == self.plan.remote_dir
+                if is_story and stat.S_ISREG(entry.mode) and self.owns(entry.name):
+                    copy = Path(local, entry.name)
+                    yield Part(f"{remote}/{entry.name}", copy, entry.size, entry.changed)
                 if entry.name == BATCH_LOG and stat.S_ISREG(entry.mode) and self.owns(BATCH_LOG):
                     changed = (entry.size, entry.changed)
                     yield Part(f"{remote}/{BATCH_LOG}", self._batch_log, *changed)
