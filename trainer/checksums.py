@@ -32,6 +32,14 @@ class Block(NamedTuple):
     digest: bytes
 
 
+def is_facts(value: object) -> bool:
+    """Whether a value from JSON can say what a file is."""
+    if not isinstance(value, dict) or not isinstance(value.get("sha256"), str):
+        return False
+    numbers = (value.get("bytes"), value.get("blocks", 0))
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
 class Damaged(Exception):
     """A file is not what its manifest says."""
 

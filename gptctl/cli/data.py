@@ -335,6 +335,7 @@ def verify(paths: tuple[str, ...], as_json: bool) -> int:
     document ends with the end token, as far as PREFIX_meta.json says. Exit code 1: damaged.
     """
     from gptctl.cli import ui
+    from trainer.corpus.inspection import FIX
     from trainer.corpus.inspection import verify as run
 
     results: dict[str, Any] = {}
@@ -353,6 +354,8 @@ def verify(paths: tuple[str, ...], as_json: bool) -> int:
         for path, result in results.items():
             for problem in result["problems"]:
                 ui.print_text(f"error: {problem}")
+            if result["problems"]:
+                ui.print_text(f"hint: {FIX}")
             if not result["problems"]:
                 tokens, documents = result["tokens"], result["documents"]
                 ui.print_text(f"{path}: {documents:,} documents, {tokens:,} tokens, no damage")

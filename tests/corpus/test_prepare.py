@@ -230,7 +230,7 @@ def test_empty_documents_are_counted_and_left_out(tmp_path: Path) -> None:
     done = run(write_jsonl(tmp_path / "in.jsonl", ["", "a", "", ""]), tmp_path / "x")
     assert (done.counts.empty, done.counts.documents) == (3, 1)
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(UserError, match="no documents found \\(1 are empty\\)"):
+    with pytest.raises(UserError, match=r"no documents found \(1 empty\)$"):
         run(tmp_path / "empty.txt", tmp_path / "y")
     assert not (tmp_path / "y.shards").exists()
 
@@ -498,11 +498,11 @@ def test_only_the_same_command_continues(tmp_path: Path, monkeypatch) -> None:
         prepare(
             Request((str(source),), str(tmp_path / "x"), shard_mb=0.001), lambda p: stop(p) if shard.exists() else None
         )
-    with pytest.raises(UserError, match="was begun with another documents") as caught:
+    with pytest.raises(UserError, match=r"was begun with other options: --documents file, now line$") as caught:
         run(source, tmp_path / "x", documents="line", shard_mb=0.001)
     assert "--overwrite" in caught.value.hint
     source.write_text(source.read_text() + '{"text": "new"}\n')
-    with pytest.raises(UserError, match="was begun with another list of input files"):
+    with pytest.raises(UserError, match=r"other options: INPUT: .*in\.jsonl is changed$"):
         run(source, tmp_path / "x", shard_mb=0.001)
     done = run(source, tmp_path / "x", overwrite=True)
     assert (done.counts.documents, done.resumed) == (101, 0)

@@ -12,14 +12,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from trainer.corpus.extras import require
+from trainer.corpus.parquet_pages import largest_page
 from trainer.corpus.sources import OpenSource, Source
 from trainer.errors import UserError
-from trainer.input_files import require_regular
+from trainer.input_files import open_regular, require_regular
 
 BLOCK = 1 << 19  # bytes to read at once: small enough that workers finish together
 LONGEST_TEXT = 4 << 20  # bytes of a text document that is not cut into pieces
 LONGEST_LINE = 64 << 20  # bytes of a JSON line: parsing it takes several times as much memory
 PARQUET_ROWS = 128
+# Bytes that a batch of rows may have, and that a page may have: it is decompressed as a whole.
+LARGEST_BATCH, LARGEST_PAGE = 1 << 28, 1 << 29
 # What separates documents; `file`: nothing. Blank lines may have spaces and tabs.
 SEPARATORS = {
     "jsonl": re.compile(rb"\n"),
@@ -29,7 +32,7 @@ SEPARATORS = {
 }
 FIRST_LINES = re.compile(rb"\A(?:[ \t\r]*\n)+")  # blank lines before a paragraph
 LINE_ENDS = b"\r\n"  # which end a paragraph, and do not belong to it
-PIECE, TOO_LONG, PARQUET = "piece", "too long", "parquet"
+PIECE, TOO_LONG, PARQUET, LONG_ROW = "piece", "too long", "parquet", "long row"
 _SPACE = ord(" ")
 _NEAR = 1 << 16  # bytes before the end of a piece in which to look for a space
 
@@ -44,7 +47,8 @@ class Position(NamedTuple):
 
 
 class Block(NamedTuple):
-    kind: str  # jsonl, line, paragraph, parquet: whole documents. piece, too long: of one
+    # jsonl, line, paragraph, parquet: whole documents. piece, too long: of one. long row: one
+    kind: str
     data: bytes
     begin: Position
     end: Position
@@ -220,19 +224,41 @@ def _parquet_blocks(source: Source, cutting: Cutting, start: Position) -> Iterat
             row += rows
             continue
         for batch in _batches(source, file, group, cutting.field):
-            begin, row = row, row + batch.num_rows
-            if row <= start.offset:
-                continue
-            done = source.size * row // max(1, file.metadata.num_rows)
-            places = [Position(start.source, each, line=each) for each in (begin, row)]
-            yield Block(PARQUET, _serialized(batch), places[0], places[1], done)
+            for texts, is_long in _parts(batch):
+                begin, row = row, row + len(texts)
+                if row <= start.offset:
+                    continue
+                done = source.size * row // max(1, file.metadata.num_rows)
+                kind, data = (LONG_ROW, b"") if is_long else (PARQUET, _serialized(texts))
+                places = [Position(start.source, each, line=each) for each in (begin, row)]
+                yield Block(kind, data, places[0], places[1], done)
+
+
+def _parts(batch: Any) -> Iterator[tuple[Any, bool]]:
+    """Cut a batch by bytes, and say which rows are too long: a batch is limited by rows alone."""
+    arrow, compute = (require(name, "reading parquet") for name in ("pyarrow", "pyarrow.compute"))
+    # As bytes, so that invalid UTF-8 is found where that of other formats is.
+    column, begin, size = batch.column(0).cast(arrow.large_binary()), 0, 0
+    for row, length in enumerate(compute.binary_length(column).to_pylist()):
+        length = length or 0
+        is_long = length > LONGEST_LINE
+        if row > begin and (is_long or size + length > BLOCK):
+            yield column.slice(begin, row - begin), False
+            begin, size = row, 0
+        size += length
+        if is_long:
+            yield column.slice(row, 1), True
+            begin, size = row + 1, 0
+    if begin < len(column):
+        yield column.slice(begin), False
 
 
 def _opened_parquet(source: Source, field: str) -> Any:
     parquet = require("pyarrow.parquet", f"reading {source.path}")
     try:
         require_regular(source.path)
-        file = parquet.ParquetFile(source.path)
+        # With a buffer, a column is read in parts: without, all of a row group at once.
+        file = parquet.ParquetFile(source.path, buffer_size=1 << 20)
     except Exception as error:  # a damaged file makes pyarrow raise anything
         hint = "the file is damaged or not parquet: get it again, or leave it out"
         raise UserError(f"cannot read {source.path}: {error}", hint) from None
@@ -250,19 +276,33 @@ _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary"
 
 
 def _batches(source: Source, file: Any, group: int, field: str) -> Iterator[Any]:
+    hint = "the file is damaged: get it again, or leave it out"
     try:
-        yield from file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=[field])
-    except OSError as error:
-        hint = "the file is damaged: get it again, or leave it out"
+        rows = _rows_at_once(source, file.metadata.row_group(group), field)
+        yield from file.iter_batches(rows, row_groups=[group], columns=[field])
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot read {source.path}: {error}", hint) from None
 
 
-def _serialized(batch: Any) -> bytes:
+def _rows_at_once(source: Source, group: Any, field: str) -> int:
+    """How many rows fit into memory, even if each is as large as a page can make it."""
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    chunk = next(each for each in chunks if each.path_in_schema == field)
+    offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
+    begin = min((offset for offset in offsets if offset), default=0)  # of no rows: none
+    with open(open_regular(source.path), "rb") as stream:
+        size = largest_page(stream, begin, chunk.total_compressed_size)
+    if size > LARGEST_PAGE:
+        message = f"{source.path}: a page of column {field} has {size:,} bytes"
+        hint = f"at most {LARGEST_PAGE:,} are supported: write it with a smaller data_page_size"
+        raise UserError(message, hint)
+    return max(1, min(PARQUET_ROWS, LARGEST_BATCH // max(1, size)))
+
+
+def _serialized(column: Any) -> bytes:
     arrow = require("pyarrow", "reading parquet")
-    # As bytes, so that invalid UTF-8 is found where that of other formats is.
-    texts = batch.column(0).cast(arrow.large_binary())
     sink = arrow.BufferOutputStream()
-    plain = arrow.record_batch([texts], names=["text"])
+    plain = arrow.record_batch([column], names=["text"])
     with arrow.ipc.new_stream(sink, plain.schema) as writer:
         writer.write_batch(plain)
     data: bytes = sink.getvalue().to_pybytes()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from trainer.corpus.blocks import (
     FIRST_LINES,
     LINE_ENDS,
+    LONG_ROW,
     PARQUET,
     PIECE,
     SEPARATORS,
@@ -201,6 +202,8 @@ class _Reading:
         if block.kind == TOO_LONG:
             if block.starts:
                 self._invalid(0, "the line is longer than 64 MiB")
+        elif block.kind == LONG_ROW:
+            self._invalid(0, "the text is longer than 64 MiB")
         elif block.kind == PARQUET:
             for row, value in enumerate(texts_of_parquet(block.data)):
                 yield self._decoded(value or b"", row)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trainer.checksums import FileFacts, file_facts
 from trainer.corpus.indexed import LONGEST, write_index
+from trainer.corpus.metadata import ENDING as METADATA
 from trainer.corpus.shards import Shard, checksum
 from trainer.durable import replacing
 from trainer.errors import UserError
@@ -90,19 +91,33 @@ def work_of(shards: Sequence[Shard]) -> int:
 
 def token_files_at(prefix: Path, is_merged: bool) -> list[Path]:
     """The files at a prefix that token files would replace, or that would be read with them."""
-    numbers = "" if is_merged else "(-[0-9]{5,})?"
-    endings = "|".join(re.escape(ending) for each in ENDINGS.values() for ending in each)
-    name = re.compile(f"{re.escape(prefix.name)}{numbers}({endings})")
-    names = os.listdir(prefix.parent) if prefix.parent.is_dir() else ()
-    return [prefix.with_name(each) for each in sorted(names) if name.fullmatch(each)]
+    return _files_at(prefix, is_merged, (), "")
 
 
-def remove_token_files(prefix: Path, known: Iterable[str], is_merged: bool) -> None:
-    """Delete the token files at a prefix, and those that its metadata names."""
+def remove_token_files(
+    prefix: Path, known: Iterable[str], is_merged: bool, new: Container[str]
+) -> None:
+    """Delete the token files at a prefix, and those that its metadata names, except new ones."""
     endings = tuple(ending for each in ENDINGS.values() for ending in each)
     named = (name for name in known if Path(name).name == name and name.endswith(endings))
     for file in (*token_files_at(prefix, is_merged), *map(prefix.with_name, named)):
+        if file.name not in new:
+            file.unlink(missing_ok=True)
+
+
+def remove_parts(prefix: Path, is_merged: bool) -> None:
+    """Delete the temporary files that a killed process left, see `replacing`."""
+    for file in _files_at(prefix, is_merged, (METADATA,), r"\.part[0-9]+"):
         file.unlink(missing_ok=True)
+
+
+def _files_at(prefix: Path, is_merged: bool, others: Iterable[str], suffix: str) -> list[Path]:
+    numbers = "" if is_merged else "(-[0-9]{5,})?"
+    known = [*others, *(ending for each in ENDINGS.values() for ending in each)]
+    endings = "|".join(map(re.escape, known))
+    name = re.compile(f"{re.escape(prefix.name)}{numbers}({endings}){suffix}")
+    names = os.listdir(prefix.parent) if prefix.parent.is_dir() else ()
+    return [prefix.with_name(each) for each in sorted(names) if name.fullmatch(each)]
 
 
 def _write_npy(files: Sequence[Path], joined: Joined) -> None:

@@ -8,16 +8,17 @@ disk, so after a kill the same command continues after the last complete one.
 
 from __future__ import annotations
 
-import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.checksums import FileFacts
 from trainer.corpus.blocks import BLOCK, Block, Cutting, Position, blocks_of
+from trainer.corpus.disk_errors import disk_errors
 from trainer.corpus.encoding import Encoded, Encoder, Rules, refusal_of, typecode_of
 from trainer.corpus.extras import require
 from trainer.corpus.metadata import (
@@ -31,6 +32,7 @@ from trainer.corpus.metadata import (
 from trainer.corpus.outputs import (
     DTYPES,
     Joined,
+    remove_parts,
     remove_token_files,
     token_files_at,
     work_of,
@@ -42,9 +44,9 @@ from trainer.corpus.sources import Source, find_sources, require_inputs
 from trainer.corpus.summary import Counts
 from trainer.corpus.tokenizer import Tokenizer, identity, open_tokenizer, require_tokenizer
 from trainer.corpus.workers import Workers
+from trainer.durable import locked_folder
 from trainer.errors import UserError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARD_MB = 128
 CONTINUES = "run the same command again to continue after the last complete shard"
 
@@ -102,19 +104,25 @@ def prepare(request: Request, report: Report = lambda _: None) -> Prepared:
     sources = find_sources(request.inputs, request.input_format)
     prefix = Path(request.output)
     shards = ShardFolder(prefix)
+    _check_name(request.output)
     _check_output(prefix, request, shards)
+    shards.check()
     _check_end(request, tokenizer)
     _check_folder(prefix.parent, tokenizer)
-    with _disk_errors(shards.path), shards.locked():
+    with disk_errors(shards.path), shards.locked():
+        is_merged = request.merge and shards.merges  # of all that may be at the prefix
+        # Otherwise nothing was at the prefix, see `_check_output`.
+        replaces = request.overwrite or shards.has_begun
         if request.overwrite:
-            _remove_output(prefix, request.merge and shards.merges)
             shards.clear()
+        remove_parts(prefix, is_merged)
         done = shards.open(_settings(request, sources, tokenizer))
         resumed = len(done)
         filling = _Filling(request, sources, tokenizer, shards, done, report)
         start = done[-1].end if done else Position()
         done += _make_shards(filling, tokenizer, start)
-        prepared = _finish(request, tokenizer, shards, done, report)
+        remove_old = partial(_remove_output, prefix, is_merged) if replaces else lambda _: None
+        prepared = _finish(request, tokenizer, shards, done, report, remove_old)
     return prepared._replace(seconds=time.monotonic() - began, resumed=resumed)
 
 
@@ -123,7 +131,19 @@ def check_request(request: Request) -> None:
     require_inputs(request.inputs, request.input_format)
     require_tokenizer(request.tokenizer, request.eos)
     prefix = Path(request.output)
-    _check_output(prefix, request, ShardFolder(prefix))
+    shards = ShardFolder(prefix)
+    _check_name(request.output)
+    _check_output(prefix, request, shards)
+    shards.check()
+
+
+def _check_name(output: str) -> None:
+    """The metadata, and a run config, could not name such a file."""
+    try:
+        output.encode()
+    except UnicodeEncodeError:
+        message = f"--output {os.fsencode(output)!r} is not UTF-8"
+        raise UserError(message, "use a name of UTF-8 characters") from None
 
 
 def _check_output(prefix: Path, request: Request, shards: ShardFolder) -> None:
@@ -133,7 +153,8 @@ def _check_output(prefix: Path, request: Request, shards: ShardFolder) -> None:
     if request.overwrite:
         return
     hint = "use another --output, or --overwrite to replace it"
-    if os.path.exists(prefix.with_name(prefix.name + ENDING)):
+    # With shards, an earlier call with --overwrite is to continue.
+    if os.path.exists(prefix.with_name(prefix.name + ENDING)) and not shards.can_continue:
         raise UserError(f"{prefix} is already prepared", hint)
     # With shards, an earlier call checked this, and may have begun to write its own files.
     if not shards.has_begun and (found := token_files_at(prefix, request.merge)):
@@ -170,8 +191,17 @@ def _settings(request: Request, sources: Sequence[Source], tokenizer: Tokenizer)
         **{name: getattr(request, name) for name in names},
         "invalid_utf8": request.invalid_utf8,
         "invalid_lines": request.invalid_lines,
-        "list_of_input_files": [list(source) for source in sources],
+        "list_of_input_files": [[_storable(path), *rest] for path, *rest in sources],
     }
+
+
+def _storable(path: str) -> str:
+    """JSON can have every name but one that is not UTF-8."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return repr(os.fsencode(path))
+    return path
 
 
 def _make_shards(filling: _Filling, tokenizer: Tokenizer, start: Position) -> list[Shard]:
@@ -283,6 +313,7 @@ def _finish(
     shards: ShardFolder,
     done: list[Shard],
     report: Report,
+    remove_old: Callable[[Container[str]], None],  # gets the names of the new files
 ) -> Prepared:
     """Write the output and its metadata, then delete the shards."""
     prefix, dtype = Path(request.output), DTYPES[typecode_of(tokenizer.vocab_size)]
@@ -292,7 +323,9 @@ def _finish(
     if not counts.documents:
         shards.remove()
         hint = "check the inputs, and --field or --documents"
-        raise UserError(f"no documents found ({counts.empty} are empty)", hint)
+        raise UserError(f"no documents found{_left_out(counts)}", hint)
+    # First: of two calls with different tokenizers, the one that comes second writes nothing.
+    _keep_tokenizer(tokenizer, prefix.parent)
     advance = _joining(report, counts.documents, work_of(done))
     Joined(shards.path, done, dtype, advance).check()
     # Unmerged shards have whole documents; one may have none, if all were copies.
@@ -302,11 +335,26 @@ def _finish(
         name = prefix.name if request.merge else f"{prefix.name}-{number:05d}"
         joined = Joined(shards.path, group, dtype, advance)
         files |= write_output(request.output_format, prefix.with_name(name), joined)
-    copy_tokenizer(tokenizer.files, prefix.parent / FOLDER)
+    remove_old(files)
     write_metadata(prefix, _metadata(request, tokenizer, dtype, counts, files))
     shards.remove()
     eos_id = tokenizer.eos_id if request.append_eos else None
     return Prepared(prefix, counts, tokenizer, dtype, tuple(files), 0.0, 0, eos_id)
+
+
+def _left_out(counts: Counts) -> str:
+    texts = ((counts.empty, "empty"), (counts.skipped, "invalid"))
+    found = ", ".join(f"{number:,} {what}" for number, what in texts if number)
+    return f" ({found})" if found else ""
+
+
+def _keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Copy the tokenizer to the folder of the data. Raises UserError if there is another one."""
+    if not tokenizer.files:
+        return
+    with locked_folder(folder):
+        _check_folder(folder, tokenizer)
+        copy_tokenizer(tokenizer.files, folder / FOLDER)
 
 
 def _joining(report: Report, documents: int, total: int) -> Callable[[int], None]:
@@ -335,22 +383,9 @@ def _metadata(
     }
 
 
-def _remove_output(prefix: Path, is_merged: bool) -> None:
-    """Delete what is at the prefix: files of another format would be read in place of new ones."""
+def _remove_output(prefix: Path, is_merged: bool, new: Container[str]) -> None:
+    """Delete earlier files that are not replaced: those of another format would still be read."""
     metadata = prefix.with_name(prefix.name + ENDING)
     known = read_metadata(metadata)
-    remove_token_files(prefix, known.files if known else (), is_merged)
+    remove_token_files(prefix, known.files if known else (), is_merged, new)
     metadata.unlink(missing_ok=True)
-
-
-@contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in _FULL:
-            hint = "free some space, then run the same command again: it continues where it was"
-        else:
-            hint = "fix it, then run the same command again: it continues where it was"
-        raise UserError(f"cannot write to {folder.parent}: {reason}", hint) from None

@@ -16,7 +16,7 @@ from trainer.errors import WRONG_USAGE, UserError
 from trainer.input_files import explain, open_regular
 
 # What a folder is searched for. Other files are used if they are named, or with --format.
-_SUFFIXES = {".jsonl": "jsonl", ".txt": "text", ".text": "text", ".md": "text"}
+_SUFFIXES = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl"}
 _COMPRESSED = (".gz", ".zst")
 FORMATS = ("text", "jsonl", "parquet")
 # Bytes of a .zst file to decompress at once. The library returns all of it, and every four bytes
@@ -51,8 +51,12 @@ def require_inputs(words: Iterable[str], format: str | None = None) -> None:
 
 
 def _nothing_found() -> UserError:
-    known = ", ".join(f"*{suffix}" for suffix in (*_SUFFIXES, ".jsonl.gz", ".parquet"))
-    hint = f"folders are searched for {known}; --format text takes all files"
+    known = ", ".join(f"*{suffix}" for suffix in _SUFFIXES)
+    compressed = " or ".join(_COMPRESSED)
+    hint = (
+        f"folders are searched for {known} (with or without {compressed}) and *.parquet; "
+        "--format text takes all files"
+    )
     return UserError("no input files found", hint, WRONG_USAGE)
 
 
