@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from gptctl.backends import Backends
+from gptctl.cli.session import Session
+from gptctl.cli.tasks import generate
 from gptctl.jobs.store import Store
 from gptctl.jobs.submit import this_site
 from gptctl.jobs.tasks import Task, check_task, foreground_script, seen_by
@@ -200,3 +204,34 @@ def test_files_of_fleetx_for_tasks(save: Callable[..., Path], place: Path, text:
     offline = checked.resolved.run.Offline_Eval
     assert (offline.cloze_eval, offline.eval_path) == expected
     assert checked.machines.world == 1
+
+
+def test_prompts_of_several_lines_arrive(save: Callable[..., Path], place: Path) -> None:
+    """The oracle is the process that the script starts: it prints its arguments."""
+    printer = place / "python"
+    printer.write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
+    printer.chmod(0o755)
+    options, prompts = ("--stop", "\n", "--stop", "\t"), ("two\nlines\t'", "\r\n")
+    typed = Task("generate", "generate", find(str(save(5))), options, prompts)
+    site = this_site()._replace(python=str(printer))
+    script = foreground_script(check_task(typed, [], site, False), site, BACKENDS)
+    found = subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout.decode()
+    assert found.split("\0")[2:-1] == [*options, "--", str(place / "output/step_5"), *prompts]
+    plan = BACKENDS.of("local").plan(check_task(typed, [], site, True), site, JobIdentity("g-1", "/runs/g-1"))
+    assert plan.program[-3:] == (str(place / "output/step_5"), *prompts)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["x" * 17_000], "prompt 1 has 17,000 characters"),
+        (["x" * 16_000] * 7, "the prompts have 112,000 bytes"),
+        (["fine", "\udcff\udcfe"], "prompt 2 is not valid UTF-8"),
+        (["--stop", "\udcff", "fine"], "--stop is not valid UTF-8"),
+    ],
+)
+def test_prompts_that_a_command_line_cannot_carry(save: Callable[..., Path], words: list[str], message: str) -> None:
+    result = CliRunner().invoke(generate, [str(save(5)), *words, "--dry-run"], obj=Session())
+    assert isinstance(result.exception, UserError)
+    assert message in result.exception.message
+    assert "--prompts prompts.jsonl" in result.exception.hint
