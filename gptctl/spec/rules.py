@@ -20,6 +20,7 @@ MODULES = (
     "trainer.config.tasks",
     "trainer.config.derive",
     "trainer.config.rules",
+    "trainer.config.schedule_rules",
     "trainer.config.resolve",
     "trainer.layout_rules",
     "gptctl.spec.cluster",
