@@ -29,6 +29,7 @@ MODULES = (
     "gptctl.spec.launch_rules",
     "gptctl.spec.program_words",
     "gptctl.spec.machine_rules",
+    "gptctl.spec.start_checkpoint",
     "gptctl.jobs.preflight",
     "gptctl.jobs.resume",
     "gptctl.backends.local",
