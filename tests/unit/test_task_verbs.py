@@ -91,6 +91,20 @@ def test_a_path_comes_before_a_job_of_the_same_name(save: Callable[..., Path], p
     assert found.record.id == "gpt-1"
 
 
+def test_a_folder_without_checkpoints_hides_a_job(save: Callable[..., Path], place: Path) -> None:
+    save(7, folder="of-the-job")
+    job = record("gpt-1", output_dir=str(place / "of-the-job"), local_dir=str(place / "runs/gpt-1"))
+    assert Store().add(job)
+    Store().accept(job)
+    (place / "gpt-1").mkdir()
+    with pytest.raises(UserError) as caught:
+        find("gpt-1")
+    assert caught.value.message == "gpt-1 here contains no checkpoint, and hides the job gpt-1"
+    assert str(place / "of-the-job") in caught.value.hint
+    with pytest.raises(UserError, match=r"^gpt-1 contains no checkpoint"):
+        find("./gpt-1")
+
+
 @pytest.mark.parametrize(
     ("name", "step", "words"),
     [
