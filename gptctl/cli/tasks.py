@@ -295,7 +295,10 @@ def generate(session: Session, /, prompts: tuple[str, ...], file: str | None, **
 
     Without a prompt, asks for prompts if run in a terminal.
     """
+    from gptctl.cli.prompts import check_prompts
+
     chosen = {name: typed.pop(name) for name in GENERATION}
+    check_prompts(prompts, chosen["stop"])
     tokenizer = tokenizer_path(typed.pop("tokenizer"))
     source = absolute(file) if file and file != "-" else file
     words = option_words(**chosen, prompts=source, tokenizer=tokenizer, json=typed["as_json"])

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gptctl.backends import Backend
@@ -43,7 +43,7 @@ def run_preflight(
     checked: Checked, plan: LaunchPlan, site: Site, backend: Backend
 ) -> list[Finding]:
     """Run all checks that this machine can make for the cluster."""
-    places, traits = checked.launch_origins, checked.cluster.traits
+    traits = checked.cluster.traits
     found = [
         *check_program(checked, plan, site),
         *_check_data(checked, site, bool(plan.continues)),
@@ -57,20 +57,7 @@ def run_preflight(
         *check_data_here(checked, site.folder),
         *backend.preflight(checked, plan),
     ]
-    # These findings have no line in a file, so the message says where the value came from.
-    return [
-        finding._replace(message=_with_origin(finding, _origin(finding.key, places)))
-        for finding in found
-    ]
-
-
-def _origin(key: str, places: Mapping[str, str]) -> str:
-    # A mapping such as Launch.secrets has one place for all of its names.
-    return places.get(key) or places.get(key.rpartition(".")[0], "")
-
-
-def _with_origin(finding: Finding, origin: str) -> str:
-    return finding.message if origin in ("", "default") else f"{finding.message} ({origin})"
+    return [finding.at(checked.place_of(finding.key)) for finding in found]
 
 
 def check_program(checked: Checked, plan: LaunchPlan, site: Site) -> Iterator[Finding]:
@@ -138,17 +125,12 @@ def _check_files(
     yield from check_copied_files(files, site, run_root)
 
 
-def check_copied_files(
-    files: Sequence[str], site: Site, run_root: str, places: Mapping[str, str] | None = None
-) -> Iterator[Finding]:
+def check_copied_files(files: Sequence[str], site: Site, run_root: str) -> Iterator[Finding]:
     """Report what is listed, or is in a listed folder, and is not a file that can be copied."""
     code, key = CodeFiles([site.absolute(run_root)]), "Launch.files"
     for file in files:
         for problem in code.problems(site.absolute(file)):
-            found = SCRIPT.found(key, file, problem.message, problem.hint)
-            # `run_preflight` adds the places of all its findings itself.
-            origin = _origin(key, places) if places else ""
-            yield found._replace(message=_with_origin(found, origin))
+            yield SCRIPT.found(key, file, problem.message, problem.hint)
 
 
 def _check_data(checked: Checked, site: Site, continues: bool) -> Iterator[Finding]:

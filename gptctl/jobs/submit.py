@@ -43,6 +43,7 @@ from gptctl.planning.user_templates import UserTemplate, template_sources
 from gptctl.spec.check import Checked
 from gptctl.spec.machine_rules import NO_GPU_HERE, check_gpus_here
 from gptctl.spec.resources import installation_id
+from gptctl.spec.start_checkpoint import check_start
 from gptctl.spec.trust import Source, require_trust
 from trainer.config import Override
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors_in
@@ -106,7 +107,7 @@ def prepare(
     base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides, backend)}"
     plan = _planned(checked, site, store, base, backend, conditions)
     found = [*checked.findings, *run_preflight(checked, plan, site, backend)]
-    found += check_resume(resumes, checked, site) if resumes else ()
+    found += check_resume(resumes, checked, site) if resumes else check_start(checked, site.folder)
     found += check_shared_outputs(checked, site, store, backends, conditions)
     # A job of a chain finds the snapshot of the one before it: how far that is, nobody knows yet.
     snapshot = None if conditions.continues else read_snapshot(snapshot_file(checked, site))

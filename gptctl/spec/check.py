@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from trainer.config import Override, Resolved, load_tree, read_run, resolve
 from trainer.config.corpora import weights_of
 from trainer.config.read import Reading, build, paths_of
 from trainer.config.tree import Map, ReadFile
-from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, errors_in, in_order
+from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError, errors_in, in_order
 from trainer.estimate import GB, Estimate, estimate
 from trainer.layout import DEGREE_KEYS, Machines
 from trainer.savings import advice
@@ -84,6 +85,17 @@ class Checked(NamedTuple):
             }
         paths = {**data, "Engine.save_load.ckpt_dir": run.Engine.save_load.ckpt_dir}
         return {name: path for name, path in paths.items() if path and path not in NO_PATH}
+
+    def place_of(self, key: str) -> Place | None:
+        """Where a key was written, or the mapping that it is in; None for a default."""
+        origins = {**(self.resolved.origins if self.resolved else {}), **self.launch_origins}
+        while key and key not in origins:
+            key = key.rpartition(".")[0]
+        origin = origins.get(key, "")
+        if not origin or origin == "default" or origin.startswith("derived: "):
+            return None
+        line = re.fullmatch(r"(.+):([0-9]{1,9})", origin, re.DOTALL)
+        return Place(line[1], int(line[2])) if line else Place(origin)
 
     @property
     def is_valid(self) -> bool:

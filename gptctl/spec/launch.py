@@ -37,6 +37,7 @@ STYLES = ("standalone", "c10d", "static", "srun-script", "sbatch", "loop", "laun
 # Upper bounds that catch typing errors before they become a plan with millions of ranks.
 MAX_NODES = 1 << 16
 MAX_PER_NODE = 1 << 10
+LONGEST_ARGUMENT = 1 << 14  # characters; Linux allows 128 KiB, quotes of a shell included
 # Job names become folder names, so no `/` and no leading `.` or `-`.
 JOB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 # Neither blanks nor quotes: these values become #SBATCH lines of the job script.
@@ -333,7 +334,12 @@ class Launch:
     files: tuple[str, ...] = key(
         Words(), (), "more files and folders to copy with the script or module"
     )
-    args: tuple[str, ...] = key(Words(), (), "arguments of the script or module")
+    args: tuple[str, ...] = key(
+        # Quoted in scripts: a prompt may have several lines.
+        Words(Text(has_lines=True, longest=LONGEST_ARGUMENT)),
+        (),
+        "arguments of the script or module",
+    )
     env: Mapping[str, str] = key(Names(), {}, "environment of every rank")
     secrets: Mapping[str, Mapping[str, str]] = key(
         Names(SecretSource(), is_secret=True),

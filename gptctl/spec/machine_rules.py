@@ -91,18 +91,28 @@ def _token_paths(checked: Checked, folder: str) -> list[Path]:
 
 def check_data_here(checked: Checked, folder: str = ".") -> Iterator[Finding]:
     """Compare the config with what `gptctl data prepare` recorded, if it can be seen here."""
+    for finding in _check_data(checked, folder):
+        yield finding.at(checked.place_of(finding.key))
+
+
+def _check_data(checked: Checked, folder: str) -> Iterator[Finding]:
     is_trainer = checked.resolved is not None and checked.launch.entrypoint == "trainer"
     if not is_trainer or checked.resolved is None or not checked.cluster.sees_files:
         return
     key, train = "Data.Train.dataset.input_dir", checked.resolved.run.Data.Train.dataset
-    known = [each for path in _token_paths(checked, folder) for each in metadata_at(path)]
     try:
-        metadata = common_tokenizer(known)
+        metadata = prepared_with(checked, folder)
     except UserError as error:
         yield TOKENIZER.found(key, train.input_dir, error.message, error.hint)
         return
     if metadata is not None:
         yield from _check_tokenizer(checked, metadata)
+
+
+def prepared_with(checked: Checked, folder: str) -> Metadata | None:
+    """What is known of the tokenizer of prepared data. Raises UserError if there are several."""
+    paths = _token_paths(checked, folder)
+    return common_tokenizer(each for path in paths for each in metadata_at(path))
 
 
 def _check_tokenizer(checked: Checked, metadata: Metadata) -> Iterator[Finding]:

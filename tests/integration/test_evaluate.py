@@ -95,6 +95,8 @@ def test_a_table_and_the_metrics_of_the_run(tmp_path: Path, output: Path) -> Non
     assert record["step"] == int(rows["step"]) == 120
     assert float(rows["ppl"]) == pytest.approx(record["ppl"], rel=1e-5)
     assert f"Recorded in {file}." in ended.err[0]
+    cut = "Offline_Eval: max_seq_len 1,024 and overlapping_eval 32: cut to the model's context of 16."
+    assert ended.err[0].splitlines().count(cut) == 1
     # A training may be writing to it, and gptctl continues copies of it from their end.
     assert (output / "metrics.jsonl").read_bytes() == before
     (row,) = [row for row in file_rows(output / "metrics.jsonl") if "eval_ppl:text.txt" in row]
@@ -208,6 +210,7 @@ def test_more_layouts(tmp_path: Path, output: Path, degrees: dict[str, int]) -> 
         (["output", "text.txt", "-o", "Distributed.mp_degree=2"], 93, "L0"),
         (["output", "text.txt", "-o", "Offline_Eval.batch_size=0"], 93, "C012 Offline_Eval.batch_size"),
         (["output", "text.txt", "--tokenizer", "bytes"], 93, "the tokenizer has 257 tokens, but the model in"),
+        (["output", "text.txt", "--tokenizer", "none.json"], 2, "--tokenizer none.json does not exist"),
         (["output", "text.txt", "--jsn"], 2, "unrecognized arguments: --jsn"),
         (["output", "chinese.txt"], 93, "the vocabulary of this model has no"),
     ],
@@ -221,6 +224,9 @@ def test_mistakes_are_one_message(tmp_path: Path, output: Path, arguments: list[
     assert "Traceback" not in ended.err[0]
     assert "hint: " in ended.err[0]
     assert ended.out[0] == ""
+    # The file is read first: a large model takes minutes to load.
+    is_late = message.startswith(("one.txt", "the vocabulary"))
+    assert ("Loaded" in ended.err[0]) == is_late
 
 
 def test_a_damaged_checkpoint(tmp_path: Path, output: Path) -> None:

@@ -149,6 +149,7 @@ CASES = [
     ("A013", "Launch:\n  slurm: {partition: p}\n", 2),
     ("T025", "use_sharding: true\n", 1),
     ("T025", "sharding_degree: 4\nuse_sharding: false\n", 2),
+    ("T030", "Engine: {max_steps: 1000}\nOptimizer:\n  lr:\n    decay_steps: 200000\n", 4),
     ("T026", "Data:\n  Train:\n    dataset:\n      split: [1, 0, 0]\n", 4),
 ]
 ELSEWHERE = "CEPSW"  # tree, kinds and layers, the lint, profiles, surroundings and sweeps have tables of their own
@@ -335,8 +336,8 @@ def test_codes_never_change_their_meaning() -> None:
     published = """
         A001-A015 B001-B002 C001-C008 C010-C019 E001-E032 L001-L012 M001-M001 N001-N001 N003-N007
         P001-P008
-        S001-S013 S015-S020 S030-S031
-        T001-T013 T020-T026 T029-T029 W001-W003
+        S001-S013 S015-S020 S030-S031 S034-S034
+        T001-T013 T020-T026 T029-T030 W001-W003
     """
     expected = []
     for span in published.split():

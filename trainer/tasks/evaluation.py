@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.checkpoint_names import METRICS
 from trainer.config.layers import Override
+from trainer.config.sections import RunConfig
 from trainer.durable import replacing
 from trainer.errors import WRONG_USAGE, UserError
 from trainer.inference.scoring import Scoring
@@ -25,7 +26,7 @@ from trainer.loss import IGNORED
 from trainer.stop import StopRequest
 from trainer.tasks.arguments import TaskParser
 from trainer.tasks.eval_samples import Corpus, Sample, cloze_samples, perplexity_samples
-from trainer.tasks.input_texts import read_documents
+from trainer.tasks.input_texts import Document, read_documents
 from trainer.tasks.running import Loaded, loaded
 
 MAX_EXPONENT = 20  # as in Megatron-LM: a larger perplexity says nothing any more
@@ -36,8 +37,13 @@ Result = dict[str, Any]
 
 def run(description: str, arguments: Sequence[str], stop: StopRequest) -> None:
     given = _parser(description).parse_args(arguments)
-    with loaded(given, _overrides(given), "Offline_Eval.batch_size") as model:
-        result = evaluate(model, stop)
+    documents: list[Document] = []
+
+    def look(run: RunConfig) -> None:
+        documents.extend(_documents(run.Offline_Eval.eval_path))
+
+    with loaded(given, _overrides(given), "Offline_Eval.batch_size", look) as model:
+        result = evaluate(model, documents, stop)
         if model.mesh.is_first:
             if not math.isfinite(result["loss"]):
                 model.tell(f"warning: the loss is {result['loss']}: {NOT_FINITE}")
@@ -71,17 +77,33 @@ class Scores(NamedTuple):
     num_correct: int
 
 
-def evaluate(model: Loaded, stop: StopRequest) -> Result:
-    settings = model.run.Offline_Eval
-    if settings.eval_path is None:
+def _documents(path: str | None) -> list[Document]:
+    if path is None:
         hint = "name it after the checkpoint, or set Offline_Eval.eval_path"
         raise UserError("no file to evaluate on", hint, WRONG_USAGE)
-    model.mesh.heartbeat.tick(f"reading {settings.eval_path}")
-    documents = read_documents(settings.eval_path)
+    documents = read_documents(path)
     if not documents:
-        raise UserError(f"{settings.eval_path} has no text", "use another file", WRONG_USAGE)
-    # Windows of more tokens than the model has positions are not possible.
-    length = min(settings.max_seq_len, model.network.context)
+        raise UserError(f"{path} has no text", "use another file", WRONG_USAGE)
+    return documents
+
+
+def _window_length(model: Loaded) -> int:
+    """Windows of more tokens than the model has positions are not possible."""
+    settings, context = model.run.Offline_Eval, model.network.context
+    if settings.max_seq_len > context:
+        asked = [f"max_seq_len {settings.max_seq_len:,}"]
+        if settings.overlapping_eval > context and not settings.cloze_eval:
+            asked.append(f"overlapping_eval {settings.overlapping_eval:,}")
+        model.tell(
+            f"Offline_Eval: {' and '.join(asked)}: cut to the model's context of {context:,}."
+        )
+    return min(settings.max_seq_len, context)
+
+
+def evaluate(model: Loaded, documents: Sequence[Document], stop: StopRequest) -> Result:
+    settings, length = model.run.Offline_Eval, _window_length(model)
+    assert settings.eval_path is not None
+    model.mesh.heartbeat.tick(f"encoding {settings.eval_path}")
     began = time.perf_counter()
     facts: Result = {"path": settings.eval_path, "checkpoint": str(model.opened.folder)}
     facts |= {"step": model.step, "window": length}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -55,15 +55,20 @@ def tell(text: str, mesh: Mesh) -> None:
 
 @contextmanager
 def loaded(
-    arguments: Namespace, overrides: Sequence[Override] = (), smaller: str = ""
+    arguments: Namespace,
+    overrides: Sequence[Override] = (),
+    smaller: str = "",
+    look: Callable[[RunConfig], None] = lambda run: None,
 ) -> Iterator[Loaded]:
     """Open the checkpoint of the arguments, join the other ranks, and load the network.
 
-    `smaller`: what a user can reduce if the task needs too much memory.
+    `smaller`: what a user can reduce if the task needs too much memory. `look` checks the input of
+    the task, before a large model is loaded for nothing.
     """
     opened = open_checkpoint(arguments.checkpoint)
     typed = [*arguments.override, *overrides]
     resolved = task_config(opened, arguments.config, typed, machines())
+    look(resolved.run)
     tokenizer = tokenizer_of(opened, arguments.tokenizer)
     with (
         join(resolved.run, resolved.layout) as mesh,

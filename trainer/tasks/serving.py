@@ -153,7 +153,10 @@ def _next_job(server: Server | None, wait: float = POLL) -> Job | None:
     if server is None:
         return None
     try:
-        return server.jobs.get(timeout=wait) if wait else server.jobs.get_nowait()
+        while True:
+            job = server.jobs.get(timeout=wait) if wait else server.jobs.get_nowait()
+            if not job.is_cancelled.is_set():  # by a client that has disconnected
+                return job
     except queue.Empty:
         return None
 

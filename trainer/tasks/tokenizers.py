@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from trainer.corpus.tokenizer import (
     Tokenizer,
     open_tokenizer,
 )
-from trainer.errors import UserError
+from trainer.errors import WRONG_USAGE, UserError
 from trainer.tasks.arguments import Opened
 
 FOLDER = "tokenizer"  # beside the checkpoints of a run, or inside of an imported one
@@ -30,6 +31,8 @@ def tokenizer_of(opened: Opened, given: str | None) -> Tokenizer:
 
 
 def _found(opened: Opened, given: str | None, recorded: dict[str, Any]) -> Tokenizer:
+    if given not in (None, BYTES) and not os.path.lexists(str(given)):
+        raise UserError(f"--tokenizer {given} does not exist", HOW, WRONG_USAGE)
     if given is not None:
         return open_tokenizer(given)
     vocabulary = opened.facts.get("vocabulary")

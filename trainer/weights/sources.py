@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.manifest import NAME as MANIFEST
-from trainer.errors import UserError
+from trainer.errors import WRONG_USAGE, UserError
 from trainer.weights.export import ALONE, CONFIG, INDEX
 from trainer.weights.pickles import flattened, load_pickle
 from trainer.weights.safetensors_format import (
@@ -77,7 +77,7 @@ class Source(NamedTuple):
 def open_weights(where: Path) -> Source:
     """Open a folder or a file. Raises UserError."""
     if not os.path.exists(where):
-        raise UserError(f"{where} does not exist", HINT)
+        raise UserError(f"{where} does not exist", HINT, WRONG_USAGE)
     files = _files(where)
     folder = where if where.is_dir() else where.parent
     tensors: dict[str, Stored] = {}
