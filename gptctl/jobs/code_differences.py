@@ -100,9 +100,10 @@ def _lines(file: Path) -> list[str] | str:
         return []
     except (OSError, DamagedFile) as error:
         return f"cannot be shown: {getattr(error, 'strerror', None) or error}"
-    lines = data.decode(errors="replace").split("\n")
     if b"\0" in data:
         return "is not a text"
+    # Not splitlines: it also splits at characters that are no line breaks in Python.
+    lines = data.decode(errors="replace").removesuffix("\n").split("\n")
     if len(lines) > MOST_LINES:
         return f"has more than {MOST_LINES:,} lines"
-    return lines[:-1] if not lines[-1] else lines
+    return lines if data else []
