@@ -13,7 +13,6 @@ import platform
 import re
 import socket
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -72,7 +71,6 @@ def record_environment(t: Training) -> None:
     job, attempt = (os.environ.get(name, "") for name in ("GPTCTL_JOB", "GPTCTL_ATTEMPT"))
     facts = {
         **({"job": job, "attempt": int(attempt)} if job and attempt.isdecimal() else {}),
-        "time": round(time.time(), 3),
         "software": software(t.mesh.device),
         "node": node(t.mesh.device),
         "variables": variables(os.environ),
