@@ -24,6 +24,7 @@ from trainer.collectives import SUMMARY
 from trainer.config.resolve import batch_of
 from trainer.config.sections import RunConfig
 from trainer.data import LocalBatch, Reader, Start, open_data
+from trainer.environment import record_environment
 from trainer.errors import UserError
 from trainer.event_names import EVALUATION, FINISHED, FIRST_STEP, GROUP, STOP
 from trainer.events import Events
@@ -68,6 +69,7 @@ def train(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> None:
         with status_file(output_dir(run), mesh, log) as report:
             t = prepare(run, mesh, log, stop, events)
             keep_tokenizer(t)
+            record_environment(t)
             restore(t, checkpoints, checkpoint)
             first_step = t.progress.step
             # A profile is written last: there may be no time for it, or no space for both.

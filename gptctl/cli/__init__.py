@@ -37,6 +37,7 @@ VERBS = {
         "status": ("jobs", "Show the state of a job."),
         "plot": ("plot", "Plot the loss, or another metric, of one or more jobs."),
         "cost": ("cost", "Show where the GPU hours of jobs went."),
+        "diff": ("diff", "Compare two jobs: config, code, environment, data and metrics."),
         "trace": ("trace", "Summarise the profile of a job, and name its traces."),
         "show": ("jobs", "Show what a job was started with, and where each value came from."),
         "cancel": ("jobs", "Stop jobs; the trainer saves a checkpoint first."),

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,20 @@ def print_json(value: Any) -> None:
 
 def print_text(text: str) -> None:
     print(clean(text))
+
+
+def print_coloured(lines: Iterable[str], colours: Mapping[str, str]) -> None:
+    """Print lines; on a terminal each in the colour of its first character."""
+    if not sys.stdout.isatty():
+        for line in lines:
+            print_text(line)
+        return
+    from rich.text import Text
+
+    console = _console()
+    for line in map(clean, lines):
+        # soft_wrap: let the terminal wrap, so that a copied line has no line break.
+        console.print(Text(line, colours.get(line[:1], "")), soft_wrap=True)
 
 
 @contextmanager
@@ -356,6 +370,7 @@ def _print_rich_table(
         table.add_column(
             broken_name(column.name, width),
             width=width,
+            style=column.colour,
             overflow="ellipsis" if column.fit == "cut" else "fold",
             no_wrap=column.fit != "wrap",
         )
@@ -382,6 +397,7 @@ def _print_blocks(title: str, columns: Sequence[Column], cells: Sequence[Sequenc
         for column, cell in list(zip(columns, row))[1:]:
             if cell:
                 text = _styled(column.name, cell)
+                text.stylize_before(column.colour)
                 if column.fit == "cut":
                     text.no_wrap, text.overflow = True, "ellipsis"
                 block.add_row(f"  {column.name}", text)

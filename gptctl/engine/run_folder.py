@@ -6,6 +6,7 @@ claim.json            who runs it (a supervisor, a Slurm job), or that it was ab
 slurm-job             the number of the Slurm job that runs it
 attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  unrecoverable
                       last-step (of the trainer, written in every step)
+                      environment.json (of the trainer: packages, node, data)
                       hosts  start-checkpoint (the newest checkpoint at its start)  failed
                       outcome.json (how it ended, its first failure, stopped nodes)
                       node.<n>.stop-requested (the node was asked to stop)

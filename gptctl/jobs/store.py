@@ -62,6 +62,7 @@ class JobRecord(NamedTuple):
     output_dir: str = ""  # of the bundled trainer; empty for a script
     submitter: Mapping[str, Any] = NOTHING  # the gptctl process that submits it
     continues: str = ""  # id of the job whose checkpoint it resumes
+    rerun_of: str = ""  # id of the job whose folder it was prepared from
     sweep: str = ""  # id of the sweep that it belongs to, and its number there
     sweep_index: int = 0
     array_dir: str = ""  # folder of the Slurm array that it is a task of

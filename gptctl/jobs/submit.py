@@ -24,16 +24,10 @@ from gptctl.engine.launch_plan import LaunchPlan, StartConditions
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.array_folders import remove_unused_folder
+from gptctl.jobs.config_differences import Difference, differences
 from gptctl.jobs.freeze import frozen_config
 from gptctl.jobs.preflight import run_preflight
-from gptctl.jobs.resume import (
-    Difference,
-    ResumePoint,
-    check_resume,
-    check_snapshot_left,
-    differences,
-    resume_notes,
-)
+from gptctl.jobs.resume import ResumePoint, check_resume, check_snapshot_left, resume_notes
 from gptctl.jobs.shared_outputs import check_shared_outputs
 from gptctl.jobs.snapshots import SNAPSHOT_PATH, Snapshot, read_snapshot, snapshot_file
 from gptctl.jobs.store import JobRecord, Store, new_record
@@ -64,6 +58,7 @@ class Prepared(NamedTuple):
     git: Mapping[str, Any] | None = None  # state of the repository; None: read it on submit
     conditions: StartConditions = START_AT_ONCE
     continues: str = ""  # id of the job whose checkpoint it resumes
+    rerun_of: str = ""  # id of the job whose folder it was prepared from
     sweep: str = ""  # id of the sweep that it belongs to, and its number there
     sweep_index: int = 0
     notes: tuple[str, ...] = ()  # what the user should know before the job starts
@@ -299,6 +294,7 @@ def add_record(  # nosec B107  # empty: a new one
             config=prepared.site.absolute(str(checked.path)) if checked.path else "",
             output_dir=_path_here(plan.output_dir, plan, backend),
             continues=prepared.continues,
+            rerun_of=prepared.rerun_of,
             sweep=prepared.sweep,
             sweep_index=prepared.sweep_index,
             array_dir=array_dir,

@@ -40,7 +40,7 @@ from gptctl.remote.link import HostLink, LinkConnection
 from gptctl.remote.scripts import remote_command
 from gptctl.remote.sftp import OutOfTime, SftpReader
 from gptctl.text import enough_for, size_text, some_of
-from trainer.checkpoint_names import EVALUATION
+from trainer.checkpoint_names import ENVIRONMENT, EVALUATION
 
 REMOVE_TIMEOUT = 600.0  # seconds: a folder may hold many checkpoints
 MAX_WHOLE = 1 << 20  # bytes of a file that is copied whole
@@ -57,7 +57,7 @@ GROWS = re.compile(
 )
 _WHOLE = re.compile(
     rf"endpoint\.json|hosts|{UNRECOVERABLE_FILE}|{OUTCOME}|node\.\d{{1,7}}\.(exit|pid)"
-    rf"|status\.json|{LAST_STEP}|{re.escape(ALIVE)}|{EVALUATION.pattern}",
+    rf"|status\.json|{LAST_STEP}|{re.escape(ALIVE)}|{re.escape(ENVIRONMENT)}|{EVALUATION.pattern}",
     re.ASCII,
 )
 

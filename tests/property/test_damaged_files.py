@@ -50,7 +50,7 @@ READERS = (
     "list|list --all|status V|status V --json|show V|show V --json|show V --script|show V Launch|logs V --tail 5|"
     "logs V --failed --json|logs V --list|logs V --metrics --json|logs V --errors|logs V --json|wait V --timeout 0|"
     "wait V --timeout 0 --json|rerun V --dry-run|resume V --dry-run|sweep list --json|sweep show|sweep show --json|"
-    "sweep best --json|fetch V|plot V|stacks V|status|list --json|@queue|@admission|@ranks"
+    "sweep best --json|fetch V|plot V|diff V|diff V V --json|diff V V --all --code|stacks V|status|list --json|@queue|@admission|@ranks"
 ).split("|")
 WRITERS = "cancel V|cancel V --now|rm V --yes|rm V --here --yes|rm V --yes --json".split("|")
 

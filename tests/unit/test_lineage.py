@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from gptctl.jobs.config_differences import Difference
 from gptctl.jobs.remove import continued_by
 from gptctl.jobs.report import lineage_facts, lineage_pairs
 from gptctl.jobs.resume import (
-    Difference,
     NoCheckpoint,
     find_resume_point,
     lineage,

@@ -34,6 +34,9 @@ def test_three_hosts_train_as_one_process_would(desk: Desk, tmp_path: Path) -> N
     assert alone.ok, alone.text
     here = list(losses(facts).values())
     assert len(here) == 10
+    # What the first rank recorded came with its logs: see `gptctl diff`.
+    recorded = json.loads(Path(facts["run_dir"], "attempt-0", "environment.json").read_text())
+    assert (recorded["job"], recorded["attempt"]) == (facts["job"], 0)
     assert max(abs(a - b) for a, b in zip(here, alone.metrics())) <= 5e-6
     assert_every_byte_comes_home(desk, facts["job"])
 
