@@ -42,6 +42,7 @@ READERS_OF_CLOCKS = {
     "gptctl/doctor/ssh_hosts.py": "it compares clocks",
     "gptctl/engine/machine_queue.py": "whether a folder changed (also asked every two seconds); queues of 30 days ago",
     "gptctl/engine/run_folder.py": "the clock of the file system that nodes share; the rest is shown",
+    "gptctl/jobs/evaluations.py": "which of very many results are new",
     "gptctl/jobs/damage.py": "whether a damaged file is the one that was reported before",
     "gptctl/jobs/history.py": SHOWN,
     "gptctl/jobs/remove.py": SHOWN,
