@@ -35,6 +35,7 @@ VERBS = {
     "Jobs": {
         "list": ("jobs", "List jobs and their states."),
         "status": ("jobs", "Show the state of a job."),
+        "why": ("why", "Explain why a job waits, failed, or seems stuck."),
         "plot": ("plot", "Plot the loss, or another metric, of one or more jobs."),
         "trace": ("trace", "Summarise the profile of a job, and name its traces."),
         "show": ("jobs", "Show what a job was started with, and where each value came from."),
