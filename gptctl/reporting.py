@@ -43,10 +43,11 @@ class Fetched(NamedTuple):
 
 
 class Sooner(NamedTuple):
-    """A change with which a pending job would start sooner, as its scheduler expects."""
+    """A change with which a pending job could start sooner."""
 
     option: str  # of gptctl submit and rerun: `--nodes 2`
-    start: str
+    start: str  # as the scheduler expects, by its clock; empty: at once
+    why: str = ""
 
 
 class Waiting(NamedTuple):

@@ -38,9 +38,13 @@ def _waiting_rows(waiting: Facts) -> Iterator[Row]:
     yield "nodes", _nodes(waiting)
     yield "priority", _place(waiting)
     yield "expected", waiting["expected_start"]
-    sooner = [f"{each['option']}: would start {each['start']}" for each in waiting["sooner"]]
-    yield from _numbered("sooner", sooner)
+    yield from _numbered("sooner", [_sooner(each) for each in waiting["sooner"]])
     yield "not asked", waiting["not_asked"]
+
+
+def _sooner(change: Facts) -> str:
+    when = f"would start {change['start']}" if change["start"] else "could start now"
+    return f"{change['option']}: {when}" + (f": {change['why']}" if change["why"] else "")
 
 
 def _nodes(waiting: Facts) -> str:

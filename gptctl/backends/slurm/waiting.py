@@ -1,7 +1,10 @@
 """Why a job is pending: what Slurm says about it, its partition, and what would start sooner.
 
 At most five commands of Slurm, with the one that told the state: one for the pending jobs, one for
-the partitions, and two times `sbatch --test-only`, which submits nothing.
+the partitions, and two times `sbatch --test-only`, which submits nothing. The time that it answers
+is that after all pending jobs, this one included: it does not know backfill (Slurm 22.05). So it
+tells when a job would start in another partition, and for changes in its own only whether Slurm
+accepts them; whether they fit in now is counted here.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from gptctl.backends import JobState
@@ -22,10 +26,14 @@ from gptctl.engine.file_reading import read_text
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.reporting import Sooner, Waiting
+from gptctl.text import count
 
+LONGEST_WAIT = 10**8  # seconds; a damaged number may be of any size
 MOST_TRIED = 2  # changes that Slurm is asked about
-FIELDS = ("jobarrayid", "prioritylong", "partition", "numnodes", "timelimit", "starttime")
-SHORTEST = 60  # seconds of a time limit that is worth a try
+FIELDS = tuple(
+    "jobarrayid prioritylong partition numnodes timelimit starttime submittime pendingtime".split()
+)
+MARGIN = 60.0  # seconds before the start of another job at which a job that fits in must end
 NO_START = ("", "N/A", "Unknown")
 # Of a job that waits for its turn: for any other reason, fewer nodes would not help.
 _WAITS_FOR_NODES = re.compile(
@@ -42,8 +50,9 @@ class PendingJob(NamedTuple):
     priority: int
     partitions: frozenset[str]
     nodes: int
-    limit: int | None  # seconds; None: unlimited, or not known
-    start: str
+    limit: int | None = None  # seconds; None: unlimited, or not known
+    start: datetime | None = None  # as the backfill scheduler expects
+    now: datetime | None = None  # by the clock of the cluster, which may be in another time zone
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -72,11 +81,21 @@ def waiting_in(access: Access, record: JobRecord, state: JobState) -> Waiting:
     waiting = _in_words(seen)
     if access.queue.failing_since is not None:
         return waiting._replace(not_asked=access.queue.last_error)
-    try:
-        return _with_sooner(_with_place(waiting, job, access.client), record, access.client)
     # Half an answer is better than none.
+    try:
+        jobs = query_pending(access.client)
+        own = next((each for each in jobs if _is_own(each.id, job)), None)
+        if own is None:  # it has started since
+            return waiting
+        waiting = _with_place(waiting, own, jobs)
+        known = query_partitions(access.client)
     except SlurmError as error:
         return waiting._replace(not_asked=error.detail)
+    waiting = _with_nodes(waiting, own, known)
+    if not _WAITS_FOR_NODES.match(waiting.reason):
+        return waiting
+    tried = list(changes(own, known, _before(own, jobs)))[:MOST_TRIED]
+    return waiting._replace(sooner=tuple(_accepted(waiting, tried, record, access.client)))
 
 
 def _in_words(seen: QueuedJob) -> Waiting:
@@ -91,62 +110,92 @@ def _in_words(seen: QueuedJob) -> Waiting:
     )
 
 
-def _with_place(waiting: Waiting, job: str, client: SlurmClient) -> Waiting:
-    """Add its place among the pending jobs, and the nodes of its partition."""
-    jobs = query_pending(client)
-    own = next((each for each in jobs if _is_own(each.id, job)), None)
-    if own is None:  # it has started since
-        return waiting
+def _with_place(waiting: Waiting, own: PendingJob, jobs: Sequence[PendingJob]) -> Waiting:
+    """Add its place among the pending jobs of its partition."""
     rivals = [each for each in jobs if each.partitions & own.partitions]
-    waiting = waiting._replace(
+    return waiting._replace(
         partition=",".join(sorted(own.partitions)),
         nodes_wanted=own.nodes,
         priority=own.priority,
-        # A priority of 0 means that the job is held.
-        ahead=sum(each.turn < own.turn and each.priority > 0 for each in rivals),
+        ahead=len(_before(own, jobs)),
         pending=len(rivals),
     )
-    known = query_partitions(client)
+
+
+def _before(own: PendingJob, jobs: Sequence[PendingJob]) -> list[PendingJob]:
+    """The jobs that Slurm considers before this one for the same nodes."""
+    # A priority of 0 means that the job is held.
+    return [
+        each
+        for each in jobs
+        if each.partitions & own.partitions and each.turn < own.turn and each.priority > 0
+    ]
+
+
+def _with_nodes(waiting: Waiting, own: PendingJob, known: Sequence[Partition]) -> Waiting:
     mine = [each for each in known if each.name in own.partitions]
-    if mine:
-        best = max(mine, key=lambda each: each.idle)
-        waiting = waiting._replace(
-            nodes_idle=best.idle, nodes_unusable=best.unusable, nodes_total=best.total
-        )
-    if not _WAITS_FOR_NODES.match(waiting.reason):
+    best = max(mine, key=lambda each: each.idle, default=None)
+    if best is None:
         return waiting
-    tried = list(changes(own, known))[:MOST_TRIED]
-    return waiting._replace(sooner=tuple(Sooner(change, "") for change in tried))
+    return waiting._replace(
+        nodes_idle=best.idle, nodes_unusable=best.unusable, nodes_total=best.total
+    )
 
 
-def _with_sooner(waiting: Waiting, record: JobRecord, client: SlurmClient) -> Waiting:
-    """Ask Slurm about each change, and keep those with which the job would start sooner."""
+def _accepted(
+    waiting: Waiting, tried: Sequence[Sooner], record: JobRecord, client: SlurmClient
+) -> Iterator[Sooner]:
+    """Ask Slurm about each change; yield those that it accepts, and that start sooner."""
     script = read_text(record.run_folder / BATCH_SCRIPT)
-    found = []
-    for change, _ in waiting.sooner if script else ():
-        # Slurm refuses what this partition does not allow.
+    for change in tried if script else ():
+        # Slurm refuses what a partition does not allow.
         with suppress(SlurmError):
-            start = _START.match(client.would_start(script, change.replace(" ", "=")))
-            if start and (not waiting.expected_start or start[1] < waiting.expected_start):
-                found.append(Sooner(change, start[1]))
-    return waiting._replace(sooner=tuple(found))
+            options = re.findall(r"(--\w+) (\S+)", change.option)
+            said = client.would_start(script, *(f"{name}={value}" for name, value in options))
+            start = _START.match(said)
+            if change.why and start:
+                yield change
+            elif start and (not waiting.expected_start or start[1] < waiting.expected_start):
+                yield change._replace(start=start[1])
 
 
-def changes(own: PendingJob, known: Sequence[Partition]) -> Iterator[str]:
-    """Options with which the job may start sooner, the most promising first."""
+def changes(
+    own: PendingJob, known: Sequence[Partition], ahead: Sequence[PendingJob]
+) -> Iterator[Sooner]:
+    """Changes with which the job may start sooner, the most promising first."""
+    mine = [each for each in known if each.name in own.partitions]
+    idle = max((each.idle for each in mine), default=0)
+    nodes = min(idle, own.nodes)
+    fewer = f"--nodes {nodes}" if nodes < own.nodes else ""
+    are_idle = f"{count(nodes, 'node')} {'is' if nodes == 1 else 'are'} idle"
+    if fewer and nodes and not ahead:
+        yield Sooner(fewer, "", f"{are_idle}, and no job comes before it")
+    if nodes and ahead:
+        yield from _in_gap(own, ahead, fewer, are_idle)
     others = [
         each
         for each in known
         if each.is_up and each.name not in own.partitions and each.idle >= own.nodes
     ]
     if others:
-        yield f"--partition {max(others, key=lambda each: each.idle).name}"
-    idle = max((each.idle for each in known if each.name in own.partitions), default=0)
-    if 0 < idle < own.nodes:
-        yield f"--nodes {idle}"
-    # Backfill starts a short job in the gap before one with a higher priority.
-    if own.limit and own.limit // 4 >= SHORTEST:
-        yield f"--time {own.limit // 4 // 60}"
+        yield Sooner(f"--partition {max(others, key=lambda each: each.idle).name}", "")
+
+
+def _in_gap(
+    own: PendingJob, ahead: Sequence[PendingJob], fewer: str, are_idle: str
+) -> Iterator[Sooner]:
+    """What backfill starts before the jobs with a higher priority, on nodes that they wait for."""
+    starts = [each.start for each in ahead if each.start]
+    if not starts or own.now is None:
+        return
+    first = min(starts)
+    seconds = (first - own.now).total_seconds() - MARGIN
+    if seconds < MARGIN:
+        return
+    shorter = "" if own.limit and own.limit <= seconds else f"--time {int(seconds // 60)}"
+    # Without a change, backfill will find it by itself.
+    if option := " ".join(filter(None, [fewer, shorter])):
+        yield Sooner(option, "", f"{are_idle} until another job's start at {first}")
 
 
 def query_pending(client: SlurmClient) -> list[PendingJob]:
@@ -158,11 +207,19 @@ def query_pending(client: SlurmClient) -> list[PendingJob]:
 
 
 def _pending(row: Sequence[str]) -> PendingJob:
-    job, priority, partitions, nodes, limit, start = (cell.strip() for cell in row[: len(FIELDS)])
-    names = frozenset(filter(None, partitions.split(",")))
-    # Of an elastic job, `2-4`: the smallest number that lets it start.
-    least = nodes.partition("-")[0]
-    return PendingJob(job, _number(priority), names, _number(least), _seconds(limit), start)
+    cells = [cell.strip() for cell in row[: len(FIELDS)]]
+    job, priority, partitions, nodes, limit, start, submitted, waited = cells
+    begun = _moment(submitted)
+    return PendingJob(
+        job,
+        _number(priority),
+        frozenset(filter(None, partitions.split(","))),
+        # Of an elastic job, `2-4`: the smallest number that lets it start.
+        _number(nodes.partition("-")[0]),
+        _seconds(limit),
+        _moment(start),
+        begun + timedelta(seconds=min(_number(waited), LONGEST_WAIT)) if begun else None,
+    )
 
 
 def query_partitions(client: SlurmClient) -> list[Partition]:
@@ -187,6 +244,13 @@ def query_partitions(client: SlurmClient) -> list[Partition]:
 def _is_own(listed: str, job: str) -> bool:
     # The pending tasks of an array have one line: `17_[3-9%2]`.
     return listed == job or ("_" in job and listed.startswith(f"{job.partition('_')[0]}_["))
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:  # N/A
+        return None
 
 
 def _number(text: str) -> int:

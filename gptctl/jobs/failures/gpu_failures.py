@@ -87,6 +87,7 @@ SIGNATURES = (
             r"torch finds no GPU",
         ),
         (DOCTOR,),
+        is_general=True,
     ),
     Signature(
         "K007",
@@ -122,7 +123,7 @@ SIGNATURES = (
         "again with CUDA_LAUNCH_BLOCKING=1",
         (
             r"device-side assert triggered",
-            r"\.cu:\d+: .{0,300}Assertion .{0,200} failed",
+            r"\.cu:\d{1,6}: .{0,200}Assertion .{0,200} failed",
             r"IndexError: index out of range in self",
         ),
         ("gptctl rerun {job} --env CUDA_LAUNCH_BLOCKING=1",),
@@ -139,6 +140,7 @@ SIGNATURES = (
             r"CUDA error: (misaligned address|unspecified launch failure)",
         ),
         ("gptctl rerun {job} --env CUDA_LAUNCH_BLOCKING=1", ELSEWHERE),
+        is_general=True,
     ),
     Signature(
         "K012",
@@ -152,6 +154,7 @@ SIGNATURES = (
             r"Unable to load any of \{?libcudnn",
         ),
         (DOCTOR,),
+        is_general=True,
     ),
     Signature(
         "K013",

@@ -73,8 +73,8 @@ SIGNATURES = (
         "The node does not have the Python that the profile names, or that gptctl was run with.",
         "set python in the cluster profile to one that exists on every node",
         (
-            r"launch\.sh: line \d+: .{1,200}: (No such file or directory|command not found)",
-            r"no Python 3\.\d+ or newer for gptctl's engine",
+            r"launch\.sh: line \d{1,5}: .{1,200}: (No such file or directory|command not found)",
+            r"no Python 3\.\d{1,3} or newer for gptctl's engine",
             r"(cannot find|does not start|is older than Python)\b.{0,80}(engine_python|python)",
         ),
         (DOCTOR,),
@@ -145,7 +145,7 @@ SIGNATURES = (
             r"shapes cannot be multiplied",
             r"The size of tensor a .{0,60}must match",
             r"Expected all tensors to be on the same device",
-            r"expected scalar type \w+ but found",
+            r"expected scalar type \w{1,30} but found",
             r"shape '.{1,80}' is invalid for input of size",
         ),
         (FIRST_LINES,),
@@ -200,7 +200,7 @@ SIGNATURES = (
         "data on that rank.",
         "let all ranks leave their loop at the same step",
         (r"exited with code 0 while other ranks were running",),
-        ("gptctl logs {job} --rank {rank} --tail 20",),
+        ("gptctl logs {job} --rank {rank} --tail 20", FIRST_LINES),
     ),
     Signature(
         "K077",
