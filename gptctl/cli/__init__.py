@@ -35,6 +35,7 @@ VERBS = {
     "Jobs": {
         "list": ("jobs", "List jobs and their states."),
         "status": ("jobs", "Show the state of a job."),
+        "why": ("why", "Explain why a job waits, failed, or seems stuck."),
         "plot": ("plot", "Plot the loss, or another metric, of one or more jobs."),
         "cost": ("cost", "Show where the GPU hours of jobs went."),
         "diff": ("diff", "Compare two jobs: config, code, environment, data and metrics."),
