@@ -30,9 +30,10 @@ def add_job(
     days: float = 0.0,
     checkpoints: Mapping[int, bool] | Sequence[int] = (),
     loss: float | None = None,
+    ran: float = 60.0,
     **facts: Any,
 ) -> JobRecord:
-    """Record a job that was submitted so many days ago and ran for a minute; RUNNING: by this process."""
+    """Record a job that was submitted so many days ago and ran for so many seconds; RUNNING: by this process."""
     run = root / "runs" / name
     output = Path(facts.pop("output_dir", run / "output"))
     output.mkdir(parents=True, exist_ok=True)
@@ -43,7 +44,7 @@ def add_job(
     if state == "RUNNING":
         (run / "claim.json").write_text(json.dumps(this_process()))
     elif state != "UNKNOWN":
-        (run / "result.json").write_text(json.dumps({"state": state, "reason": "", "ended": created + 60}))
+        (run / "result.json").write_text(json.dumps({"state": state, "reason": "", "ended": created + ran}))
     if loss is not None:
         rows = [{"step": step, "loss": loss, "step_time": 0.1, "job": name} for step in (1, 2)]
         (output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.job_records import add_job
+from tests.job_records import DAY, add_job
 from tests.terminal import GPTCTL, Run
 
 
@@ -42,6 +42,7 @@ def runs(tmp_path: Path) -> Path:
     add_job(tmp_path, "live-000001", "RUNNING", 40)
     add_job(tmp_path, "wait-000001", "UNKNOWN", 39, kind="slurm", cluster="farm", handle={"scheduler_id": "17"})
     add_job(tmp_path, "new-000001", "FAILED", 1)
+    add_job(tmp_path, "long-000001", "FAILED", 40, ran=39 * DAY)  # it has ended yesterday
     return tmp_path
 
 
@@ -71,7 +72,7 @@ def test_only_a_flag_that_says_so_removes_the_newest_checkpoints(verb, runs: Pat
     assert len(going) == 11
     assert verb("rm --older 30d --with-newest-checkpoints --yes").code == 0
     left = {folder.name for folder in (runs / "runs").iterdir()}
-    assert left == {"live-000001", "wait-000001", "new-000001"}
+    assert left == {"live-000001", "wait-000001", "new-000001", "long-000001"}
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,8 @@ def test_only_a_flag_that_says_so_removes_the_newest_checkpoints(verb, runs: Pat
         ("--older 30d --state failed", {"old-000001", "run-000001", "run-000003", "fork-000003"}),
         ("--older 45d --state failed", {"old-000001", "run-000001", "run-000003"}),
         # The newest of those in this state, whatever their age.
-        ("--older 30d --state failed --keep 3", {"old-000001", "run-000001"}),
-        ("--state failed --keep 1", {"old-000001", "run-000001", "run-000003", "fork-000003"}),
+        ("--older 30d --state failed --keep 4", {"old-000001", "run-000001"}),
+        ("--state failed --keep 2", {"old-000001", "run-000001", "run-000003", "fork-000003"}),
         ("--keep 100", set()),
         ("--older 30d --tag draft", {"run-000001"}),
         ("--older 30d --cluster farm", set()),
@@ -103,7 +104,7 @@ def test_removing_prints_what_stays_and_why(verb, runs: Path) -> None:
         "link-000002",
     }
     assert "one-000001 stays: has the newest verified checkpoint of the run of one-000001: step_20" in answer.said
-    assert "1 job ended later than that" in answer.said
+    assert "2 jobs ended later than that" in answer.said
     assert "warning: run-000001 is continued by run-000002" in answer.said
     again = verb("rm --older 30d --yes --json")
     assert (again.code, json.loads(again.out)) == (0, [])
