@@ -31,7 +31,7 @@ LIST_COLUMNS = (
     Column("cluster", importance=10),
     Column("created", importance=9),
     Column("from", importance=4),
-    Column("size"),
+    Column("size", importance=14),
     Column("tags", "cut", importance=3),
     Column("note", "cut", importance=13),
     Column("reason", "cut", importance=2),
@@ -132,7 +132,7 @@ class Listing:
         self._states: dict[str, JobState] = {}
         self._sizes: dict[str, DiskUse] = {}
         self.nearest = ""  # why no job is left
-        self.more = 0  # jobs that match, beyond the limit
+        self.more = 0  # jobs beyond the limit that match, of all jobs if none were filtered
 
     @property
     def is_plain(self) -> bool:
@@ -154,6 +154,8 @@ class Listing:
         if self.order and key in RECORD_VALUES:
             records = self.order.sorted(records, RECORD_VALUES[key])
         elif self.order and key == "size":
+            # First: counting may take longer than other machines have to answer.
+            self._ask(records)
             self._measure(records)
             records = self.order.sorted(records, lambda record: self._bytes(record.id))
         # What is sorted by a value of its row is cut when the rows are known.
@@ -174,7 +176,7 @@ class Listing:
         store = self._session.store
         if self.is_plain:
             found = store.records(self._limit)
-            self.more = len(store.present_ids()) - len(found)
+            self.more = len(store.ids()) - len(found)
             return found
         selected = select(store, self._filters, self._with_removed)
         if selected.records and self._filters.states:
@@ -237,9 +239,9 @@ def print_rows(listing: Listing, rows: Sequence[Mapping[str, Any]]) -> None:
         for column in LIST_COLUMNS
         if column.name not in OPTIONAL or any(text[column.name] for text in texts)
     ]
-    if order := listing.order:
-        name = COLUMN_OF.get(order.key, order.key)
-        shown = [each._replace(importance=0) if each.name == name else each for each in shown]
+    # What was asked for is shown in a narrow window, too.
+    asked = {"size", COLUMN_OF.get(listing.order.key, listing.order.key) if listing.order else ""}
+    shown = [each._replace(importance=0) if each.name in asked else each for each in shown]
     cells = [[text[column.name] for column in shown] for text in texts]
     ui.print_table(title_of(listing, rows), shown, cells)
 
@@ -278,8 +280,8 @@ def title_of(listing: Listing, rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     size = f", {total_use(sizes)}" if sizes else ""
     parts = [f"{count(len(rows), 'job')}{size}"]
-    if listing.is_plain and (hidden := listing.more + listing.hidden):
-        parts.append(f"--all shows {hidden:,} more, older or removed")
+    if listing.is_plain and listing.more:
+        parts.append(f"--all shows {listing.more:,} more, older or removed")
     elif listing.more:
         parts.append(f"--limit {len(rows) + listing.more} shows {listing.more:,} more")
     return "; ".join(parts)

@@ -29,7 +29,7 @@ MOST_SHOWED = 20  # jobs that are listed before the question
         "gptctl rm --state FAILED --tag exp=lr --yes",
     )
 )
-@click.argument("jobs", nargs=-1, shell_complete=complete_job)
+@click.argument("jobs", nargs=-1, metavar="[JOB…]", shell_complete=complete_job)
 @filter_options
 @click.option(
     "--older", type=moment, metavar="TIME", help="Only jobs that ended before: 30d, 2026-11-01."

@@ -31,7 +31,7 @@ def complete_word(context: click.Context, parameter: click.Parameter, incomplete
     )
 )
 @click.argument(
-    "words", nargs=-1, required=True, metavar="JOB... [K=V]...", shell_complete=complete_word
+    "words", nargs=-1, required=True, metavar="JOB… [K=V]…", shell_complete=complete_word
 )
 @click.option(
     "--add", "added", metavar="WORD", multiple=True, help="Add a tag without a value; repeatable."

@@ -6,6 +6,7 @@ the last job names what comes nearest.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -142,6 +143,12 @@ def _shown_state(record: JobRecord, state: JobState) -> str:
     return last.state if last else state.state
 
 
+def _number_of(row: Mapping[str, Any], name: str) -> float | None:
+    value = (row["progress"] or {}).get(name)
+    # The log of a script can have a loss of NaN, which has no place in an order.
+    return None if value is None or math.isnan(value) else value
+
+
 class Order(NamedTuple):
     """In which order rows are shown."""
 
@@ -159,8 +166,8 @@ class Order(NamedTuple):
 # How a key is read from a row of `list`; `size` and what needs only the record are known earlier.
 ROW_VALUES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "state": lambda row: STATES.index(row["last_state"] or row["state"]),
-    "loss": lambda row: (row["progress"] or {}).get("loss"),
-    "tokens/s": lambda row: (row["progress"] or {}).get("tokens_per_second"),
+    "loss": lambda row: _number_of(row, "loss"),
+    "tokens/s": lambda row: _number_of(row, "tokens_per_second"),
     "duration": lambda row: row["duration"],
 }
 RECORD_VALUES: dict[str, Callable[[JobRecord], Any]] = {

@@ -40,6 +40,7 @@ READERS_OF_CLOCKS = {
     "gptctl/doctor/probe.py": "it compares clocks; and errors that nothing else puts in order",
     "gptctl/doctor/slurm_job.py": "it compares clocks",
     "gptctl/doctor/ssh_hosts.py": "it compares clocks",
+    "gptctl/engine/events.py": SHOWN,
     "gptctl/engine/machine_queue.py": "whether a folder changed (also asked every two seconds); queues of 30 days ago",
     "gptctl/engine/run_folder.py": "the clock of the file system that nodes share; the rest is shown",
     "gptctl/jobs/damage.py": "whether a damaged file is the one that was reported before",
