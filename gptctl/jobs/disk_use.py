@@ -45,8 +45,8 @@ def disk_use(records: Sequence[JobRecord], deadline: Deadline, show: Show) -> di
     showing = threading.Lock()
 
     def report() -> None:
-        # While one thread prints, the others go on counting.
-        if showing.acquire(blocking=False):
+        # While one thread prints, the others go on counting. Later nobody listens any more.
+        if deadline.left and showing.acquire(blocking=False):
             try:
                 done = sum(each.is_complete for each in counts.values())
                 total = sum(each.bytes for each in counts.values())

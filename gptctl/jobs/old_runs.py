@@ -115,7 +115,13 @@ class Checkpoint(NamedTuple):
 
     folder: str  # where it is, on this machine or on the hosts of the job
     name: str
-    is_verified: bool
+    is_verified: bool | None  # None: on other machines, where nobody sees it from here
+
+    def why(self, last: str) -> str:
+        """Why its folder stays; `last` is the last job of the run."""
+        what = "newest verified" if self.is_verified else "newest"
+        doubt = ", which may not be verified" if self.is_verified is None else ""
+        return f"has the {what} checkpoint of the run of {last}: {self.name}{doubt}"
 
 
 def newest_checkpoints(
@@ -139,14 +145,14 @@ def newest_checkpoints(
         elif answer:
             saved[job.id] = answer
     for run in runs:
-        points = [(job, saved[job.id]) for job in run if job.id in saved]
+        points = [saved[job.id] for job in run if job.id in saved]
         # A run that was killed verified nothing: it can be resumed from any checkpoint.
-        verified = [each for each in points if each[1].is_verified]
-        for _, point in (verified or points)[:1]:
-            what = "newest verified" if point.is_verified else "newest"
-            why = f"has the {what} checkpoint of the run of {run[0].id}: {point.name}"
+        for point in [each for each in points if each.is_verified is not False] or points[:1]:
             having = owners(point.folder, here) | owners(point.folder, there)
-            reasons |= dict.fromkeys(having, why)
+            reasons |= dict.fromkeys(having, point.why(run[0].id))
+            # Behind one that may not be verified, an older job has the one that is.
+            if point.is_verified is not None:
+                break
     return {job: why for job, why in reasons.items() if job in chosen}
 
 
@@ -173,10 +179,9 @@ def _checkpoint(job: JobRecord, backends: Backends) -> Checkpoint | None:
     folder = Path(job.output_dir)
     if job.run_folder.is_dir() and backends.of(job.kind).is_elsewhere(job):
         place, names = backends.of(job.kind).checkpoints(job)
-        # From here nobody sees whether it is verified.
         steps = checkpoint_steps(names)
         name = f"step_{max(steps, default=0)} on its hosts"
-        return Checkpoint(place, name, is_verified=True) if steps else None
+        return Checkpoint(place, name, is_verified=None) if steps else None
     newest_first = [folder / f"step_{step}" for step in _steps_in(folder)]
     undamaged = [each for each in newest_first if not is_damaged(each)]
     for checkpoint in [each for each in undamaged if is_verified(each)] or undamaged:
