@@ -33,7 +33,7 @@ VERBS = {
         "logs": ("logs", "Show the logs of all ranks in one stream."),
     },
     "Jobs": {
-        "list": ("jobs", "List jobs and their states."),
+        "list": ("listing", "List jobs and their states."),
         "status": ("jobs", "Show the state of a job."),
         "why": ("why", "Explain why a job waits, failed, or seems stuck."),
         "plot": ("plot", "Plot the loss, or another metric, of one or more jobs."),
@@ -45,6 +45,7 @@ VERBS = {
         "wait": ("jobs", "Wait until a job ends; exit with its status."),
         "resume": ("rerun", "Continue a job from its newest checkpoint, as a new job."),
         "rerun": ("rerun", "Submit a job again from its saved files."),
+        "tag": ("tag", "Set, remove or show the tags and the note of jobs."),
         "rm": ("remove", "Remove the run folders of jobs; their history stays."),
         "shell": ("nodes", "Open a shell on a node of a running job, or run a command there."),
         "stacks": ("nodes", "Show what every rank of a running job is executing."),

@@ -1,4 +1,4 @@
-"""The verbs for submitted jobs: list, inspect, stop, wait for and fetch them.
+"""The verbs for submitted jobs: inspect, stop, wait for and fetch them.
 
 Imports inside a verb keep `--help` and completion fast: a verb loads what it uses.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,106 +22,7 @@ if TYPE_CHECKING:
     from gptctl.backends import JobState
     from gptctl.jobs.store import JobRecord
 
-# The columns of `list`. The reason is last: it is the longest, and often empty.
-LIST_COLUMNS = (
-    Column("job"),
-    Column("state"),
-    Column("done", importance=1),
-    Column("step", importance=6),
-    Column("loss", importance=5),
-    Column("tokens/s", importance=10),
-    Column("time", importance=7),
-    Column("left", importance=4),
-    Column("ranks", importance=11),
-    Column("cluster", importance=9),
-    Column("created", importance=8),
-    Column("from", importance=3),
-    Column("reason", "cut", importance=2),
-)
-RECENT = 20  # jobs that `list` shows: the state of each may need a query
 MAX_STOPPED = 8  # jobs that `cancel` stops at the same time: each asks its own hosts in parallel
-LIST_TIMEOUT = 3.0  # seconds that `list` waits for other machines: people look at it often
-
-
-@click.command("list", epilog=examples("gptctl list", "gptctl list --all --json"))
-@click.option(
-    "--all",
-    "show_all",
-    is_flag=True,
-    help=f"Show all jobs, also removed ones, not only the last {RECENT}.",
-)
-@click.option(
-    "--prometheus",
-    "prometheus_folder",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="Write the numbers to a file in DIR, for Prometheus's node_exporter.",
-)
-@as_json_option
-@click.pass_obj
-def list_verb(
-    session: Session, show_all: bool, prometheus_folder: Path | None, as_json: bool
-) -> None:
-    """List jobs and their states.
-
-    The newest job comes last. The column `from` has the hash of the job that a job continues.
-    Hosts and schedulers have 3 seconds to answer; of the others it shows the last known state, as
-    in `RUNNING (12 min ago)`.
-    """
-    from gptctl.cli import ui
-    from gptctl.jobs import report
-    from gptctl.jobs.progress_text import list_cells, state_text
-    from gptctl.jobs.store import short_id
-    from gptctl.text import clock_time, count
-
-    deadline = session.end_within(LIST_TIMEOUT)
-    records = session.store.records(None if show_all else RECENT)
-    # All at once: one query to Slurm answers for all of its jobs.
-    rows = report.rows(records, session.backends, deadline)
-    session.report_damage()
-    if prometheus_folder:
-        write_prometheus(session, records, rows, prometheus_folder)
-        return
-    # JSON has the plain numbers; the columns below are formatted for people.
-    if as_json:
-        ui.print_json(rows)
-        return
-    texts = [
-        {
-            **{name: row[name] for name in ("job", "cluster", "reason")},
-            "state": state_text(row),
-            **list_cells(row),
-            "ranks": f"{row['nodes']} × {row['world_size'] // row['nodes']}",
-            "created": clock_time(row["created"]),
-            # The hash of the job that it continues: short, and enough for any command.
-            "from": short_id(row["continues"] or ""),
-        }
-        for row in rows
-    ]
-    # Most jobs continue no other one.
-    is_plain = not any(text["from"] for text in texts)
-    columns = [each for each in LIST_COLUMNS if each.name != "from" or not is_plain]
-    cells = [[text[column.name] for column in columns] for text in texts]
-    hidden = len(session.store.ids()) - len(rows)
-    older = f"; --all shows {hidden:,} more, older or removed" if hidden else ""
-    ui.print_table(f"{count(len(rows), 'job')}{older}", columns, cells)
-
-
-def write_prometheus(
-    session: Session, records: Sequence[JobRecord], rows: list[dict[str, Any]], folder: Path
-) -> None:
-    """Write the jobs as metrics; how well they use their GPUs is read of running ones only."""
-    from gptctl.cli import ui
-    from gptctl.engine.job_result import RUNNING
-    from gptctl.jobs.costs import ledger_of_job, user_of
-    from gptctl.jobs.prometheus import textfile, write
-
-    now = time.time()
-    running = [rec for rec, row in zip(records, rows) if row["state"] == RUNNING]
-    ledgers = [ledger_of_job(record, RUNNING, session.store, now) for record in running]
-    goodput = {ledger.job: ledger.goodput for ledger in ledgers}
-    user = user_of()
-    ui.print_text(str(write(folder, textfile(rows, goodput, user, now), user)))
 
 
 @click.command(epilog=examples("gptctl status", "gptctl status gpt-3f9a2c --json"))

@@ -28,8 +28,8 @@ from gptctl.spec.resources import home
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError, closest
 
 SCHEMA = 1
-# Files beside the record of a job: see `history.py`.
-ENDED, REMOVED, COSTS = ".ended", ".removed", ".costs"
+# Files beside the record of a job: see `history.py`, `labels.py` and `costs.py`.
+ENDED, REMOVED, LABELS, COSTS = ".ended", ".removed", ".labels", ".costs"
 NEWEST = 500  # records that are searched for the latest job of a folder: opening all may be slow
 ABANDONED = 3600.0  # seconds: no gptctl takes that long to write a temporary file
 MAX_RECORD = 1 << 20  # bytes that are read of a record: a damaged one may be of any size
@@ -134,7 +134,8 @@ class Store:
         # is set aside by whoever reads it next.
         with suppress(OSError, DamagedFile):
             if _read(self._file(record.id)).token == record.token:
-                (self.folder / f"{record.id}{ENDED}").unlink(missing_ok=True)
+                for suffix in (ENDED, LABELS):
+                    (self.folder / f"{record.id}{suffix}").unlink(missing_ok=True)
                 self._file(record.id).unlink()
         self._pending(record).unlink(missing_ok=True)
 
@@ -173,13 +174,18 @@ class Store:
 
     def records(self, last: int | None = None) -> list[JobRecord]:
         """All jobs, or the last that were not removed, oldest first; damaged ones are moved."""
+        if last is None:
+            return self.records_of(self.ids())
         found: list[JobRecord] = []
-        for job_id in reversed(self.ids() if last is None else self.present_ids()):
-            if last is not None and len(found) >= last:
+        for job_id in reversed(self.present_ids()):
+            if len(found) >= last:
                 break
             if record := self._valid_record(f"{job_id}.json"):
                 found.append(record)
         return found[::-1]
+
+    def records_of(self, ids: Sequence[str]) -> list[JobRecord]:
+        return [record for each in ids if (record := self._valid_record(f"{each}.json"))]
 
     def remove_temporary_files(self) -> None:
         """Remove temporary files that a killed gptctl left behind."""
@@ -189,7 +195,7 @@ class Store:
         except OSError:  # missing, or `ids` says why it cannot be read
             return
         for name in filter(
-            re.compile(r"\..+\.\d+|.+\.(json|ended|removed|costs)\.part\d+").fullmatch, names
+            re.compile(r"\..+\.\d+|.+\.(json|ended|removed|labels|costs)\.part\d+").fullmatch, names
         ):
             with suppress(OSError):
                 # Whatever the clock says: not those of a process that may be writing.

@@ -26,6 +26,7 @@ from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.array_folders import remove_unused_folder
 from gptctl.jobs.config_differences import Difference, differences
 from gptctl.jobs.freeze import frozen_config
+from gptctl.jobs.labels import NO_LABELS, Labels, LabelStore
 from gptctl.jobs.preflight import run_preflight
 from gptctl.jobs.resume import ResumePoint, check_resume, check_snapshot_left, resume_notes
 from gptctl.jobs.shared_outputs import check_shared_outputs
@@ -62,6 +63,7 @@ class Prepared(NamedTuple):
     sweep: str = ""  # id of the sweep that it belongs to, and its number there
     sweep_index: int = 0
     notes: tuple[str, ...] = ()  # what the user should know before the job starts
+    labels: Labels = NO_LABELS
 
     @property
     def sources(self) -> list[Source]:
@@ -212,6 +214,7 @@ def submit(prepared: Prepared, store: Store, backends: Backends) -> Submitted:
     # The record comes first: whatever is created after it can be found and removed.
     prepared, record = add_record(prepared, store, backend)
     try:
+        LabelStore(store.folder.parent).keep(record, prepared.labels)
         freeze_job(prepared, record)
         record = record._replace(handle=backend.start(prepared.plan, record))
         store.accept(record)

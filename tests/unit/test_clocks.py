@@ -31,13 +31,16 @@ HOUR = 3600.0
 SHOWN = "shown to people, or recorded for them"
 READERS_OF_CLOCKS = {
     "gptctl/backends/slurm/backend.py": "the age of a job that another machine submitted",
+    "gptctl/jobs/labels.py": "the name under which a damaged file is moved away",
+    "gptctl/jobs/selection.py": "which records --since need not read, with a day to spare",
     "gptctl/jobs/last_state.py": "how old a state is that is shown; one in the future counts as old",
     "gptctl/backends/slurm/queue.py": SHOWN,
     "gptctl/cli/cost.py": "until when a running job has used its nodes",
     "gptctl/cli/follow.py": SHOWN,
-    "gptctl/cli/jobs.py": "until when a running job has used its nodes",
+    "gptctl/cli/prometheus.py": "until when a running job has used its nodes",
     "gptctl/engine/events.py": "recorded beside the steady clock, which decides",
     "gptctl/cli/why.py": SHOWN,
+    "gptctl/cli/options.py": "what a user asks for with --since and --older",
     "gptctl/doctor/probe.py": "it compares clocks; and errors that nothing else puts in order",
     "gptctl/doctor/slurm_job.py": "it compares clocks",
     "gptctl/doctor/ssh_hosts.py": "it compares clocks",
