@@ -18,7 +18,6 @@ from gptctl.engine.file_reading import read_json, read_text
 from gptctl.engine.job_result import FINAL, UNKNOWN
 from gptctl.engine.rank_runs import rank_runs
 from gptctl.engine.run_folder import RunFolder
-from gptctl.jobs.hints import hint_of
 from gptctl.jobs.history import History, facts_of
 from gptctl.jobs.labels import LabelStore, tags_text
 from gptctl.jobs.last_state import last_state
@@ -130,6 +129,9 @@ def failure_json(state: JobState, record: JobRecord) -> dict[str, Any] | None:
     """The first failure of a job as JSON, with what usually helps."""
     if state.failure is None:
         return None
+    # Imported here: its catalogue costs time, and most jobs have not failed.
+    from gptctl.jobs.hints import hint_of
+
     # Only the bundled trainer has an output folder in its record.
     hint = hint_of(state.failure, bool(record.output_dir))
     return {**state.failure.as_json(), "hint": hint or None}

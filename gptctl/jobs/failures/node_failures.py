@@ -31,7 +31,7 @@ SIGNATURES = (
     Signature(
         "K041",
         "shared memory is full",
-        "/dev/shm of the node or container is too small for the workers of the data loader.",
+        "The node's or container's /dev/shm is too small for the workers of the data loader.",
         "shared memory may be full: check /dev/shm, or use fewer data loader workers",
         (
             r"(?i)out of shared memory",
