@@ -106,11 +106,11 @@ def _send_to(targets: Sequence[Mapping[str, Any]]) -> list[tuple[str, Outcome]]:
     import time
 
     from gptctl.engine.addresses import UnusableAddress, read_address, shown_address
-    from gptctl.engine.notifications import test_message
+    from gptctl.engine.notifications import trial_message
     from gptctl.engine.webhook import Outcome, send
     from gptctl.remote.parallel import in_parallel, successful
 
-    message = test_message(os.uname().nodename, time.time())
+    message = trial_message(os.uname().nodename, time.time())
 
     def send_one(numbered: tuple[int, Mapping[str, Any]]) -> tuple[str, Outcome]:
         number, target = numbered

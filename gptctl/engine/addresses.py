@@ -46,15 +46,15 @@ def url_problem(url: str, kind: str) -> str:
     """Say what is wrong with a URL, without repeating it; empty if it can be used."""
     if not _URL.fullmatch(url):
         return "it is not a URL such as https://HOST/PATH, or has blanks or non-ASCII characters"
+    if (kind or kind_of(url)) == APPRISE:
+        return ""  # apprise has its own forms, which it checks itself
+    if not url.lower().startswith(("http://", "https://")):
+        return "it is not an http or https URL"
     try:
         parts = urlsplit(url)
         has_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
         has_host = False
-    if (kind or kind_of(url)) == APPRISE:
-        return ""  # apprise has its own forms, which it checks itself
-    if parts.scheme.lower() not in ("http", "https"):
-        return "it is not an http or https URL"
     return "" if has_host else "its host or port is missing or invalid"
 
 

@@ -101,15 +101,15 @@ class Delivery:
         """Become the sender of this try; return False if somebody else is. Raises OSError."""
         self._folder.mkdir(0o700, exist_ok=True)
         part = self._folder / f".{self._prefix}.{os.getpid()}.{threading.get_native_id()}"
-        with open(part, "w", encoding="utf-8", opener=private) as stream:
-            stream.write(json.dumps(self._content(SENDING, "")))
         try:
+            with open(part, "w", encoding="utf-8", opener=private) as stream:
+                stream.write(json.dumps(self._content(SENDING, "")))
             # Linking is atomic, also on NFS, and readers never see a part of the file.
             os.link(part, self._file(number))
         except FileExistsError:
             return False
         finally:
-            part.unlink()
+            part.unlink(missing_ok=True)
         return True
 
     def record(self, number: int, state: str, text: str) -> None:
@@ -169,3 +169,8 @@ class Delivery:
 def is_delivery(name: str) -> bool:
     """Whether a file in the folder of notifications is a record of a try."""
     return _NAME.fullmatch(name) is not None
+
+
+def is_of_engine(name: str) -> bool:
+    """Whether the try of this name cannot be one of a watcher that sees a copy of the folder."""
+    return is_delivery(name) and int(name.rpartition(".")[2]) < FIRST_OF_COPY

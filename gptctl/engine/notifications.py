@@ -125,7 +125,7 @@ def ended_as(found: list[News], state: str, reason: str, now: float) -> News:
     starts = [news for news in found if news.event == START]
     seconds = max(0.0, now - starts[0].time) if starts else None
     why = one_line(reason, LONGEST_REASON)
-    return News(END, max(0, len(starts) - 1), now, state, why, seconds)
+    return News(END, max(0, len(starts) - 1), now, one_line(state, 20), why, seconds)
 
 
 def message_about(news: News, job: JobFacts, host: str = "") -> Message:
@@ -160,7 +160,7 @@ def message_about(news: News, job: JobFacts, host: str = "") -> Message:
     return Message(name, title, cut(text, LONGEST_TEXT), facts)
 
 
-def test_message(host: str, moment: float) -> Message:
+def trial_message(host: str, moment: float) -> Message:
     title = "gptctl: this is a test"
     name = f"test.{int(moment)}"
     text = f"{title}\nsent from {host}\nid: {name}"

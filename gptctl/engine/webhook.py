@@ -233,13 +233,17 @@ class _Exchange:
         return connection
 
     def _read(self, response: Any) -> bytes:
-        """Read an answer that may be endless."""
-        data = b""
-        while len(data) < LARGEST_ANSWER and time.monotonic() < self._deadline:
-            part = response.read1(LARGEST_ANSWER - len(data))
-            if not part:
-                break
-            data += part
+        """Read an answer that may be endless, or stop before its end."""
+        data, patience = b"", self._limit / 4
+        if self._socket:
+            self._socket.settimeout(patience)
+        # Early enough for a judgement: the status is known, and to some servers it is all.
+        with suppress(TimeoutError):
+            while len(data) < LARGEST_ANSWER and time.monotonic() < self._deadline - patience:
+                part = response.read1(LARGEST_ANSWER - len(data))
+                if not part:
+                    break
+                data += part
         return data
 
 
