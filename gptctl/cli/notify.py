@@ -11,7 +11,7 @@ from gptctl.cli.options import as_json_option, cluster_option, examples, overrid
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
-    from gptctl.engine.webhook import Outcome
+    from gptctl.engine.webhook import SendOutcome
     from gptctl.spec.check import Checked
 
 
@@ -101,23 +101,23 @@ def _checked(
     return checked
 
 
-def _send_to(targets: Sequence[Mapping[str, Any]]) -> list[tuple[str, Outcome]]:
+def _send_to(targets: Sequence[Mapping[str, Any]]) -> list[tuple[str, SendOutcome]]:
     import os
     import time
 
     from gptctl.engine.addresses import UnusableAddress, read_address, shown_address
     from gptctl.engine.notifications import trial_message
-    from gptctl.engine.webhook import Outcome, send
+    from gptctl.engine.webhook import SendOutcome, send
     from gptctl.remote.parallel import in_parallel, successful
 
     message = trial_message(os.uname().nodename, time.time())
 
-    def send_one(numbered: tuple[int, Mapping[str, Any]]) -> tuple[str, Outcome]:
+    def send_one(numbered: tuple[int, Mapping[str, Any]]) -> tuple[str, SendOutcome]:
         number, target = numbered
         try:
             address = read_address(target, os.environ)
         except UnusableAddress as problem:
-            return f"target {number}", Outcome(False, str(problem))
+            return f"target {number}", SendOutcome(False, str(problem))
         return shown_address(address.kind, address.url), send(address, message)
 
     return successful(in_parallel(send_one, list(enumerate(targets, 1))))

@@ -35,7 +35,7 @@ from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.log import say
 from gptctl.engine.notifications import END, News, ended_as, message_about
 from gptctl.engine.processes import is_alive
-from gptctl.engine.webhook import Outcome, send
+from gptctl.engine.webhook import SendOutcome, send
 
 POLL = 1.0  # seconds between two looks at the story
 BUSY_POLL = 0.1  # while the last messages are sent
@@ -208,11 +208,11 @@ class _Sender:
         waited = time.monotonic() - self._seen.setdefault(news.name, time.monotonic())
         return waited >= patience
 
-    def _send(self, news: News) -> Outcome:
+    def _send(self, news: News) -> SendOutcome:
         try:
             address = read_address(self._target, self._environment)
         except UnusableAddress as problem:
-            return Outcome(False, str(problem), True)
+            return SendOutcome(False, str(problem), True)
         host = os.uname().nodename
         return send(address, message_about(news, self._story.facts(), host))
 

@@ -51,7 +51,7 @@ sys.exit(0 if service.notify(title=order["title"], body=order["text"]) else 1)
 """
 
 
-class Outcome(NamedTuple):
+class SendOutcome(NamedTuple):
     """What became of a try."""
 
     is_delivered: bool
@@ -111,7 +111,7 @@ def _hmac(key: str, text: str) -> str:
 # What comes back
 
 
-def outcome_of(address: Address, status: int, body: bytes) -> Outcome:
+def outcome_of(address: Address, status: int, body: bytes) -> SendOutcome:
     """Judge an answer: an error with status 200 is not an acknowledgement."""
     kind = address.kind
     # Before it is cut: a part of a secret would not be recognised.
@@ -119,17 +119,17 @@ def outcome_of(address: Address, status: int, body: bytes) -> Outcome:
     said = one_line(said, LONGEST_ANSWER)
     text = f"HTTP {status}{f': {said}' if said else ''}"
     if not 200 <= status < 300:
-        return Outcome(False, text, 300 <= status < 500 and status not in _TEMPORARY)
+        return SendOutcome(False, text, 300 <= status < 500 and status not in _TEMPORARY)
     if kind == SLACK:
-        return Outcome(body.strip() == b"ok", text)
+        return SendOutcome(body.strip() == b"ok", text)
     found = parse_json(body)
     if kind in _CODES:
         codes = [found[name] for name in _CODES[kind] if name in found] if found else []
-        return Outcome(bool(codes) and all(is_zero(code) for code in codes), text)
+        return SendOutcome(bool(codes) and all(is_zero(code) for code in codes), text)
     # The page of a proxy or a portal that stands between a cluster and the world.
     if body.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
-        return Outcome(False, f"{text}: a web page, not a webhook", True)
-    return Outcome(not _reports_error(found or {}), text)
+        return SendOutcome(False, f"{text}: a web page, not a webhook", True)
+    return SendOutcome(not _reports_error(found or {}), text)
 
 
 def is_zero(code: object) -> bool:
@@ -151,18 +151,18 @@ def _reports_error(answer: Mapping[str, Any]) -> bool:
 # Sending
 
 
-def send(address: Address, message: Message, limit: float = LIMIT) -> Outcome:
+def send(address: Address, message: Message, limit: float = LIMIT) -> SendOutcome:
     """Send a message once; return within the limit, whatever the server does."""
     if address.kind == APPRISE:
         return _by_apprise(address, message)
-    done: list[Outcome] = []
+    done: list[SendOutcome] = []
     exchange = _Exchange(address, message, limit)
     # In a thread: nothing else ends a slow resolver, or an answer that comes byte by byte.
     worker = threading.Thread(target=lambda: done.append(exchange.run()), daemon=True)
     worker.start()
     worker.join(limit)
     exchange.cut()
-    return done[0] if done else Outcome(False, f"no answer within {limit:g} s")
+    return done[0] if done else SendOutcome(False, f"no answer within {limit:g} s")
 
 
 class _Exchange:
@@ -178,11 +178,11 @@ class _Exchange:
             if self._socket:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
-    def run(self) -> Outcome:
+    def run(self) -> SendOutcome:
         try:
             return outcome_of(self._address, *self._exchange())
         except Exception as error:
-            return Outcome(False, error_text(error))
+            return SendOutcome(False, error_text(error))
 
     def _exchange(self) -> tuple[int, bytes]:
         from urllib import request as urls
@@ -247,7 +247,7 @@ class _Exchange:
         return data
 
 
-def _by_apprise(address: Address, message: Message) -> Outcome:
+def _by_apprise(address: Address, message: Message) -> SendOutcome:
     order = {"url": address.url, "title": message.title, "text": message.text}
     try:
         code = subprocess.run(
@@ -259,15 +259,15 @@ def _by_apprise(address: Address, message: Message) -> Outcome:
             timeout=APPRISE_LIMIT,
         ).returncode
     except subprocess.TimeoutExpired:
-        return Outcome(False, f"no answer within {APPRISE_LIMIT:g} s")
+        return SendOutcome(False, f"no answer within {APPRISE_LIMIT:g} s")
     except OSError as error:
-        return Outcome(False, error_text(error))
+        return SendOutcome(False, error_text(error))
     if code == _NOT_INSTALLED:
         hint = "pip install 'gptctl[notify]'"
-        return Outcome(False, f"apprise is not installed for {sys.executable}: {hint}", True)
+        return SendOutcome(False, f"apprise is not installed for {sys.executable}: {hint}", True)
     if code == _NO_SERVICE:
-        return Outcome(False, "apprise does not know this kind of URL", True)
-    return Outcome(not code, "apprise: the service did not take it" if code else "apprise: sent")
+        return SendOutcome(False, "apprise does not know this kind of URL", True)
+    return SendOutcome(not code, "apprise: the service did not take it" if code else "apprise: sent")
 
 
 def error_text(error: BaseException) -> str:

@@ -34,8 +34,12 @@ class NotifyTarget:
 
     def read(self, node: Node) -> Target:
         items = dict(node.items) if isinstance(node, Map) else {"url": node}
-        if items and set(items) <= {"env", "file"}:  # notify: {env: NAME}
-            items = {"url": node}
+        # `notify: {env: NAME, on: [end]}` is short for `{url: {env: NAME}, on: [end]}`.
+        source = {name: items.pop(name) for name in ("env", "file") if name in items}
+        if source and "url" not in items:
+            items["url"] = Map(source, node.place)
+            source = {}
+        items |= source
         if unknown := [name for name in items if name not in _KEYS]:
             near = closest(unknown[0], _KEYS)
             hint = f"did you mean {near[0]}?" if near else f"its keys are {', '.join(_KEYS)}"

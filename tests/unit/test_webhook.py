@@ -19,7 +19,7 @@ import pytest
 
 from gptctl.engine.addresses import KINDS, Address, UnusableAddress, kind_of, read_address, shown_address, url_problem
 from gptctl.engine.notifications import Message, trial_message
-from gptctl.engine.webhook import Outcome, request_for, send
+from gptctl.engine.webhook import SendOutcome, request_for, send
 from tests import webhooks
 from tests.webhooks import Webhook, reply, webhook
 
@@ -34,7 +34,7 @@ def hook() -> Iterator[Webhook]:
 
 
 def test_a_message_arrives_once_with_its_id(hook: Webhook) -> None:
-    assert send(Address("webhook", hook.url), HELLO) == Outcome(True, 'HTTP 200: {"ok": true}')
+    assert send(Address("webhook", hook.url), HELLO) == SendOutcome(True, 'HTTP 200: {"ok": true}')
     assert hook.received == [HELLO.as_json()]
 
 
@@ -85,8 +85,10 @@ def test_the_status_decides_whether_to_try_again(hook: Webhook, status: int) -> 
 
 @pytest.mark.parametrize(
     "answer",
-    [webhooks.silent, webhooks.dripping_body, webhooks.dripping_headers, webhooks.endless_headers, webhooks.no_http]
-    + [webhooks.reset, webhooks.endless_body],
+    [
+        *(webhooks.silent, webhooks.reset, webhooks.no_http, webhooks.dripping_headers, webhooks.endless_headers),
+        *(webhooks.dripping_body, webhooks.endless_body),
+    ],
 )
 def test_a_try_ends_in_time_and_memory(hook: Webhook, answer: Callable[[Any], None]) -> None:
     """Whatever the server does: the body is bounded, and so is the time. Oracle: clock, threads and VmHWM."""
@@ -117,9 +119,9 @@ def peak_memory() -> int:
 
 def test_nobody_listens_or_the_name_is_unknown() -> None:
     refused = send(Address("webhook", webhooks.closed_port()), HELLO)
-    assert refused == Outcome(False, "Connection refused")
+    assert refused == SendOutcome(False, "Connection refused")
     unknown = send(Address("webhook", "http://no-such-host.invalid/x"), HELLO)
-    assert unknown == Outcome(False, "cannot resolve the host name")
+    assert unknown == SendOutcome(False, "cannot resolve the host name")
 
 
 def test_a_proxy_of_the_environment_is_used(hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,8 +192,10 @@ def test_the_kind_follows_from_the_url(url: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "example.org/hook", "https://", "https:///x", "http://h:99999/", "http://[::1/x", "http://h/a b", "http://h/ü"]
-    + ["http://h/\nx", "ftp://h/x", "file:///etc/passwd", "javascript:alert(1)"],
+    [
+        *("", "example.org/hook", "https://", "https:///x", "http://h:99999/", "http://[::1/x", "http://h/a b"),
+        *("http://h/ü", "http://h/\nx", "ftp://h/x", "file:///etc/passwd", "javascript:alert(1)"),
+    ],
 )
 def test_what_is_no_url(url: str) -> None:
     kind = "webhook" if url.startswith(("ftp", "file")) else ""
