@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 OK = b'{"ok": true}'
 
@@ -52,7 +54,7 @@ class Webhook:
 
 
 @contextmanager
-def webhook() -> Iterator[Webhook]:
+def webhook(address: str = "127.0.0.1") -> Iterator[Webhook]:
     hook = Webhook()
 
     class Handler(BaseHTTPRequestHandler):
@@ -66,8 +68,8 @@ def webhook() -> Iterator[Webhook]:
 
         def handle_error(self, *args: object) -> None: ...
 
-    with Server(("127.0.0.1", 0), Handler) as server:
-        hook.url = f"http://127.0.0.1:{server.server_address[1]}/hook"
+    with Server((address, 0), Handler) as server:
+        hook.url = f"http://{address}:{server.server_address[1]}/hook"
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield hook
         server.shutdown()
@@ -133,3 +135,18 @@ def closed_port() -> str:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{unused.getsockname()[1]}/hook"
+
+
+def main() -> None:
+    """`python -m tests.webhooks ADDRESS FILE`: write the port, then the id of each message, one per line."""
+    address, file = sys.argv[1:]
+    with webhook(address) as hook, open(file, "a", buffering=1) as log:
+        log.write(f"{urlsplit(hook.url).port}\n")
+        while True:
+            while hook.received:
+                log.write(f"{hook.received.pop(0)['id']}\n")
+            time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()

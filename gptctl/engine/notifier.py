@@ -80,6 +80,10 @@ class Notifier:
         for thread in self._threads:
             thread.start()
 
+    def has_open_news(self) -> bool:
+        """Whether anything is left to be told, as far as it is known here."""
+        return any(sender.has_open_news() for sender in self._senders)
+
     def end_as(self, state: str, reason: str) -> None:
         """Tell the end of a job whose engine was killed before it could."""
         for sender in self._senders:
@@ -143,19 +147,28 @@ class _Sender:
             if not is_settled(tries, ENGINE):
                 delivery.leave(tries, "the job has ended")
 
+    def has_open_news(self) -> bool:
+        return any(
+            not is_settled(self._delivery(news).tries(), self._view.role)
+            for news in self._open_news()
+        )
+
     @property
     def _places(self) -> tuple[Path, LaunchPlan, str]:
         return self._view.folder, self._plan, self._view.output_dir
 
     def _round(self, is_closing: bool) -> int:
         """Try to send what is due; return how much is left."""
-        open_news = [news for news in self._news(self._story) if news.name not in self._settled]
-        if open_news and self._view.role == WATCHER and self._has_engine_here():
-            return 0
+        open_news = self._open_news()
         for news in open_news:
             if self._advance(news, is_closing):
                 self._settled.add(news.name)
         return sum(news.name not in self._settled for news in open_news)
+
+    def _open_news(self) -> list[News]:
+        found = [news for news in self._news(self._story) if news.name not in self._settled]
+        is_ours = self._view.role == ENGINE or not self._has_engine_here()
+        return found if is_ours else []
 
     def _news(self, story: JobStory) -> list[News]:
         found, now = story.news(), time.time()

@@ -91,7 +91,9 @@ def test_a_watcher_tells_the_end_of_a_job_whose_engine_was_killed(jobs: Jobs, ho
     gptctl = str(Path(sys.executable).with_name("gptctl"))
     env = {**os.environ, "HOME": str(jobs.folder / "home"), "HOOK": hook.url}
     commands = (["wait", job], ["logs", job, "--follow"])
-    watchers = [subprocess.Popen([gptctl, *words], cwd=jobs.folder, env=env, stderr=subprocess.PIPE) for words in commands]
+    watchers = [
+        subprocess.Popen([gptctl, *words], cwd=jobs.folder, env=env, stderr=subprocess.PIPE) for words in commands
+    ]
     time.sleep(1)
     claim = json.loads((jobs.run_dir(job) / "claim.json").read_text())
     os.kill(claim["pid"], signal.SIGKILL)
