@@ -33,7 +33,7 @@ class NotifyTarget:
     """One address: a URL, a reference to one, or a mapping with `url`, `kind`, `on`, `secret`."""
 
     def read(self, node: Node) -> Target:
-        items = dict(node.items) if isinstance(node, Map) else {"url": node}
+        items: dict[str, Node] = dict(node.items) if isinstance(node, Map) else {"url": node}
         # `notify: {env: NAME, on: [end]}` is short for `{url: {env: NAME}, on: [end]}`.
         source = {name: items.pop(name) for name in ("env", "file") if name in items}
         if source and "url" not in items:
