@@ -267,9 +267,8 @@ def _by_apprise(address: Address, message: Message) -> SendOutcome:
         return SendOutcome(False, f"apprise is not installed for {sys.executable}: {hint}", True)
     if code == _NO_SERVICE:
         return SendOutcome(False, "apprise does not know this kind of URL", True)
-    return SendOutcome(
-        not code, "apprise: the service did not take it" if code else "apprise: sent"
-    )
+    text = "the service did not take it" if code else "sent"
+    return SendOutcome(not code, f"apprise: {text}")
 
 
 def error_text(error: BaseException) -> str:

@@ -35,7 +35,9 @@ class NotifyTarget:
     def read(self, node: Node) -> Target:
         items: dict[str, Node] = dict(node.items) if isinstance(node, Map) else {"url": node}
         # `notify: {env: NAME, on: [end]}` is short for `{url: {env: NAME}, on: [end]}`.
-        source = {name: items.pop(name) for name in ("env", "file") if name in items}
+        source: dict[str, Node] = {
+            name: items.pop(name) for name in ("env", "file") if name in items
+        }
         if source and "url" not in items:
             items["url"] = Map(source, node.place)
             source = {}
