@@ -65,7 +65,7 @@ class Notifier:
         environment: Mapping[str, str],
         say: Callable[[str], None] = say,
     ) -> None:
-        self._is_closing = threading.Event()
+        self._is_closing, self._say = threading.Event(), say
         self._senders = [
             _Sender(plan, view, number, target, environment, say)
             for number, target in enumerate(plan.notify)
@@ -97,7 +97,11 @@ class Notifier:
             thread.join(max(0.0, deadline - time.monotonic()))
         is_done = not any(thread.is_alive() for thread in self._threads)
         for sender in self._senders:
-            sender.leave()
+            # The job has ended: nothing may change its exit code any more.
+            try:
+                sender.leave()
+            except Exception as error:
+                self._say(f"notifications: {type(error).__name__}: {error}")
         return is_done
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 GRACE = 30.0
 REQUEUE_TIMEOUT = 300.0  # seconds that a scheduler may take to stop a job that it has requeued
 # Seconds that the engine stays to send its last messages. Other machines may be billed for them.
-LAST_WORD, LAST_WORD_HERE = 5.0, 30.0
+LAST_WORD, LAST_WORD_HERE, LAST_WORD_CANCELLED = 5.0, 30.0, 2.0
 PORT_TRIES = 3
 MAX_STALLED = 3  # consecutive attempts without a new checkpoint
 FAILURES_PER_ALLOCATION = 2
@@ -133,8 +133,14 @@ class Supervisor:
             on_ready()
             # Last: the job has ended, and its result is known.
             if self.notifier:
-                self.notifier.close(LAST_WORD_HERE if self.plan.is_one_machine else LAST_WORD)
+                self.notifier.close(self._last_word(result))
         return 0 if result and result.state == COMPLETED else 1
+
+    def _last_word(self, result: Result | None) -> float:
+        # `gptctl cancel` waits for this process, and whoever typed it knows how the job ended.
+        if result and result.state == CANCELLED:
+            return LAST_WORD_CANCELLED
+        return LAST_WORD_HERE if self.plan.is_one_machine else LAST_WORD
 
     def _set_deadline(self) -> None:
         # A scheduler enforces the limit itself.

@@ -43,7 +43,7 @@ def test_a_job_that_restarts_tells_each_event_once(jobs: Jobs, hook: Webhook) ->
     """One server answers with errors at first. The URL with its token is in no file, log or command line."""
     hook.answers = [reply(500), webhooks.reset]
     script = jobs.folder / "quick"
-    script.write_text('#!/bin/sh\ncat /proc/[0-9]*/cmdline > "$0.ps"\n[ "$GPTCTL_ATTEMPT" = 1 ]\n')
+    script.write_text('#!/bin/sh\ncat /proc/[0-9]*/cmdline > "$0.ps" 2> /dev/null\n[ "$GPTCTL_ATTEMPT" = 1 ]\n')
     url = f"{hook.url}/{TOKEN}"
     job = jobs.quick("--max-restarts", "1", "-o", "Launch.notify.env=HOOK", HOOK=url)
     assert jobs.ended(job) == ["COMPLETED"]
@@ -149,3 +149,16 @@ def test_the_engine_uses_apprise(jobs: Jobs, hook: Webhook) -> None:
         time.sleep(0.05)
     assert hook.received[0]["title"] == f"gptctl: {job} COMPLETED"
     assert f"id: {job}.end.0" in hook.received[0]["message"]
+
+
+@pytest.mark.long
+def test_a_dead_webhook_does_not_delay_cancel(jobs: Jobs, hook: Webhook) -> None:
+    """`cancel` waits for the engine. Oracle: the clock, compared with the 10 seconds of one try."""
+    hook.answers = [webhooks.silent] * 20
+    (jobs.folder / "quick").write_text("#!/bin/sh\nsleep 60\n")
+    job = jobs.quick("-o", f"Launch.notify={hook.url}")
+    hook.await_ids(f"{job}.start.0")
+    began = time.monotonic()
+    assert jobs.gptctl("cancel", job, "--now").returncode == 0
+    assert time.monotonic() - began < 8
+    assert jobs.ended(job) == ["CANCELLED"]
