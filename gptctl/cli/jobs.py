@@ -256,12 +256,16 @@ def wait_for(
     session: Session, record: JobRecord, timeout: float | None, quiet: bool = False
 ) -> int:
     from gptctl.cli import ui
+    from gptctl.jobs.notify_watcher import has_open_news, notifying
     from gptctl.jobs.state import exit_code, is_final
 
     state = session.state_of(record)
-    # A job that has ended needs no connection to its hosts.
-    if not is_final(state):
-        with session.backend_of(record).following(record):
+    # A job that has ended needs no connection to its hosts, unless its engine has no way out.
+    if not is_final(state) or has_open_news(record):
+        with (
+            session.backend_of(record).following(record),
+            notifying(record, lambda: state, ui.say),
+        ):
             state = _wait_until_final(session, record, timeout)
     if not quiet:
         ui.print_state(record.id, str(state))

@@ -15,6 +15,7 @@ output/               checkpoints, metrics.jsonl and status.json of the bundled 
 waiting               what the job waits for before it starts; missing once it runs
 events.jsonl          what happened, in order: see `events.py`
 alive.json            when the engine was seen alive, every few seconds
+notifications/        who was told what, and by whom: see `deliveries.py`
 cancelled             no new attempt of this job may start
 cancelled-by          who cancelled it
 in-doubt              ssh: the job was committed, and may have started

@@ -10,8 +10,9 @@ import importlib.util
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gptctl.backends import Backend
 from gptctl.engine.launch_plan import LaunchPlan, has_data
@@ -23,7 +24,13 @@ from gptctl.planning.build import Site, python_of
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster
 from gptctl.spec.launch import is_variable
-from gptctl.spec.machine_rules import check_cache_here, check_cores_here, check_data_here
+from gptctl.spec.machine_rules import (
+    check_addresses_here,
+    check_apprise_here,
+    check_cache_here,
+    check_cores_here,
+    check_data_here,
+)
 from trainer.config.foreign_weights import foreign_weights, import_hint
 from trainer.config.sections import SaveLoad
 from trainer.errors import Finding, Rule
@@ -52,6 +59,8 @@ def run_preflight(
         *(_check_interpreter(plan) if traits.is_one_machine else ()),
         *_check_secrets(plan),
         *_check_endpoint(plan),
+        *check_apprise_here(checked),
+        *_check_notify(plan),
         *check_cores_here(checked),
         *check_cache_here(checked, site.folder),
         *check_data_here(checked, site.folder),
@@ -202,6 +211,18 @@ def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
         if problem:
             hint = "fix it, or use another {file: path} or {env: NAME}"
             yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, problem, hint)
+
+
+def _check_notify(plan: LaunchPlan) -> Iterator[Finding]:
+    """Check that addresses can be read; a job starts all the same if they cannot."""
+
+    def is_seen(target: Mapping[str, Any]) -> bool:
+        # A file is read on the node.
+        sources = [target["url"], target.get("secret")]
+        is_file = any(isinstance(source, Mapping) and "file" in source for source in sources)
+        return plan.is_one_machine or not is_file
+
+    return check_addresses_here(filter(is_seen, plan.notify))
 
 
 def _secret_file_problem(file: str) -> str:

@@ -27,6 +27,7 @@ MODULES = (
     "gptctl.spec.container_profile",
     "gptctl.spec.check",
     "gptctl.spec.launch_rules",
+    "gptctl.spec.notify",
     "gptctl.spec.program_words",
     "gptctl.spec.machine_rules",
     "gptctl.spec.start_checkpoint",
