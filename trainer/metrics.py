@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from io import TextIOWrapper
 from pathlib import Path
@@ -127,6 +127,7 @@ class Metrics:
         self.peak = peak_flops(mesh.device, run.Engine.mix_precision.enable)
         self.max_steps = max_steps  # in epoch mode only the trainer knows it
         self.clock = Clock()
+        self.on_record: Callable[[dict[str, Any]], None] = lambda fields: None  # see tracking.py
         # Several attempts, and jobs that share an output folder, write to the same file.
         job, attempt = (os.environ.get(name, "") for name in ("GPTCTL_JOB", "GPTCTL_ATTEMPT"))
         self.origin = {"job": job, "attempt": int(attempt)} if job and attempt.isdecimal() else {}
@@ -218,6 +219,7 @@ class Metrics:
         return is_later and record.get("job") == self.origin.get("job")
 
     def record(self, fields: dict[str, Any]) -> None:
+        self.on_record(fields)
         if self.file is None:
             return
         # JSON has no nan and inf.

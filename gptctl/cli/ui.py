@@ -211,10 +211,12 @@ def print_findings(findings: Iterable[Finding], to_stderr: bool = False) -> None
 
 def note_machine_findings(checked: Checked) -> None:
     """Say what a valid config would lack on this machine. Not part of the answer."""
-    from gptctl.spec.machine_rules import check_cache_here, check_gpus_here
+    from gptctl.spec.machine_rules import check_cache_here, check_gpus_here, check_trackers_here
 
     if checked.is_valid:
-        print_findings([*check_gpus_here(checked), *check_cache_here(checked)], to_stderr=True)
+        checks = (check_gpus_here, check_cache_here, check_trackers_here)
+        found = [finding for check in checks for finding in check(checked)]
+        print_findings(found, to_stderr=True)
 
 
 def print_error(error: UserError) -> None:

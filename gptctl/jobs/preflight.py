@@ -23,7 +23,12 @@ from gptctl.planning.build import Site, python_of
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster
 from gptctl.spec.launch import is_variable
-from gptctl.spec.machine_rules import check_cache_here, check_cores_here, check_data_here
+from gptctl.spec.machine_rules import (
+    check_cache_here,
+    check_cores_here,
+    check_data_here,
+    check_trackers_here,
+)
 from trainer.config.foreign_weights import foreign_weights, import_hint
 from trainer.config.sections import SaveLoad
 from trainer.errors import Finding, Rule
@@ -55,6 +60,7 @@ def run_preflight(
         *check_cores_here(checked),
         *check_cache_here(checked, site.folder),
         *check_data_here(checked, site.folder),
+        *check_trackers_here(checked, site.python),
         *backend.preflight(checked, plan),
     ]
     # These findings have no line in a file, so the message says where the value came from.

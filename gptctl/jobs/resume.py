@@ -33,7 +33,14 @@ CKPT_DIR, MAX_STEPS = "Engine.save_load.ckpt_dir", "Engine.max_steps"
 LOAD_OPTIMIZER = "Engine.save_load.load_optimizer"
 EPOCHS = "Engine.num_train_epochs"
 # Differences in these keys are not reported: they change where files go and what is printed.
-NOT_REPORTED = ("Launch.", "Engine.save_load.", "Engine.logging_freq", "Profiler.", "Offline_Eval.")
+NOT_REPORTED = (
+    "Launch.",
+    "Engine.save_load.",
+    "Engine.logging_freq",
+    "Engine.trackers",
+    "Profiler.",
+    "Offline_Eval.",
+)
 REPORTED = ("Launch.args",)  # all that a script has instead of a config
 RESUME_OF = "resume of "  # the origin of a ckpt_dir that gptctl has set
 

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import trainer
 from gptctl.backends import Backend, Backends
 from gptctl.engine.atomic_files import private_files
-from gptctl.engine.contract import CONTINUES_VARIABLE, TOKEN
+from gptctl.engine.contract import CONTINUES_VARIABLE, FIRST_JOB_VARIABLE, TOKEN
 from gptctl.engine.file_reading import read_text
 from gptctl.engine.launch_plan import LaunchPlan, StartConditions
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.array_folders import remove_unused_folder
+from gptctl.jobs.first_job import first_job, first_of
 from gptctl.jobs.freeze import frozen_config
 from gptctl.jobs.preflight import run_preflight
 from gptctl.jobs.resume import (
@@ -104,12 +105,16 @@ def prepare(
         raise UserError("the job was not submitted", findings=checked.findings)
     backend = backends.of(checked.cluster.kind)
     base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides, backend)}"
+    # A job of a chain finds the snapshot of the one before it: how far that is, nobody knows yet.
+    snapshot = None if conditions.continues else read_snapshot(snapshot_file(checked, site))
+    if resumes:
+        conditions = conditions._replace(first_job=first_job(resumes, store, backends))
+    elif snapshot and store.holds(snapshot.job):
+        conditions = conditions._replace(first_job=first_of(store.find(snapshot.job), store))
     plan = _planned(checked, site, store, base, backend, conditions)
     found = [*checked.findings, *run_preflight(checked, plan, site, backend)]
     found += check_resume(resumes, checked, site) if resumes else ()
     found += check_shared_outputs(checked, site, store, backends, conditions)
-    # A job of a chain finds the snapshot of the one before it: how far that is, nobody knows yet.
-    snapshot = None if conditions.continues else read_snapshot(snapshot_file(checked, site))
     found += check_snapshot_left(checked, snapshot) if snapshot else ()
     if errors_in(found):
         raise UserError("the job was not submitted", findings=found)
@@ -186,10 +191,11 @@ def _planned(
 
 def _with_conditions(plan: LaunchPlan, conditions: StartConditions) -> LaunchPlan:
     plan = plan._replace(**conditions._asdict())
-    if not conditions.continues:
-        return plan
-    env = {**plan.env, CONTINUES_VARIABLE: "1"}
-    return plan._replace(env=env, env_origins={**plan.env_origins, CONTINUES_VARIABLE: "gptctl"})
+    more = {CONTINUES_VARIABLE: "1"} if conditions.continues else {}
+    if conditions.first_job:
+        more[FIRST_JOB_VARIABLE] = conditions.first_job
+    origins = {**plan.env_origins, **dict.fromkeys(more, "gptctl")}
+    return plan._replace(env={**plan.env, **more}, env_origins=origins)
 
 
 def _path_here(path: str, plan: LaunchPlan, backend: Backend) -> str:
