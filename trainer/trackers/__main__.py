@@ -13,12 +13,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.trackers.processes import FLUSH_SECONDS
+from trainer.trackers.processes import FLUSH_SECONDS, TOLD
 from trainer.trackers.tracked_run import TrackedRun, Tracker
 
 # A rank is asked to stop by a signal, which Slurm sends to all processes of a job.
@@ -43,6 +44,8 @@ def main(arguments: list[str]) -> int:
     for number in OF_RANKS:
         signal.signal(number, signal.SIG_IGN)  # it ends with its rank, whose pipe it reads
     os.nice(5)  # the training needs the cores more
+    # tensorboardX would import it: seconds, and hundreds of megabytes, for nothing.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     # Packages may read stdin, and print: that goes to a file of its own.
     messages, reports = os.dup(0), Reports(os.fdopen(os.dup(1), "w"))
     null = os.open(os.devnull, os.O_RDONLY)
@@ -72,7 +75,8 @@ def track(name: str, lines: Iterable[bytes], reports: Reports) -> int:
     # SystemExit: some packages exit if their settings are wrong.
     except (Exception, SystemExit) as error:
         reports.send("warning", f"tracker {name} is off: {reason(error)}")
-        return 1
+        traceback.print_exc()
+        return TOLD
     reports.send("info", f"tracker {name}: {tracker.where}")
     code, lost = 1, 0
     for line in lines:
@@ -84,6 +88,7 @@ def track(name: str, lines: Iterable[bytes], reports: Reports) -> int:
             tracker.log(message["step"], message["values"], message["time"])
         except (Exception, SystemExit) as error:
             if not lost:
+                traceback.print_exc()
                 where = f"tracker {name} cannot record step {message['step']}"
                 reports.send("warning", f"{where}: {reason(error)}")
             lost += 1

@@ -28,6 +28,7 @@ from trainer.trackers.tracked_run import TrackedRun
 QUEUE = 1 << 20  # bytes of a pipe: about two thousand records
 FLUSH_SECONDS = 20.0  # that all trackers together have at the end of a run
 OUTPUT = "trackers.log"  # what the packages print
+TOLD = 3  # exit code of a tracker that could not start, and reported why
 # A tracker is no rank, although a rank started it.
 OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
 NOT_VALUES = ("step", "max_steps")
@@ -82,11 +83,11 @@ class Trackers:
                     "records were dropped; metrics.jsonl has all of them"
                 )
             if not is_done and seconds is None:
-                process.kill()
                 self._log.warn(
                     f"tracker {process.name} did not finish within {FLUSH_SECONDS:g} seconds: "
                     "its last records may be missing there; metrics.jsonl has all of them"
                 )
+                process.kill()
 
 
 class TrackerProcess:
@@ -100,6 +101,7 @@ class TrackerProcess:
             os.set_blocking(pipe, False)
         with suppress(OSError):  # a user may have used up what all pipes together may have
             fcntl.fcntl(self._queue, fcntl.F_SETPIPE_SZ, QUEUE)
+        self._is_lost = False
         self._rest = b""  # of a report that has not arrived completely
         try:
             self._start_with(run)
@@ -140,6 +142,11 @@ class TrackerProcess:
         for line in lines:
             report = json.loads(line)
             (log.warn if report["level"] == "warning" else log.info)(report["text"])
+        if self._process.poll() not in (None, 0, TOLD) and not self._is_lost:
+            self._is_lost = True
+            code = self._process.returncode
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            log.warn(f"tracker {self.name} ended unexpectedly ({how}): see {OUTPUT}")
 
     def end(self, code: int) -> None:
         """Say how the run ended, and close the queue."""
