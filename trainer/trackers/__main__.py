@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.trackers.processes import FLUSH_SECONDS, TOLD
+from trainer.trackers.processes import ORPHAN_SECONDS, TOLD
 from trainer.trackers.tracked_run import TrackedRun, Tracker
 
 # A rank is asked to stop by a signal, which Slurm sends to all processes of a job.
@@ -44,8 +44,6 @@ def main(arguments: list[str]) -> int:
     for number in OF_RANKS:
         signal.signal(number, signal.SIG_IGN)  # it ends with its rank, whose pipe it reads
     os.nice(5)  # the training needs the cores more
-    # tensorboardX would import it: seconds, and hundreds of megabytes, for nothing.
-    sys.modules["torch"] = None  # type: ignore[assignment]
     # Packages may read stdin, and print: that goes to a file of its own.
     messages, reports = os.dup(0), Reports(os.fdopen(os.dup(1), "w"))
     null = os.open(os.devnull, os.O_RDONLY)
@@ -61,7 +59,7 @@ def _exit_in_time(messages: int) -> None:
     poll = select.poll()
     poll.register(messages, 0)  # a hang-up is always reported
     poll.poll()
-    time.sleep(FLUSH_SECONDS)
+    time.sleep(ORPHAN_SECONDS)
     os._exit(1)
 
 
@@ -104,6 +102,8 @@ def track(name: str, lines: Iterable[bytes], reports: Reports) -> int:
 def start(name: str, run: TrackedRun) -> Tracker:
     # Imported here: each of them needs its own package only.
     if name == "tensorboard":
+        # tensorboardX would import it: seconds, and hundreds of megabytes, for nothing.
+        sys.modules["torch"] = None  # type: ignore[assignment]
         from trainer.trackers.tensorboard import TensorBoard
 
         return TensorBoard(run)

@@ -27,6 +27,7 @@ from trainer.trackers.tracked_run import TrackedRun
 
 QUEUE = 1 << 20  # bytes of a pipe: about two thousand records
 FLUSH_SECONDS = 20.0  # that all trackers together have at the end of a run
+ORPHAN_SECONDS = 30.0  # that a tracker has whose rank was killed
 OUTPUT = "trackers.log"  # what the packages print
 TOLD = 3  # exit code of a tracker that could not start, and reported why
 # A tracker is no rank, although a rank started it.
