@@ -237,6 +237,8 @@ def test_a_package_that_fails(tmp_path: Path, bad_package, monkeypatch, text: st
     """The oracle is the other tracker: it has all records. What is said has no secret and no control sequence."""
     monkeypatch.setenv("WANDB_API_KEY", "abcdefghij")
     bad_package(f"print('noise'); {text}")
+    # Python runs this in every process, before anything of ours.
+    (tmp_path / "packages" / "sitecustomize.py").write_text("print('noise'); print([])")
     log = Lines()
     trackers = Trackers(("wandb", "tensorboard"), a_run(tmp_path), log)
     for record in RECORDS:

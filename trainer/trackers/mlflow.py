@@ -45,10 +45,10 @@ class MLflow:
         place = urlsplit(uri)._replace(netloc=urlsplit(uri).netloc.rpartition("@")[2]).geturl()
         self.where = f"run {run.id}, in experiment {name} of {place}"
 
-    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
         from mlflow.entities import Metric
 
-        stamp = int(1000 * time)
+        stamp = int(1000 * at)
         metrics = [Metric(name, value, stamp, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 

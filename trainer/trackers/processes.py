@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.input_files import open_own
+from trainer.input_files import open_own, parse_object
 from trainer.trackers import INSTALL, PACKAGES, missing_packages
 from trainer.trackers.tracked_run import TrackedRun
 
@@ -141,8 +141,11 @@ class TrackerProcess:
                 self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
-            report = json.loads(line)
-            (log.warn if report["level"] == "warning" else log.info)(report["text"])
+            # Python itself may have printed there, before the process could redirect its output.
+            with suppress(ValueError):
+                report = parse_object(line)
+                say = log.warn if report.get("level") == "warning" else log.info
+                say(str(report.get("text")))
         if self._process.poll() not in (None, 0, TOLD) and not self._is_lost:
             self._is_lost = True
             code = self._process.returncode

@@ -33,7 +33,7 @@ class SwanLab:
             place += f", upload it with `swanlab sync --id {run.id}`"
         self.where = f"run {run.id}, {self._run.url if mode == 'online' else place}"
 
-    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
         self._run.log(dict(values), step=step)
 
     def finish(self, code: int) -> None:

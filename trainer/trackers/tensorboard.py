@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import struct
-import time as clock
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,26 +36,26 @@ class TensorBoard:
             _copy_earlier(Path(run.resumed), folder)
         self._file = os.open(_next_file(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._size = 0  # of what is complete
-        self._add(clock.time(), file_version=VERSION)
+        self._add(time.time(), file_version=VERSION)
         start = SessionLog(status=SessionLog.START)
-        self._add(clock.time(), step=run.step + 1, session_log=start)
+        self._add(time.time(), step=run.step + 1, session_log=start)
         if is_first:  # once for each job: a restart has the same config
             rows = [f"| `{name}` | `{value}` |" for name, value in run.flat_config()]
             table = "\n".join(["| key | value |", "|---|---|", *rows])
-            self._add(clock.time(), step=run.step, summary=text("config", table))
+            self._add(time.time(), step=run.step, summary=text("config", table))
 
-    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._add(time, step=step, summary=Summary(value=scalars))
+        self._add(at, step=step, summary=Summary(value=scalars))
 
     def finish(self, code: int) -> None:
         os.close(self._file)
 
-    def _add(self, time: float, **fields: Any) -> None:
+    def _add(self, at: float, **fields: Any) -> None:
         """Append an event. tensorboardX's own writer would do so in another thread, and late."""
-        data = _framed(self._event(wall_time=time, **fields).SerializeToString())
+        data = _framed(self._event(wall_time=at, **fields).SerializeToString())
         try:
             written = os.pwrite(self._file, data, self._size)
             if written < len(data):  # no space for the rest: the next write says so
@@ -84,7 +84,7 @@ def _next_file(folder: Path) -> Path:
     """A name after all others, also if this host's clock is behind that of an earlier attempt."""
     numbers = [file.name.removeprefix(PREFIX).partition(".")[0] for file in _event_files(folder)]
     newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
-    return folder / f"{PREFIX}{max(int(clock.time()), newest + 1):010d}.{socket.gethostname()}"
+    return folder / f"{PREFIX}{max(int(time.time()), newest + 1):010d}.{socket.gethostname()}"
 
 
 def _copy_earlier(checkpoint: Path, folder: Path) -> None:

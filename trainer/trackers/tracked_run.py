@@ -23,7 +23,7 @@ class TrackedRun(NamedTuple):
 class Tracker(Protocol):
     where: str  # for the log: where the curves are
 
-    def log(self, step: int, values: Mapping[str, float], time: float) -> None: ...
+    def log(self, step: int, values: Mapping[str, float], at: float) -> None: ...
 
     def finish(self, code: int) -> None:
         """End the run: with 0 after the last step or a stop, with 1 after a failure."""

@@ -36,7 +36,7 @@ class Wandb:
         offline = f"offline in {folder}, upload it with `wandb sync {folder}`"
         self.where = f"run {run.id}, {offline if self._run.offline else self._run.url}"
 
-    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
         # Records of one step become one row; those of a step before the last are ignored.
         self._run.log(dict(values), step=step)
 
