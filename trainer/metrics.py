@@ -118,6 +118,8 @@ class Clock:
 class Metrics:
     """Writes the train line and `metrics.jsonl` from what was measured."""
 
+    on_record: Callable[[dict[str, Any]], None] = staticmethod(lambda fields: None)  # tracking.py
+
     def __init__(self, run: RunConfig, mesh: Mesh, log: Log, folder: Path, max_steps: int) -> None:
         self.log, self.device, self.world = log, mesh.device, mesh.world
         # The first rank is enough: all ranks know the same global numbers.
@@ -127,7 +129,6 @@ class Metrics:
         self.peak = peak_flops(mesh.device, run.Engine.mix_precision.enable)
         self.max_steps = max_steps  # in epoch mode only the trainer knows it
         self.clock = Clock()
-        self.on_record: Callable[[dict[str, Any]], None] = lambda fields: None  # see tracking.py
         # Several attempts, and jobs that share an output folder, write to the same file.
         job, attempt = (os.environ.get(name, "") for name in ("GPTCTL_JOB", "GPTCTL_ATTEMPT"))
         self.origin = {"job": job, "attempt": int(attempt)} if job and attempt.isdecimal() else {}
