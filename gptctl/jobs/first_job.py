@@ -8,6 +8,7 @@ from gptctl.engine.file_reading import read_json
 from gptctl.jobs.resume import ResumePoint, lineage
 from gptctl.jobs.state import is_final, state_of
 from gptctl.jobs.store import JobRecord, Store
+from trainer.errors import UserError
 
 
 def first_of(record: JobRecord, store: Store) -> str:
@@ -17,6 +18,16 @@ def first_of(record: JobRecord, store: Store) -> str:
         return lineage(record, store)[-1].id
     known = plan.get("first_job")
     return known if isinstance(known, str) and known else record.id
+
+
+def first_of_writer(job: str, store: Store) -> str:
+    """The same for the job that wrote a snapshot; empty if the store does not know it."""
+    if not job or not store.holds(job):
+        return ""
+    try:
+        return first_of(store.find(job), store)
+    except UserError:  # its record is damaged, which the store reports
+        return job
 
 
 def first_job(point: ResumePoint, store: Store, backends: Backends) -> str:

@@ -24,7 +24,7 @@ from gptctl.engine.launch_plan import LaunchPlan, StartConditions
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.array_folders import remove_unused_folder
-from gptctl.jobs.first_job import first_job, first_of
+from gptctl.jobs.first_job import first_job, first_of_writer
 from gptctl.jobs.freeze import frozen_config
 from gptctl.jobs.preflight import run_preflight
 from gptctl.jobs.resume import (
@@ -109,8 +109,8 @@ def prepare(
     snapshot = None if conditions.continues else read_snapshot(snapshot_file(checked, site))
     if resumes:
         conditions = conditions._replace(first_job=first_job(resumes, store, backends))
-    elif snapshot and store.holds(snapshot.job):
-        conditions = conditions._replace(first_job=first_of(store.find(snapshot.job), store))
+    elif snapshot:
+        conditions = conditions._replace(first_job=first_of_writer(snapshot.job, store))
     plan = _planned(checked, site, store, base, backend, conditions)
     found = [*checked.findings, *run_preflight(checked, plan, site, backend)]
     found += check_resume(resumes, checked, site) if resumes else ()

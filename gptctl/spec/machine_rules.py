@@ -67,7 +67,8 @@ def check_trackers_here(checked: Checked, python: str = sys.executable) -> Itera
         return
     if not is_ours:  # another interpreter has other packages: the log of the job tells
         return
-    if missing := missing_packages(checked.resolved.run.Engine.trackers):
+    names = checked.resolved.run.Engine.trackers
+    if missing := missing_packages(names) if names else []:
         lacking = ", ".join(f"{PACKAGES[name]} (for {name})" for name in missing)
         message = f"not installed here: {lacking}; the run would be trained without"
         yield TRACKER.found("Engine.trackers", ", ".join(missing), message, INSTALL)
