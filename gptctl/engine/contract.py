@@ -17,8 +17,6 @@ READY_VARIABLE = "GPTCTL_READY"
 BATCH_ENVIRONMENT_VARIABLE = "GPTCTL_BATCH_ENVIRONMENT"
 # Set for a job of a chain: it resumes what is in its output folder, as a restarted attempt does.
 CONTINUES_VARIABLE = "GPTCTL_CONTINUES"
-# Set for a job that continues another one: the first job of the run. Trackers name the run by it.
-FIRST_JOB_VARIABLE = "GPTCTL_FIRST_JOB"
 # Set while an agent must remove the files that gptctl sent to its host.
 ROLL_BACK_VARIABLE = "GPTCTL_ROLL_BACK"
 # The secret with which the trainer signs checkpoints.

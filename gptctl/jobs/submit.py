@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import trainer
 from gptctl.backends import Backend, Backends
 from gptctl.engine.atomic_files import private_files
-from gptctl.engine.contract import CONTINUES_VARIABLE, FIRST_JOB_VARIABLE, TOKEN
+from gptctl.engine.contract import CONTINUES_VARIABLE, TOKEN
 from gptctl.engine.file_reading import read_text
 from gptctl.engine.launch_plan import LaunchPlan, StartConditions
 from gptctl.engine.processes import is_alive, is_here
@@ -191,11 +191,10 @@ def _planned(
 
 def _with_conditions(plan: LaunchPlan, conditions: StartConditions) -> LaunchPlan:
     plan = plan._replace(**conditions._asdict())
-    more = {CONTINUES_VARIABLE: "1"} if conditions.continues else {}
-    if conditions.first_job:
-        more[FIRST_JOB_VARIABLE] = conditions.first_job
-    origins = {**plan.env_origins, **dict.fromkeys(more, "gptctl")}
-    return plan._replace(env={**plan.env, **more}, env_origins=origins)
+    if not conditions.continues:
+        return plan
+    env = {**plan.env, CONTINUES_VARIABLE: "1"}
+    return plan._replace(env=env, env_origins={**plan.env_origins, CONTINUES_VARIABLE: "gptctl"})
 
 
 def _path_here(path: str, plan: LaunchPlan, backend: Backend) -> str:

@@ -24,7 +24,6 @@ WORDS = {
     "ENGINE_FILE": "templates/jobs/job.sbatch.j2",
     "CLAIM": "templates/jobs/job.sbatch.j2",
     "UNRECOVERABLE_FILE": "trainer/rank_log.py",
-    "FIRST_JOB_VARIABLE": "trainer/tracking.py",
     "CHECKPOINT_KEY_VARIABLE": "trainer/checkpoint/signing.py",
 }
 
