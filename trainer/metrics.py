@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from io import TextIOWrapper
@@ -171,6 +171,8 @@ class Clock:
 class Metrics:
     """Writes the train line and `metrics.jsonl` from what was measured."""
 
+    on_record: Callable[[dict[str, Any]], None] = staticmethod(lambda fields: None)  # tracking.py
+
     def __init__(self, run: RunConfig, mesh: Mesh, log: Log, folder: Path, max_steps: int) -> None:
         self.log, self.device, self.world = log, mesh.device, mesh.world
         # The first rank is enough: all ranks know the same global numbers.
@@ -305,6 +307,7 @@ class Metrics:
         return self.records.file if self.records else None
 
     def record(self, fields: dict[str, Any]) -> None:
+        self.on_record(fields)
         if self.records:
             self.records.add(fields)
 

@@ -52,6 +52,7 @@ from trainer.state import Progress, Training
 from trainer.status import status_file
 from trainer.step_times import OPTIMIZER, measured
 from trainer.stop import StopRequest
+from trainer.tracking import tracking
 
 if TYPE_CHECKING:
     from trainer.profiler import Recorder
@@ -73,7 +74,7 @@ def train(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> None:
             restore(t, checkpoints, checkpoint)
             first_step = t.progress.step
             # A profile is written last: there may be no time for it, or no space for both.
-            with profiling(t) as recorder:
+            with tracking(t), profiling(t) as recorder:
                 events.add(FIRST_STEP, step=first_step + 1, resumed=first_step)
                 if run_steps(t, checkpoints, recorder):
                     finish(t, checkpoints)

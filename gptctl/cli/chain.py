@@ -78,8 +78,12 @@ class Chain:
         after = (f"{before.id}:any",) if before else self._arguments["after"]
         conditions = start_conditions(self._session, checked, after, self._queue)
         if before:
-            folder = read_plan(before.run_folder).remote_dir
-            conditions = conditions._replace(continues=folder, chain=tuple(self.ids))
+            plan = read_plan(before.run_folder)
+            conditions = conditions._replace(
+                continues=plan.remote_dir,
+                chain=tuple(self.ids),
+                first_job=plan.first_job or before.id,
+            )
         return prepare(
             checked,
             self._session.store,

@@ -245,7 +245,7 @@ def show_dry_run(prepared: Prepared, as_json: bool, trust: bool) -> None:
     from gptctl.cli import ui
 
     plan = prepared.plan
-    ui.note_machine_findings(prepared.checked)
+    ui.note_machine_findings(prepared.checked, prepared.findings)
     show_doubts(prepared.sources, trust)
     if as_json:
         facts = {"plan": plan.as_json(), "scripts": prepared.scripts}

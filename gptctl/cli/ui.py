@@ -223,14 +223,23 @@ def print_findings(findings: Iterable[Finding], to_stderr: bool = False) -> None
                 _print_marked(f"hint: {finding.hint}", stream)
 
 
-def note_machine_findings(checked: Checked) -> None:
-    """Say what a valid config would lack on this machine. Not part of the answer."""
-    from gptctl.spec.machine_rules import check_apprise_here, check_cache_here, check_gpus_here
+def note_machine_findings(checked: Checked, shown: Iterable[Finding] = ()) -> None:
+    """Say what a valid config would lack on this machine, unless that is shown anyway.
+
+    Not part of the answer.
+    """
+    from gptctl.spec.machine_rules import (
+        check_apprise_here,
+        check_cache_here,
+        check_gpus_here,
+        check_trackers_here,
+    )
 
     if checked.is_valid:
-        checks = (check_gpus_here, check_cache_here, check_apprise_here)
+        checks = (check_gpus_here, check_cache_here, check_apprise_here, check_trackers_here)
         found = [finding for check in checks for finding in check(checked)]
-        print_findings(found, to_stderr=True)
+        known = {finding.code for finding in shown}
+        print_findings([each for each in found if each.code not in known], to_stderr=True)
 
 
 def print_error(error: UserError) -> None:

@@ -35,6 +35,8 @@ class StartConditions(NamedTuple):
     # Of a chain: the folder of the job before this one, and the ids of all jobs before it.
     continues: str = ""
     chain: tuple[str, ...] = ()
+    # The first job of the run that this one continues: its id names the run.
+    first_job: str = ""
 
 
 class LaunchPlan(NamedTuple):
@@ -88,6 +90,7 @@ class LaunchPlan(NamedTuple):
     after: tuple[Mapping[str, str], ...] = ()
     continues: str = ""
     chain: tuple[str, ...] = ()
+    first_job: str = ""
 
     @property
     def secret_variables(self) -> list[str]:

@@ -14,7 +14,14 @@ from gptctl.spec.check import Checked
 from gptctl.text import count
 
 # Differences in these keys are not reported: they change where files go and what is printed.
-NOT_REPORTED = ("Launch.", "Engine.save_load.", "Engine.logging_freq", "Profiler.", "Offline_Eval.")
+NOT_REPORTED = (
+    "Launch.",
+    "Engine.save_load.",
+    "Engine.logging_freq",
+    "Engine.trackers",
+    "Profiler.",
+    "Offline_Eval.",
+)
 REPORTED = ("Launch.args",)  # all that a script has instead of a config
 
 

@@ -30,6 +30,7 @@ from gptctl.spec.machine_rules import (
     check_cache_here,
     check_cores_here,
     check_data_here,
+    check_trackers_here,
 )
 from trainer.config.foreign_weights import foreign_weights, import_hint
 from trainer.config.sections import SaveLoad
@@ -64,6 +65,7 @@ def run_preflight(
         *check_cores_here(checked),
         *check_cache_here(checked, site.folder),
         *check_data_here(checked, site.folder),
+        *check_trackers_here(checked, site.python),
         *backend.preflight(checked, plan),
     ]
     return [finding.at(checked.place_of(finding.key)) for finding in found]

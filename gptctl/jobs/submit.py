@@ -25,6 +25,7 @@ from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.array_folders import remove_unused_folder
 from gptctl.jobs.config_differences import Difference, differences
+from gptctl.jobs.first_job import first_job, first_of_writer
 from gptctl.jobs.freeze import frozen_config
 from gptctl.jobs.labels import NO_LABELS, Labels, LabelStore
 from gptctl.jobs.preflight import run_preflight
@@ -102,12 +103,16 @@ def prepare(
         raise UserError("the job was not submitted", findings=checked.findings)
     backend = backends.of(checked.cluster.kind)
     base = base or f"{checked.launch.job_name}-{_digest(checked, site, overrides, backend)}"
+    # A job of a chain finds the snapshot of the one before it: how far that is, nobody knows yet.
+    snapshot = None if conditions.continues else read_snapshot(snapshot_file(checked, site))
+    if resumes:
+        conditions = conditions._replace(first_job=first_job(resumes, store, backends))
+    elif snapshot:
+        conditions = conditions._replace(first_job=first_of_writer(snapshot.job, store))
     plan = _planned(checked, site, store, base, backend, conditions)
     found = [*checked.findings, *run_preflight(checked, plan, site, backend)]
     found += check_resume(resumes, checked, site) if resumes else check_start(checked, site.folder)
     found += check_shared_outputs(checked, site, store, backends, conditions)
-    # A job of a chain finds the snapshot of the one before it: how far that is, nobody knows yet.
-    snapshot = None if conditions.continues else read_snapshot(snapshot_file(checked, site))
     found += check_snapshot_left(checked, snapshot) if snapshot else ()
     if errors_in(found):
         raise UserError("the job was not submitted", findings=found)

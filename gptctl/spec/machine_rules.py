@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trainer.cache_folder import WHERE_TO_WRITE, cache_folders, can_write
 from trainer.config.corpora import weights_of
 from trainer.corpus.metadata import Metadata, common_tokenizer, metadata_at, misfit
 from trainer.errors import Finding, Rule, UserError
+from trainer.trackers import INSTALL, PACKAGES, missing_packages
 
 HAS_GPU = Rule(
     "S016", "the bundled trainer on this machine with device: gpu needs a GPU here", "notice"
@@ -36,6 +38,7 @@ APPRISE_HERE = Rule(
 ADDRESS_HERE = Rule(
     "S033", "the address of a notification should be readable where it is sent", "warning"
 )
+TRACKER = Rule("S040", "the trackers of a run need their packages", "warning")
 NO_GPU_HERE = "this machine has no GPU that a job may use"
 RANKS_PER_CORE = 4
 # ROCm and WSL have no /dev/nvidia0: their GPUs cannot be counted here, but torch may find them.
@@ -59,6 +62,25 @@ def has_gpu() -> bool:
         return True
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
     return not is_hidden and any(Path(driver).exists() for driver in OTHER_DRIVERS)
+
+
+def check_trackers_here(checked: Checked, python: str = sys.executable) -> Iterator[Finding]:
+    """Warn of trackers that would be off, if the ranks run on this machine with this interpreter.
+
+    Without a `python`, that of the profile is meant.
+    """
+    cluster, is_trainer = checked.cluster, checked.launch.entrypoint == "trainer"
+    comes_later = cluster.setup or cluster.container.image
+    is_ours = (cluster.python or python) == sys.executable and not comes_later
+    if not is_trainer or checked.resolved is None or not cluster.traits.is_one_machine:
+        return
+    if not is_ours:  # another interpreter has other packages: the log of the job tells
+        return
+    names = checked.resolved.run.Engine.trackers
+    if missing := missing_packages(names) if names else []:
+        lacking = ", ".join(f"{PACKAGES[name]} (for {name})" for name in missing)
+        message = f"not installed here: {lacking}; the run would be trained without"
+        yield TRACKER.found("Engine.trackers", ", ".join(missing), message, INSTALL)
 
 
 def check_cores_here(checked: Checked) -> Iterator[Finding]:

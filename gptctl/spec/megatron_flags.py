@@ -136,7 +136,7 @@ REASONS = {
     "vocab-file": "not needed: the data contains token ids",
     "merge-file": "not needed: the data contains token ids",
     "tokenizer-model": "not needed: the data contains token ids",
-    "tensorboard-dir": f"{NO_COUNTERPART}: read metrics.jsonl",
+    "tensorboard-dir": "set Engine.trackers=[tensorboard]: it writes to <output_dir>/tensorboard",
     **dict.fromkeys(_OTHER_MODELS, f"{NO_COUNTERPART}: the model differs, it is GPT-2's"),
 }
 

@@ -74,6 +74,8 @@ READERS_OF_CLOCKS = {
     "trainer/rank_log.py": "recorded beside the steady clock, which decides",
     "trainer/tasks/evaluation.py": SHOWN,
     "trainer/tasks/http_server.py": "what OpenAI's API calls created",
+    "trainer/trackers/processes.py": SHOWN,
+    "trainer/trackers/tensorboard.py": "shown; the names of the files that are there decide on their order",
     "trainer/status.py": "shown; the job and the attempt decide",
 }
 WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}

@@ -24,6 +24,7 @@ Engine.eval_iters 10
 Engine.test_iters None
 Engine.check_accuracy False
 Engine.log_style fleetx
+Engine.trackers ()
 Engine.compile auto
 Engine.tf32 False
 Engine.mix_precision.enable False

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gptctl.jobs.config_differences import Difference
+from gptctl.jobs.first_job import first_job
 from gptctl.jobs.remove import continued_by
 from gptctl.jobs.report import lineage_facts, lineage_pairs
 from gptctl.jobs.resume import (
@@ -40,7 +41,8 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert record.run_folder.is_dir(), "where the hosts are is written in the run folder"
         return f"/host/{record.id}", [entry.name for entry in Path(record.output_dir).iterdir()]
 
-    monkeypatch.setattr("gptctl.jobs.resume.state_of", lambda record, backends: SimpleNamespace(state="FAILED"))
+    for module in ("resume", "first_job"):
+        monkeypatch.setattr(f"gptctl.jobs.{module}.state_of", lambda record, backends: SimpleNamespace(state="FAILED"))
     return SimpleNamespace(of=lambda kind: SimpleNamespace(checkpoints=checkpoints))
 
 
@@ -133,6 +135,27 @@ def test_the_newest_checkpoint_of_a_run(store: Store, backends: Any) -> None:
     removed = [f"the folder of {job.id} was removed" for job in (second, first)]
     assert error.value.message == "; ".join([f"no checkpoint of {third.id} in /host/{third.id}", *removed])
     assert error.value.hint == f"start it again from step 0: gptctl rerun {third.id}"
+
+
+def test_trackers_name_a_run_by_its_first_job(store: Store, backends: Any) -> None:
+    """a, b and c are one run. d and e resume a, which b has continued already: a branch of its own, and what follows it."""
+
+    def resumed(name: str, asked: str, *checkpoints: int, steps: tuple[int, ...] = ()) -> str:
+        point = find_resume_point(store.find(asked), store, backends)
+        found = first_job(point, store, backends)
+        record = add(store, name, point.record.id, *checkpoints, steps=steps)
+        (record.run_folder / "plan.json").write_text(json.dumps({"first_job": found}))
+        return found
+
+    a = add(store, "a-000001", "", 2, steps=(1, 2, 3))
+    assert resumed("b-000001", a.id) == a.id  # it fails at once, so the next one has its place
+    assert resumed("b-000002", a.id, steps=(3, 4)) == a.id  # without a checkpoint
+    assert resumed("b-000003", "b-000002", 6, steps=(3, 4, 5, 6, 7)) == a.id  # continues a in its place
+    assert resumed("c-000001", "b-000003", 8, steps=(7, 8)) == a.id
+    assert resumed("d-000001", a.id, 4, steps=(3, 4)) == ""
+    assert resumed("e-000001", "d-000001") == "d-000001"
+    remove_folder(store.find("c-000001"))
+    assert resumed("c-000002", "c-000001") == a.id  # in its place: nothing is left of it
 
 
 def test_the_notes_name_what_was_skipped(store: Store, backends: Any) -> None:

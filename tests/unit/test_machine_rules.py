@@ -8,8 +8,15 @@ import pwd
 
 import pytest
 
-from gptctl.spec.machine_rules import RANKS_PER_CORE, check_cache_here, check_cores_here, check_gpus_here
+from gptctl.spec.machine_rules import (
+    RANKS_PER_CORE,
+    check_cache_here,
+    check_cores_here,
+    check_gpus_here,
+    check_trackers_here,
+)
 from trainer.cache_folder import cache_folders
+from trainer.trackers import PACKAGES
 
 TRAINER = "Data: {Train: {dataset: {name: CharDataset, path: builtin}}}\n"
 
@@ -114,3 +121,31 @@ def test_every_verb_says_so_and_only_submit_refuses(gptctl, tmp_path) -> None:
     assert not (tmp_path / "runs").exists()
     script = gptctl("submit", "--dry-run", "--", "x.py", CUDA_VISIBLE_DEVICES="")
     assert (script.returncode, "S016" in script.stderr) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("profile", "overrides", "expected"),
+    [
+        ("", [], ["S040"]),
+        ("", ["Launch.entrypoint=train.py"], []),
+        ("kind: local\npython: /opt/python\n", [], []),  # its packages are unknown
+        ("kind: local\nsetup: [conda activate x]\n", [], []),
+        ("kind: slurm\nrun_root: /shared/runs\ngpus_per_node: 8\n", [], []),
+    ],
+)
+def test_packages_of_trackers_are_looked_for_where_the_ranks_run(
+    check, monkeypatch, tmp_path, profile: str, overrides: list[str], expected: list[str]
+) -> None:
+    """Of two trackers, one has no package."""
+    monkeypatch.setitem(PACKAGES, "wandb", "no_such_package")
+    if profile:
+        (tmp_path / "here.yaml").write_text(profile)
+        overrides = [*overrides, f"Launch.cluster={tmp_path}/here.yaml"]
+    checked = check(TRAINER, "Engine.trackers=[tensorboard,wandb]", *overrides)
+    found = [*check_trackers_here(checked)]
+    assert [finding.code for finding in found] == expected
+    for finding in found:
+        assert finding.level == "warning"
+        assert "no_such_package (for wandb); the run" in finding.message
+        assert finding.hint == "pip install 'gptctl[track]'"
+    assert [*check_trackers_here(check(TRAINER, "Engine.trackers=[tensorboard]"))] == []

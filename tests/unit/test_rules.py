@@ -337,7 +337,7 @@ def test_codes_never_change_their_meaning() -> None:
     published = """
         A001-A016 B001-B002 C001-C008 C010-C019 E001-E032 L001-L012 M001-M001 N001-N001 N003-N007
         P001-P008
-        S001-S013 S015-S020 S030-S034
+        S001-S013 S015-S020 S030-S034 S040-S040
         T001-T013 T020-T026 T029-T030 W001-W003
     """
     expected = []

@@ -314,6 +314,24 @@ class Words(NamedTuple):
         return {"type": ["array", "string", "number", "null"], "items": items}
 
 
+class Choices(NamedTuple):
+    """`[a, b]`, `'a,b'` or one word: each of them once, in the order in which they are written."""
+
+    options: tuple[str, ...]
+    synonyms: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def _words(self) -> Words:
+        return Words(Choice(self.options, self.synonyms))
+
+    def read(self, node: Node) -> tuple[str, ...]:
+        words = self._words.read(List(tuple(list_items(node)), node.place))
+        return tuple(dict.fromkeys(words))
+
+    def schema(self) -> dict[str, Any]:
+        return {**self._words.schema(), "type": ["array", "string", "null"]}
+
+
 class Names(NamedTuple):
     """A mapping from names to values of one kind, such as environment variables."""
 

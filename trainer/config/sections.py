@@ -6,8 +6,11 @@ The names follow FleetX and PaddleNLP's GPT. If a default is None and the text s
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from trainer.config.corpora import InputDir, corpora
 from trainer.config.kinds import (
+    Choices,
     Integers,
     OutputPath,
     Text,
@@ -22,6 +25,7 @@ from trainer.config.kinds import (
 )
 from trainer.config.presets import PRESETS
 from trainer.config.record import record
+from trainer.trackers import PACKAGES
 
 MAX_DEGREE = 1 << 20  # a million GPUs; anything larger is a typing error
 MAX_BATCH = 1 << 30
@@ -116,6 +120,11 @@ class Engine:
     )
     log_style: str = choice(
         "fleetx", ["fleetx", "mingpt", "json"], "format of the log lines: fleetx | mingpt | json"
+    )
+    trackers: tuple[str, ...] = key(
+        Choices(tuple(PACKAGES), MappingProxyType({"tensorboardx": "tensorboard"})),
+        (),
+        "also send what metrics.jsonl records to: tensorboard | wandb | swanlab | mlflow",
     )
     compile: str = choice(
         "auto",

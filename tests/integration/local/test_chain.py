@@ -14,7 +14,7 @@ from tests.integration.slurm.login import TINY
 
 # In the place of the trainer: the second run finishes the training, or fails for good if it is told to.
 STAND_IN = """#!/bin/sh
-echo "$GPTCTL_JOB ${GPTCTL_CONTINUES:-0}" >> "$OUT/ran"
+echo "$GPTCTL_JOB ${GPTCTL_CONTINUES:-0} ${GPTCTL_FIRST_JOB:-itself}" >> "$OUT/ran"
 mkdir -p "$OUT/trained"
 while [ -n "$HOLD" ] && [ ! -e "$OUT/go" ]; do sleep 0.05; done
 [ -z "$HOPELESS" ] || : > "$GPTCTL_ATTEMPT_DIR/unrecoverable"
@@ -59,7 +59,7 @@ def test_a_chain_ends_when_the_training_is_complete(jobs, chain) -> None:
     states = ends(jobs, [first, second, third])
     assert [state for state, _ in states] == ["FAILED", "COMPLETED", "COMPLETED"], states
     assert states[2][1] == "training was already complete"
-    assert (jobs.folder / "ran").read_text().splitlines() == [f"{first} 0", f"{second} 1"]
+    assert (jobs.folder / "ran").read_text().splitlines() == [f"{first} 0 itself", f"{second} 1 {first}"]
     records = [json.loads(file.read_text()) for file in (jobs.folder / "home").rglob(f"{first}*.json")]
     assert {record["id"]: record["continues"] for record in records} == {first: "", second: first, third: second}
 
@@ -71,7 +71,7 @@ def test_whoever_cancels_a_job_cancels_those_after_it(jobs, chain) -> None:
     states = ends(jobs, [first, second, third])
     assert [state for state, _ in states] == ["CANCELLED"] * 3, states
     assert states[1][1] == f"{first}, which this job continues, was cancelled"
-    assert (jobs.folder / "ran").read_text().splitlines() == [f"{first} 0"]
+    assert (jobs.folder / "ran").read_text().splitlines() == [f"{first} 0 itself"]
 
 
 def test_what_cannot_be_restarted_is_not_continued(jobs, chain) -> None:
