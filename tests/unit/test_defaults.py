@@ -134,6 +134,7 @@ files ()
 args ()
 env {}
 secrets {}
+notify None
 slurm.partition None
 slurm.account None
 slurm.time None
