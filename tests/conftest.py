@@ -24,7 +24,7 @@ hypothesis.settings.load_profile("busy")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests and the processes they start must not read the user's own files.
-for _elsewhere in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "GPTCTL_HOME"):
+for _elsewhere in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "GPTCTL_HOME", "GPTCTL_NOTIFY"):
     os.environ.pop(_elsewhere, None)
 
 ROOT = Path(__file__).resolve().parents[1]

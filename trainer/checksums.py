@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +23,21 @@ _ENTRY = struct.Struct("<Q32s")
 ENTRY_BYTES = _ENTRY.size
 
 FileFacts = dict[str, Any]
+Advance = Callable[[int], None]
 
 
 class Block(NamedTuple):
     begin: int
     length: int
     digest: bytes
+
+
+def is_facts(value: object) -> bool:
+    """Whether a value from JSON can say what a file is."""
+    if not isinstance(value, dict) or not isinstance(value.get("sha256"), str):
+        return False
+    numbers = (value.get("bytes"), value.get("blocks", 0))
+    return all(type(number) is int and number >= 0 for number in numbers)
 
 
 class Damaged(Exception):
@@ -49,19 +58,23 @@ def block_facts(size: int, table: bytes) -> FileFacts:
     }
 
 
-def file_facts(file: Path, sync: bool = False) -> FileFacts:
-    """Size and checksum of a whole file; `sync` also waits until the file is on disk."""
+def file_facts(file: Path, sync: bool = False, advance: Advance = lambda _: None) -> FileFacts:
+    """Size and checksum of a whole file; `sync` also waits until the file is on disk.
+
+    `advance` is called with the size of each part that was read.
+    """
     with opened(file) as descriptor:
         if sync:
             os.fsync(descriptor)
-        return {"bytes": os.fstat(descriptor).st_size, "sha256": _digest_of(descriptor)}
+        return {"bytes": os.fstat(descriptor).st_size, "sha256": _digest_of(descriptor, advance)}
 
 
-def _digest_of(descriptor: int) -> str:
+def _digest_of(descriptor: int, advance: Advance = lambda _: None) -> str:
     digest, place = hashlib.sha256(), 0
     while block := os.pread(descriptor, READ_SIZE, place):
         digest.update(block)
         place += len(block)
+        advance(len(block))
     return digest.hexdigest()
 
 

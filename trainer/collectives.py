@@ -77,9 +77,15 @@ def collectives(run: RunConfig, layout: Layout, rank: int) -> list[Row]:
         *(_pipeline(plan) if layout.pp > 1 else []),
         *(_sharding(plan) if layout.sharding > 1 else _data_parallel(plan)),
         *_shared_gradients(plan),
-        _row(plan, "summary of the step", "all_reduce", "world", "float64", 8 * SUMMARY, UPDATE, 1),
+        _summary(plan),
     ]
     return [row for row in rows if row.calls and row.nbytes]
+
+
+def _summary(plan: RankPlan) -> Row:
+    """Of a step that is logged: other ones do not send the step times of the ranks."""
+    size = 8 * (SUMMARY + plan.layout.world)
+    return _row(plan, "summary of the step", "all_reduce", "world", "float64", size, UPDATE, 1)
 
 
 def _row(

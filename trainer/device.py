@@ -24,7 +24,7 @@ def choose_device(run: RunConfig, local_rank: int) -> torch.device:
     if count == 0:
         raise UserError(
             "Global.device is gpu, but torch finds no GPU",
-            "use Global.device: cpu, or check CUDA_VISIBLE_DEVICES, the driver, "
+            "use -o Global.device=cpu, or check CUDA_VISIBLE_DEVICES, the driver, "
             "and that torch is built for CUDA",
         )
     if local_rank >= count:

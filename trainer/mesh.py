@@ -24,6 +24,7 @@ from trainer.config.sections import RunConfig
 from trainer.device import HostCopy, choose_device, group_options
 from trainer.errors import OUT_OF_REACH, UserError
 from trainer.layout import Coordinates, Layout, Machines
+from trainer.step_times import WAIT, Spans
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -172,6 +173,32 @@ class Work(Protocol):
 def wait_for(work: Work) -> None:
     """Wait for a message that is under way. Here for the same reason as `read`."""
     work.wait()
+
+
+@contextmanager
+def timed_waits(spans: Spans) -> Iterator[None]:
+    """Measure how long this thread waits for messages, whoever sends them: also FSDP, pipelines.
+
+    Every wait of torch ends here, which is also why the watchdog still recognises a waiting rank.
+    """
+    from torch.distributed import Work as TorchWork
+
+    wait, thread = TorchWork.wait, threading.get_ident()
+
+    def timed(work: Any, *options: Any, **more: Any) -> Any:
+        if threading.get_ident() != thread:  # a checkpoint is written beside the training
+            return wait(work, *options, **more)
+        began = spans.begin()
+        try:
+            return wait(work, *options, **more)
+        finally:
+            spans.end(WAIT, began)
+
+    TorchWork.wait = timed  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        TorchWork.wait = wait  # type: ignore[method-assign]
 
 
 def machines(environ: Mapping[str, str] = os.environ) -> Machines:

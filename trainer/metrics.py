@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import torch
 
+from trainer.checkpoint_names import METRICS, RANK_TIMES, REPEATED_METRICS
 from trainer.config.sections import RunConfig
 from trainer.device import peak_memory
 from trainer.durable import replacing
 from trainer.estimate import flops_per_token
+from trainer.gpu_monitor import gpu_monitor
 from trainer.input_files import open_own, parse_object
 from trainer.logline import INDENT, RESUMED_FROM, TrainLine, json_line, prefixed, rank_prefix
 from trainer.mesh import Mesh
+from trainer.records import Records, origin
+from trainer.step_times import STEP, Spans, spans_on
 
 # Dense half-precision peaks in TFLOP/s from the vendors' data sheets; the longest match counts.
 GPU_PEAKS = {
@@ -36,7 +39,6 @@ GPU_PEAKS = {
     "B200": 2250,
 }
 GPU_PEAKS |= {"L40": 181, "L4": 121, "T4": 65, "RTX 4090": 165, "RTX 3090": 71}
-REPEATED_FILE = "metrics.repeated.jsonl"  # records of steps that were trained again later
 LONGEST_LINE = 1 << 20  # bytes of a record; ours have a few hundred
 GEMM_SIZE = 768  # large enough to reach a CPU's peak, small enough to take milliseconds
 
@@ -90,29 +92,80 @@ class Log:
                 self.plain(prefixed(line, level, datetime.now(), self.coloured))
 
 
-class Clock:
-    """Times steps and waiting for data since the last log line, without evaluation and saving."""
+class Costs(NamedTuple):
+    """The mean seconds of a step, and of its parts."""
 
-    def __init__(self) -> None:
+    step: float
+    reader: float
+    wait: float  # for other ranks
+    optimizer: float
+
+    @property
+    def compute(self) -> float:
+        """Forward and backward passes."""
+        return max(0.0, self.step - self.reader - self.wait - self.optimizer)
+
+
+class Clock:
+    """Times steps and their parts since the last log line, and what the loop waits for in between.
+
+    Evaluation and saving are not a part of any step.
+    """
+
+    def __init__(self, spans: Spans) -> None:
+        self.spans = spans
         self.steps, self.seconds, self.reader = 0, 0.0, 0.0
+        self.own_time = 0.0  # of a step, without waiting for other ranks
         self._began = time.perf_counter()
+        self._computing: Any = None
+        self._stalls: dict[str, float] = {}
 
     def begin(self) -> None:
         self._began = time.perf_counter()
 
-    def data_is_here(self) -> None:
+    def data_is_here(self, is_logged: bool) -> None:
         self.reader += time.perf_counter() - self._began
+        # Now, because other ranks are told in this step.
+        if is_logged and self.steps:
+            costs = self._costs()
+            self.own_time = costs.step - costs.wait
+        self.spans.begin_step(is_logged)
+        self._computing = self.spans.begin()
+
+    def is_computed(self) -> None:
+        self.spans.end(STEP, self._computing)
 
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began
         self.steps += 1
 
-    def read(self) -> tuple[float, float]:
-        """Mean reader and batch cost since the last call; starts the next interval."""
-        steps = max(1, self.steps)
-        costs = self.reader / steps, self.seconds / steps
+    @contextmanager
+    def stalled(self, name: str) -> Iterator[None]:
+        """Time something for which the training loop waits."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            passed = time.perf_counter() - began
+            self._stalls[name] = self._stalls.get(name, 0.0) + passed
+
+    def read(self) -> Costs:
+        """The costs since the last call; starts the next interval."""
+        costs = self._costs()
         self.steps, self.seconds, self.reader = 0, 0.0, 0.0
+        self.spans.reset()
         return costs
+
+    def _costs(self) -> Costs:
+        steps, shares = max(1, self.steps), self.spans.shares()
+        step, reader = self.seconds / steps, self.reader / steps
+        with_data = max(0.0, step - reader)
+        return Costs(step, reader, shares.wait * with_data, shares.optimizer * with_data)
+
+    def read_stalls(self) -> dict[str, float]:
+        """Seconds since the last call by name."""
+        stalls, self._stalls = self._stalls, {}
+        return stalls
 
 
 class Metrics:
@@ -123,23 +176,45 @@ class Metrics:
     def __init__(self, run: RunConfig, mesh: Mesh, log: Log, folder: Path, max_steps: int) -> None:
         self.log, self.device, self.world = log, mesh.device, mesh.world
         # The first rank is enough: all ranks know the same global numbers.
-        self.file: Path | None = folder / "metrics.jsonl" if mesh.is_first else None
+        self.records = Records(folder / METRICS, "metrics are", log.warn) if mesh.is_first else None
+        self.rank_times = (
+            Records(folder / RANK_TIMES, "step times are", log.warn)
+            if mesh.is_first and mesh.world > 1
+            else None
+        )
+        self.tokens_per_sample = run.Data.Train.dataset.max_seq_len
         self.tokens_per_step = run.Global.global_batch_size * run.Data.Train.dataset.max_seq_len
         self.flops_per_token = flops_per_token(run)
         self.peak = peak_flops(mesh.device, run.Engine.mix_precision.enable)
         self.max_steps = max_steps  # in epoch mode only the trainer knows it
-        self.clock = Clock()
-        # Several attempts, and jobs that share an output folder, write to the same file.
-        job, attempt = (os.environ.get(name, "") for name in ("GPTCTL_JOB", "GPTCTL_ATTEMPT"))
-        self.origin = {"job": job, "attempt": int(attempt)} if job and attempt.isdecimal() else {}
+        self.clock = Clock(spans_on(mesh.device))
+        self.job = origin().get("job")
+        self.gpu = gpu_monitor(mesh.device) if mesh.is_first else None
 
     def logged(
-        self, step: int, epoch: int, batch: int, loss: float, lr: float, norm: float, scale: float
+        self,
+        step: int,
+        epoch: int,
+        batch: int,
+        loss: float,
+        lr: float,
+        norm: float,
+        scale: float,
+        samples: int = 0,
     ) -> None:
-        reader, cost = self.clock.read()
-        rate = self.tokens_per_step / cost
+        costs = self.clock.read()
+        rate = self.tokens_per_step / costs.step
         line = TrainLine(
-            step, epoch, batch, loss, reader, cost, 1 / cost, rate, rate / self.world, lr
+            step,
+            epoch,
+            batch,
+            loss,
+            costs.reader,
+            costs.step,
+            1 / costs.step,
+            rate,
+            rate / self.world,
+            lr,
         )
         # Model FLOPs utilization: recomputation does not count as useful work.
         mfu = rate / self.world * self.flops_per_token / self.peak if self.peak else None
@@ -147,15 +222,22 @@ class Metrics:
             "step": step,
             "max_steps": self.max_steps,
             "epoch": epoch,
+            "samples": samples,
+            "tokens": samples * self.tokens_per_sample,
             "loss": loss,
             "lr": lr,
             "grad_norm": norm,
             "loss_scale": scale,
             "tokens_per_second": round(rate, 1),
-            "step_time": round(cost, 6),
-            "reader_time": round(reader, 6),
+            "step_time": round(costs.step, 6),
+            "reader_time": round(costs.reader, 6),
+            "compute_time": round(costs.compute, 6),
+            "wait_time": round(costs.wait, 6),
+            "optimizer_time": round(costs.optimizer, 6),
+            **{f"{name}_time": round(value, 3) for name, value in self.clock.read_stalls().items()},
             "memory": peak_memory(self.device),
             "mfu": mfu and round(mfu, 4),
+            **(self.gpu.read() if self.gpu else {}),
         }
         if self.log.rank == 0 and self.log.style != "mingpt":
             self.log.write(str(line), "INFO", **(fields if self.log.style == "json" else {}))
@@ -187,7 +269,7 @@ class Metrics:
             # The inner file is closed first: if the run is killed in between, no record is lost.
             with (
                 replacing(self.file) as kept,
-                open(self.file.with_name(REPEATED_FILE), "ab", opener=open_own) as repeated,
+                open(self.file.with_name(REPEATED_METRICS), "ab", opener=open_own) as repeated,
             ):
                 for line in stream:
                     (repeated if self._is_after(line, step) else kept).write(line)
@@ -217,28 +299,23 @@ class Metrics:
             is_later = record.get("step", 0) > step
         except (ValueError, TypeError):
             return not line.endswith(b"\n")  # killed while it was written
-        return is_later and record.get("job") == self.origin.get("job")
+        return is_later and record.get("job") == self.job
+
+    @property
+    def file(self) -> Path | None:
+        """None if this rank does not record, or could not."""
+        return self.records.file if self.records else None
 
     def record(self, fields: dict[str, Any]) -> None:
         self.on_record(fields)
-        if self.file is None:
-            return
-        # JSON has no nan and inf.
-        fields = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in fields.items()
-        }
-        fields |= {"time": round(time.time(), 3), **self.origin}
-        try:
-            # Opened for every line, so that nothing stays in a buffer if the run is killed.
-            # A FIFO would block the training, and a link lead to another file.
-            with open(self.file, "a", encoding="utf-8", opener=open_own) as stream:
-                stream.write(json.dumps(fields) + "\n")
-        except OSError as error:  # a full disk must not stop the run
-            self.log.warn(
-                f"cannot write {self.file} ({error.strerror}): metrics are no longer recorded"
-            )
-            self.file = None
+        if self.records:
+            self.records.add(fields)
+
+    def record_rank_times(self, step: int, seconds: Sequence[float]) -> None:
+        """Record what each rank needed for a step: the slowest one holds up all others."""
+        if self.rank_times:
+            own = [round(1000 * value, 2) for value in seconds]
+            self.rank_times.add({"step": step, "own_ms": own})
 
 
 def peak_flops(device: torch.device, in_half: bool) -> float | None:

@@ -7,6 +7,7 @@ reads them when the next step has been started. This also keeps it from running 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ class Outcome(NamedTuple):
     next_lr: float
     scale: float  # the loss scale after this step
     own_loss: float  # the mean loss of this rank's samples, only where minGPT's style logs it
+    own_times: Sequence[float] = ()  # of all ranks: seconds of a step, without waiting for others
 
 
 class Outcomes:
@@ -36,9 +38,10 @@ class Outcomes:
         self.mesh, self.lag = mesh, READ_LAG[mesh.device.type]
         self._pending: deque[tuple[int, HostCopy]] = deque()
 
-    def add(self, step: int, numbers: list[Tensor]) -> None:
+    def add(self, step: int, numbers: list[Tensor], own_times: Tensor) -> None:
         """Start to copy the numbers of a step, in the order of `Outcome`."""
-        self._pending.append((step, HostCopy(torch.stack(numbers))))
+        copy = HostCopy(torch.cat([torch.stack(numbers), own_times]))
+        self._pending.append((step, copy))
 
     def read(self, everything: bool) -> list[Outcome]:
         """Read all outcomes but the last `lag` ones, or all of them, which waits for the device.
@@ -48,7 +51,12 @@ class Outcomes:
         remaining, outcomes = 0 if everything else self.lag, list[Outcome]()
         while len(self._pending) > remaining:
             step, copy = self._pending.popleft()
-            outcomes.append(Outcome(step, *self.mesh.read_copy(copy)))
+            outcomes.append(_outcome(step, self.mesh.read_copy(copy)))
             if outcomes[-1].stops:  # the run ends here, and has to know its exact state
                 remaining = 0
         return outcomes
+
+
+def _outcome(step: int, numbers: list[float]) -> Outcome:
+    own_times = numbers[len(Outcome._fields) - 2 :]  # after all others but the step
+    return Outcome(step, *numbers[: len(numbers) - len(own_times)], own_times=own_times)  # type: ignore[arg-type,misc]

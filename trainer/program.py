@@ -6,12 +6,15 @@ Used by the training (`python -m trainer`) and by the tasks (`python -m trainer.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from trainer.errors import OUT_OF_REACH, Finding, UserError
+from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError
 from trainer.rank_log import UNRECOVERABLE
 from trainer.stop import StopRequest
 
@@ -21,26 +24,64 @@ if TYPE_CHECKING:
 Program = Callable[[Sequence[str], StopRequest], None]
 
 
-def run_program(program: Program, arguments: Sequence[str]) -> int:
-    """Run a program with its arguments; return its exit code."""
+def run_program(program: Program, arguments: Sequence[str], is_task: bool = False) -> int:
+    """Run a program with its arguments; return its exit code.
+
+    A task that nobody would restart exits with 2 after wrong usage.
+    """
     configure_threads()
     with StopRequest() as stop:  # before importing torch, which takes seconds
-        from torch.distributed import is_initialized
-        from torch.distributed.elastic.multiprocessing.errors import record
-
         try:
-            code = record(_run)(program, arguments, stop) or 0
-        except BaseException:
-            if not is_initialized():
-                raise
-            traceback.print_exc()
-            code = 1
-        # Still initialized only after an error: a normal exit could then wait for other ranks.
-        if is_initialized():
-            from trainer.watchdog import exit_now
+            with _exit_at_interrupt():
+                import torch.distributed.elastic.multiprocessing.errors  # noqa: F401
+            return _recorded(program, arguments, stop, is_task)
+        except KeyboardInterrupt:  # while an error was reported
+            return _interrupted()
 
-            exit_now(code)
-        return code
+
+@contextmanager
+def _exit_at_interrupt() -> Iterator[None]:
+    """Exit at Ctrl-C without Python's exception: an import of C++ code may turn it into another."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        code = _interrupted()
+        sys.stderr.flush()
+        os._exit(code)
+
+    if before is signal.default_int_handler:  # not ignored, as in the background of a shell
+        signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr)
+    return 130
+
+
+def _recorded(program: Program, arguments: Sequence[str], stop: StopRequest, is_task: bool) -> int:
+    """Run a program; torchrun learns of its exception by the error file."""
+    from torch.distributed import is_initialized
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    try:
+        code = record(_run)(program, arguments, stop) or 0
+        if code == WRONG_USAGE and (not is_task or "RANK" in os.environ):
+            code = UNRECOVERABLE
+    except BaseException:
+        if not is_initialized():
+            raise
+        traceback.print_exc()
+        code = 1
+    # Still initialized only after an error: a normal exit could then wait for other ranks.
+    if is_initialized():
+        from trainer.watchdog import exit_now
+
+        exit_now(code)
+    return code
 
 
 def _run(program: Program, arguments: Sequence[str], stop: StopRequest) -> int:
@@ -48,7 +89,8 @@ def _run(program: Program, arguments: Sequence[str], stop: StopRequest) -> int:
         program(arguments, stop)
     except UserError as error:
         print_error(error)
-        return OUT_OF_REACH if error.exit_code == OUT_OF_REACH else UNRECOVERABLE
+        is_told = error.exit_code in (OUT_OF_REACH, WRONG_USAGE)
+        return error.exit_code if is_told else UNRECOVERABLE
     except RuntimeError as error:
         # Before the watchdog runs, a lost connection is all that this rank knows.
         from trainer.watchdog.network_errors import LOST, nccl_error
@@ -60,8 +102,7 @@ def _run(program: Program, arguments: Sequence[str], stop: StopRequest) -> int:
         print_error(UserError(problem, "see the logs of the other ranks", OUT_OF_REACH))
         return OUT_OF_REACH
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return _interrupted()
     except BrokenPipeError:  # the reader of the log exited
         # Python flushes stdout at exit, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

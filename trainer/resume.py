@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,6 +23,8 @@ from trainer.config.sections import Model, RunConfig
 from trainer.corpus.metadata import FOLDER, copy_tokenizer
 from trainer.data.epochs import Position
 from trainer.errors import UserError
+from trainer.event_names import CHECKPOINT, COMMITTED
+from trainer.events import Events
 from trainer.logline import length_line
 from trainer.mesh import PRIVATE_DISKS, Mesh
 from trainer.metrics import Log
@@ -44,11 +47,12 @@ def how_to_resume() -> str:
 
 
 @contextmanager
-def output_folder(run: RunConfig, mesh: Mesh, log: Log) -> Iterator[Checkpoints]:
+def output_folder(run: RunConfig, mesh: Mesh, log: Log, events: Events) -> Iterator[Checkpoints]:
     """Open the output folder of the run, and lock it: no other run may write to it meanwhile."""
     checkpoints = Checkpoints(
         output_dir(run), run.Engine.save_load.keep_last, mesh, log.info, log.warn
     )
+    checkpoints.on_commit = partial(events.add, COMMITTED)
     checkpoints.open()
     try:
         yield checkpoints
@@ -231,16 +235,27 @@ def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
 
     Does nothing if this step is already saved.
     """
+    if t.progress.step == checkpoints.saved_step:
+        return
+    began = time.perf_counter()
+    with t.metrics.clock.stalled("save"):
+        _save(t, checkpoints, is_regular)
+    stall = round(time.perf_counter() - began, 3)
+    t.events.add(CHECKPOINT, step=t.progress.step, stall=stall)
+
+
+def _save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
     snapshot_path = t.run.Engine.save_load.snapshot_path
     if not snapshot_path:
         checkpoints.save(t.progress.step, t.optimizer.tensors(), _facts_of(t))
-    elif t.mesh.is_first and t.progress.step != checkpoints.saved_step:
+    elif t.mesh.is_first:
         epoch, _ = t.length.epoch_and_batch(t.progress.step)
         try:
             # With the job: the jobs of a folder often share one snapshot.
             facts = {**_facts_of(t), "job": os.environ.get("GPTCTL_JOB")}
             save_snapshot(Path(snapshot_path), t.optimizer.tensors(), facts, epoch)
             checkpoints.saved_step, checkpoints.failure = t.progress.step, ""
+            t.events.add(COMMITTED, step=t.progress.step)
             t.log.plain(
                 f"Snapshot saved at epoch {epoch}"
                 if is_regular

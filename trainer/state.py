@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trainer.config.sections import RunConfig
 from trainer.data import Length, Splits
+from trainer.events import Events
 from trainer.mesh import Mesh
 from trainer.metrics import Log, Metrics
 from trainer.optim import Optimizer
@@ -37,5 +38,6 @@ class Training:
     precision: Precision
     optimizer: Optimizer
     metrics: Metrics
+    events: Events
     outcomes: Outcomes
     progress: Progress

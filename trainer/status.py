@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -13,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.durable import replacing
+from trainer.events import record_failure
 from trainer.input_files import read_object
 from trainer.mesh import Mesh
 from trainer.metrics import Log
+from trainer.records import origin
 
 STATUS = "status.json"
 _writing = threading.Lock()  # the watchdog's thread may report a failure at the same time
@@ -40,27 +41,27 @@ def status_file(folder: Path, mesh: Mesh, log: Log) -> Iterator[Callable[..., No
         yield report
     except BaseException as error:
         if mesh.world == 1:  # with more ranks, the watchdog knows which one failed and reports it
-            report("failed", reason=str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
+            record_failure(folder, reason, time.monotonic() - mesh.heartbeat.since)
+            report("failed", reason=reason)
         raise
 
 
-def report_failure(folder: Path, reason: str) -> None:
-    """Report a failure from another thread, unless the run is not running or already over."""
+def report_failure(folder: Path, reason: str, idle: float) -> None:
+    """Report a failure from another thread, unless the run is not running or already over.
+
+    `idle`: seconds since the last sign of progress.
+    """
     with suppress(OSError, ValueError):  # an unreadable file is not this run's
         if read_object(folder / STATUS).get("state") == "running":
+            record_failure(folder, reason, idle)
             _write(folder / STATUS, "failed", reason=reason)
 
 
 def _write(file: Path, state: str, **facts: Any) -> None:
     text = json.dumps(
-        {"state": state, "time": time.time(), "host": socket.gethostname(), **_job(), **facts},
+        {"state": state, "time": time.time(), "host": socket.gethostname(), **origin(), **facts},
         indent=1,
     )
     with _writing, replacing(file) as stream:
         stream.write(f"{text}\n".encode())
-
-
-def _job() -> dict[str, Any]:
-    """The job and the attempt that this run belongs to, if a launcher started it."""
-    job, attempt = os.environ.get("GPTCTL_JOB"), os.environ.get("GPTCTL_ATTEMPT", "")
-    return {"job": job, "attempt": int(attempt)} if job and attempt.isdecimal() else {}

@@ -20,15 +20,19 @@ from torch import Tensor
 
 from trainer.banner import announce
 from trainer.checkpoint import Checkpoints
+from trainer.collectives import SUMMARY
 from trainer.config.resolve import batch_of
 from trainer.config.sections import RunConfig
 from trainer.data import LocalBatch, Reader, Start, open_data
+from trainer.environment import record_environment
 from trainer.errors import UserError
+from trainer.event_names import EVALUATION, FINISHED, FIRST_STEP, GROUP, STOP
+from trainer.events import Events
 from trainer.inference.generation import generate
 from trainer.inference.network import network_of
 from trainer.logline import COMPLETE, epoch_line, evaluation_line, sample_title
 from trainer.loss import multiplier
-from trainer.mesh import Mesh
+from trainer.mesh import Mesh, timed_waits
 from trainer.metrics import Log, Metrics
 from trainer.optim import Optimizer
 from trainer.outcomes import Outcome, Outcomes
@@ -46,6 +50,7 @@ from trainer.resume import (
 )
 from trainer.state import Progress, Training
 from trainer.status import status_file
+from trainer.step_times import OPTIMIZER, measured
 from trainer.stop import StopRequest
 from trainer.tracking import tracking
 
@@ -58,24 +63,30 @@ MINGPT_FREQ = 100  # iterations between log lines in minGPT's style
 
 def train(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> None:
     # Lock the folder and choose the checkpoint first: if that fails, no model has to be built.
-    with output_folder(run, mesh, log) as checkpoints:
+    events = Events(output_dir(run), mesh.is_first, log.warn)
+    with output_folder(run, mesh, log, events) as checkpoints:
+        events.add(GROUP, ranks=mesh.world)
         checkpoint = choose_checkpoint(run, mesh, checkpoints)
         with status_file(output_dir(run), mesh, log) as report:
-            t = prepare(run, mesh, log, stop)
+            t = prepare(run, mesh, log, stop, events)
             keep_tokenizer(t)
+            record_environment(t)
             restore(t, checkpoints, checkpoint)
             first_step = t.progress.step
             # A profile is written last: there may be no time for it, or no space for both.
             with tracking(t), profiling(t) as recorder:
+                events.add(FIRST_STEP, step=first_step + 1, resumed=first_step)
                 if run_steps(t, checkpoints, recorder):
                     finish(t, checkpoints)
                     report("finished", step=t.progress.step)
+                    events.add(FINISHED, step=t.progress.step)
                     log.info(COMPLETE)
                 else:
                     has_trained = t.progress.step > first_step
+                    signal = stop.signal or "sent to another rank"
+                    events.add(STOP, step=t.progress.step, signal=signal)
                     if has_trained:
                         save_unless_checking(t, checkpoints)
-                    signal = stop.signal or "sent to another rank"
                     report("stopped", step=t.progress.step, signal=signal)
                     log.info(stop_text(t.progress.step, has_trained))
 
@@ -86,7 +97,7 @@ def stop_text(step: int, has_trained: bool) -> str:
     return f"Stopped on request at global step {step}. To resume: {how_to_resume()}."
 
 
-def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training:
+def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest, events: Events) -> Training:
     """Create data, model and optimizer at step 0. `t.run` also has the vocabulary of the data."""
     run, splits, length = open_data(run, mesh, log.warn)
     is_sharded = mesh.layout.sharding > 1
@@ -107,6 +118,7 @@ def prepare(run: RunConfig, mesh: Mesh, log: Log, stop: StopRequest) -> Training
         precision,
         optimizer,
         metrics,
+        events,
         outcomes,
         progress,
     )
@@ -133,23 +145,27 @@ def run_steps(t: Training, checkpoints: Checkpoints, recorder: Recorder | None =
     if t.progress.step < t.length.max_steps and stop_is_requested(t):
         return False
     t.parallel.train()
-    if recorder is None:
-        return run_batches(t, batches, checkpoints)
-    is_complete = run_batches(t, recorder.batches(batches), checkpoints)
-    recorder.stop()  # what follows is not a step
-    return is_complete
+    with timed_waits(t.metrics.clock.spans):
+        if recorder is None:
+            return run_batches(t, batches, checkpoints)
+        is_complete = run_batches(t, recorder.batches(batches), checkpoints)
+        recorder.stop()  # what follows is not a step
+        return is_complete
 
 
 def run_batches(t: Training, batches: Iterator[LocalBatch], checkpoints: Checkpoints) -> bool:
     clock = t.metrics.clock
     begin_step(t)
     for batch in batches:
-        clock.data_is_here()  # the time until here counts as avg_reader_cost
+        # The time until here counts as avg_reader_cost.
+        clock.data_is_here(is_logged(t, t.progress.step + 1))
         t.mesh.heartbeat.tick(f"at global step {t.progress.step + 1}")
         summary, own_loss = compute_gradients(t, batch)
         update_weights(t, summary, own_loss)
+        clock.is_computed()
         outcomes = t.outcomes.read(everything=exact_state_is_needed(t))
         clock.end()
+        t.events.completed(t.progress.step)
         for outcome in outcomes:
             take_note(t, outcome)
         if save_is_due(t):
@@ -190,9 +206,12 @@ def begin_step(t: Training) -> None:
 
 def exact_state_is_needed(t: Training) -> bool:
     """Whether the host has to know everything about the step that was just started."""
-    is_logged = t.progress.step % t.run.Engine.logging_freq == 0
     is_last = t.progress.step == t.length.max_steps
-    return is_logged or is_last or save_is_due(t) or evaluation_is_due(t)
+    return is_logged(t, t.progress.step) or is_last or save_is_due(t) or evaluation_is_due(t)
+
+
+def is_logged(t: Training, step: int) -> bool:
+    return step % t.run.Engine.logging_freq == 0
 
 
 def compute_gradients(t: Training, batch: LocalBatch) -> tuple[Tensor, Tensor]:
@@ -200,6 +219,7 @@ def compute_gradients(t: Training, batch: LocalBatch) -> tuple[Tensor, Tensor]:
 
     The summary is summed over all ranks, all of them in one message: the loss, the square of the
     gradient's norm, the number of predicted tokens, and the number of ranks asked to stop.
+    In logged steps, each rank adds its own time of a step: the sum has those of all ranks.
     Ranks with different data average their gradients, hence the factor data_ranks. Losses and
     gradients are divided by the number of tokens of a batch and contain the float16 loss scale,
     until `update_weights` puts both right.
@@ -213,8 +233,17 @@ def compute_gradients(t: Training, batch: LocalBatch) -> tuple[Tensor, Tensor]:
     if own_loss_is_due(t, t.progress.step):
         t.mesh.summed(own_loss, "pp")  # only the last stage has one
     told = [num_predicted / layout.readers, float(bool(t.stop.signal))]
+    if is_logged(t, t.progress.step + 1):
+        told += own_times(t)
     summary = torch.stack([own, square, *(torch.full_like(own, number) for number in told)])
     return t.mesh.summed(summary), own_loss
+
+
+def own_times(t: Training) -> list[float]:
+    """This rank's time of a step, without waiting for others, in its place among all ranks."""
+    times = [0.0] * t.mesh.world
+    times[t.mesh.rank] = t.metrics.clock.own_time
+    return times
 
 
 def update_weights(t: Training, summary: Tensor, own_loss: Tensor) -> None:
@@ -223,12 +252,13 @@ def update_weights(t: Training, summary: Tensor, own_loss: Tensor) -> None:
     The summary is the same on all ranks, so either all of them skip the update or none. A skipped
     update counts as a step and consumes its samples, but does not advance the learning rate.
     """
-    loss, square, num_predicted, stops = summary.unbind()
+    loss, square, num_predicted, stops = summary[:SUMMARY].unbind()
     # The loss should be a mean over predicted tokens; a batch may predict nothing.
     predicted = num_predicted.clamp(min=1.0) / t.metrics.tokens_per_step
     scale = t.precision.scale * predicted
     norm = square.sqrt() / scale
-    t.optimizer.step(norm, scale)
+    with measured(t.metrics.clock.spans, OPTIMIZER):
+        t.optimizer.step(norm, scale)
     t.precision.update_scale(norm.isfinite())  # after the step: its gradients have the old scale
     t.optimizer.zero_grad()
     t.progress.step += 1
@@ -237,7 +267,7 @@ def update_weights(t: Training, summary: Tensor, own_loss: Tensor) -> None:
     loss = loss / scale / t.mesh.layout.data_ranks / t.mesh.layout.mp
     updates, next_lr = t.optimizer.updates, t.optimizer.next_lr
     numbers = [loss, norm, stops, updates, next_lr, t.precision.scale, own_loss]
-    t.outcomes.add(t.progress.step, numbers)
+    t.outcomes.add(t.progress.step, numbers, summary[SUMMARY:])
 
 
 def take_note(t: Training, outcome: Outcome) -> None:
@@ -277,7 +307,7 @@ def warn_of_skip(t: Training, outcome: Outcome) -> None:
 
 
 def log_step(t: Training, outcome: Outcome) -> None:
-    if outcome.step % t.run.Engine.logging_freq == 0:
+    if is_logged(t, outcome.step):
         epoch, batch = t.length.epoch_and_batch(outcome.step - 1)
         # FleetX logs the rate after the scheduler has advanced, so this is that of the next update.
         t.metrics.logged(
@@ -288,7 +318,9 @@ def log_step(t: Training, outcome: Outcome) -> None:
             outcome.next_lr,
             outcome.norm,
             outcome.scale,
+            t.progress.samples,
         )
+        t.metrics.record_rank_times(outcome.step, outcome.own_times)
 
 
 def is_due(t: Training, steps: int, epochs: int) -> bool:
@@ -311,6 +343,11 @@ def evaluation_is_due(t: Training) -> bool:
 
 def evaluate_and_log(t: Training) -> bool:
     """Evaluate on the valid split. Returns False if a stop was requested meanwhile."""
+    with t.metrics.clock.stalled("eval"):
+        return evaluate_regularly(t)
+
+
+def evaluate_regularly(t: Training) -> bool:
     engine = t.run.Engine
     if t.log.style == "mingpt":  # minGPT evaluates the whole split every time
         everything = (
@@ -357,6 +394,8 @@ def evaluate(t: Training, name: str, first: int, iterations: int, is_whole: bool
     mean, speed = loss_sum / max(1.0, num_predicted), iterations / (time.perf_counter() - began)
     t.log.info(evaluation_line(name, t.progress.step, epoch, iterations - 1, mean, speed))
     t.metrics.record({"step": t.progress.step, f"{name}_loss": mean})
+    seconds = round(time.perf_counter() - began, 3)
+    t.events.add(EVALUATION, step=t.progress.step, split=name, loss=mean, seconds=seconds)
     return True
 
 

@@ -23,7 +23,7 @@ from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import IN_PLACE, JobIdentity, PlanDefaults, Site, build_plan
-from gptctl.reporting import Fetched, FetchOptions, Say, ShowProgress
+from gptctl.reporting import Fetched, FetchOptions, Say, ShowProgress, Waiting
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster_kinds import KINDS
 from trainer.config import Override
@@ -126,6 +126,10 @@ class Backend(Protocol):
     def state(self, record: JobRecord) -> JobState:
         """Return the state of a job that has recorded no result."""
         ...
+
+    def waiting(self, record: JobRecord, state: JobState) -> Waiting:
+        """Explain why a job in this PENDING state has not started."""
+        return Waiting(state.reason)
 
     def is_over(self, record: JobRecord) -> bool:
         """Whether all machines confirmed that nothing of this ended job is left."""

@@ -16,6 +16,7 @@ from gptctl.cli.session import Session
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
+    from gptctl.jobs.labels import Labels
     from gptctl.jobs.resume import ResumePoint
     from gptctl.jobs.store import JobRecord
     from gptctl.jobs.submit import Prepared
@@ -35,10 +36,11 @@ class Chain:
         templates: Callable[[Path | None], Sequence[UserTemplate]],
         arguments: Mapping[str, Any],
         resumes: ResumePoint | None,
+        labels: Labels,
     ) -> None:
         self._session, self.length, self._queue = session, length, queue
         self._templates, self._arguments = templates, dict(arguments)
-        self._resumes = resumes
+        self._resumes, self._labels = resumes, labels
         self.first = self._prepare_first()
         self.records: list[JobRecord] = []
 
@@ -94,7 +96,7 @@ class Chain:
             conditions=conditions,
             # The others find the checkpoints of the first one when they start.
             resumes=None if before else self._resumes,
-        )
+        )._replace(labels=self._labels)
 
     def submit(self) -> bool:
         """Submit all jobs; return False if the user interrupted it."""

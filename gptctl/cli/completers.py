@@ -27,3 +27,23 @@ def complete_style(
     from gptctl.spec.launch import STYLES
 
     return [style for style in STYLES if style.startswith(incomplete)]
+
+
+def complete_tag(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Keys of tags that are in use; after `key=`, its values."""
+    from gptctl.jobs.labels import LabelStore
+
+    known = LabelStore().known_tags()
+    if "=" in incomplete:
+        words = {str(tag) for tag in known}
+    else:
+        words = {f"{tag.key}=" if tag.value else tag.key for tag in known}
+    return sorted(word for word in words if word.startswith(incomplete))
+
+
+def complete_state(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    from gptctl.jobs.selection import STATES
+
+    return [state for state in STATES if state.startswith(incomplete.upper())]

@@ -92,10 +92,12 @@ def validate(
 
 
 def _with_data(checked: Checked) -> Checked:
-    """Add what does not fit between the config and data that `gptctl data prepare` wrote."""
+    """Add where prepared data, or the checkpoint to start from, does not fit the config."""
     from gptctl.spec.machine_rules import check_data_here
+    from gptctl.spec.start_checkpoint import check_start
 
-    return checked._replace(findings=in_order([*checked.findings, *check_data_here(checked)]))
+    found = [*checked.findings, *check_data_here(checked), *check_start(checked)]
+    return checked._replace(findings=in_order(found))
 
 
 def _with_copied_files(checked: Checked) -> Checked:
@@ -104,8 +106,9 @@ def _with_copied_files(checked: Checked) -> Checked:
     from gptctl.jobs.submit import this_site
 
     files, run_root = checked.launch.files, checked.cluster.run_root
-    found = check_copied_files(files, this_site(), run_root, checked.launch_origins)
-    return checked._replace(findings=in_order([*checked.findings, *found]))
+    found = check_copied_files(files, this_site(), run_root)
+    placed = (finding.at(checked.place_of(finding.key)) for finding in found)
+    return checked._replace(findings=in_order([*checked.findings, *placed]))
 
 
 def _print_summary(checked: Checked, valid: bool, starts: str) -> None:

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from gptctl.cli.data_inputs import INPUT, input_options
+from gptctl.cli.data_jobs import DataCommand, run_as_job, runs_as_job
 from gptctl.cli.options import as_json_option, examples
 from gptctl.cli.session import Session
-from gptctl.cli.tasks import (
-    TaskCommand,
-    absolute,
-    is_job,
-    option_words,
-    run_task,
-    task_options,
-    tokenizer_path,
-)
+from gptctl.cli.task_words import tokenizer_path
+from gptctl.cli.tasks import task_options
 from trainer.errors import ANSWER_IS_NO
 
 if TYPE_CHECKING:
     from trainer.corpus.inspection import Data
-    from trainer.corpus.prepare import Prepared
+    from trainer.corpus.prepare import Prepared, Request
+    from trainer.corpus.tokenizer_training import Training
 
-F = TypeVar("F", bound=Callable[..., Any])
-INPUT = ("inputs", "input_format", "documents", "field", "invalid_utf8", "invalid_lines")
 PREPARE = (
     *("output", "tokenizer", "eos", "no_eos", "output_format", "dedupe", "merge", "workers"),
     *("shard_mb", "overwrite"),
@@ -50,67 +45,13 @@ def data() -> None:
     """Turn text into token files for training, and look into them."""
 
 
-def input_options(verb: F) -> F:
-    """Add INPUT… and the options that say how inputs are read."""
-    for option in (
-        click.option(
-            "--invalid-lines",
-            type=click.Choice(["refuse", "skip"]),
-            default="refuse",
-            show_default=True,
-            help="What to do with JSON lines that have no text.",
-        ),
-        click.option(
-            "--invalid-utf8",
-            type=click.Choice(["replace", "refuse"]),
-            default="replace",
-            show_default=True,
-            help="What to do with invalid UTF-8; replaced bytes are counted.",
-        ),
-        click.option(
-            "--field",
-            default="text",
-            show_default=True,
-            metavar="NAME",
-            help="The field of JSON lines, or the column of parquet files, that has the text.",
-        ),
-        click.option(
-            "--documents",
-            type=click.Choice(["file", "line", "paragraph"]),
-            default="file",
-            show_default=True,
-            help="What a document of a text file is; paragraphs are separated by blank lines.",
-        ),
-        click.option(
-            "--format",
-            "input_format",
-            type=click.Choice(["text", "jsonl", "parquet"]),
-            help="Read all inputs in this format. Default: by the name of each file.",
-        ),
-        click.argument("inputs", nargs=-1, required=True, metavar="INPUT..."),
-    ):
-        verb = option(verb)
-    return verb
-
-
 def _taken(typed: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """Take a verb's own arguments: what is left says where it runs."""
     return {name: typed.pop(name) for name in (*INPUT, *names)}
 
 
-def _as_job(
-    session: Session, program: str, arguments: dict[str, Any], typed: dict[str, Any]
-) -> int:
-    """Run a program of the trainer with these arguments, on the cluster that was asked for."""
-    inputs = [absolute(each) for each in arguments.pop("inputs")]
-    arguments["format"] = arguments.pop("input_format")
-    arguments["output"] = absolute(arguments["output"])
-    words = option_words(**arguments, json=typed["as_json"])
-    return run_task(session, "data", program, words, typed, inputs)
-
-
 @data.command(
-    cls=TaskCommand,
+    cls=DataCommand,
     epilog=examples(
         "gptctl data prepare corpus.jsonl.zst --output data/corpus --tokenizer tokenizer.json",
         "gptctl data prepare 'books/*.txt' --output data/books --documents paragraph --dedupe",
@@ -161,26 +102,30 @@ def prepare(session: Session, /, **typed: Any) -> int:
     cores work, and memory does not grow with the data. If the command is interrupted, run it
     again: it continues after the last complete shard.
     """
+    from trainer.corpus.prepare import Request, check_request
+
     arguments = _taken(typed, PREPARE)
-    if is_job(typed):
+    own = {name: value for name, value in arguments.items() if name != "no_eos"}
+    request = Request(**own, append_eos=not arguments["no_eos"])
+    if runs_as_job(typed):
         arguments["tokenizer"] = tokenizer_path(arguments["tokenizer"])
         arguments["no_merge"] = not arguments.pop("merge")
-        return _as_job(session, "prepare_data", arguments, typed)
-    _prepare_here(typed["as_json"], **arguments)
+        check = partial(check_request, request)
+        return run_as_job(session, "prepare_data", arguments, typed, check)
+    _prepare_here(request, typed["as_json"])
     return 0
 
 
-def _prepare_here(as_json: bool, no_eos: bool, **arguments: Any) -> None:
+def _prepare_here(request: Request, as_json: bool) -> None:
     from gptctl.cli import ui
-    from trainer.corpus.prepare import Request
+    from trainer.corpus.prepare import CONTINUES
     from trainer.corpus.prepare import prepare as run
 
-    request = Request(**arguments, append_eos=not no_eos)
     try:
         with ui.status_line() as show:
             done = run(request, lambda progress: show(progress.text))
     except KeyboardInterrupt:
-        ui.say("interrupted: run the same command again to continue after the last complete shard")
+        ui.say(f"interrupted: {CONTINUES}")
         raise
     if as_json:
         ui.print_json(done.as_json())
@@ -191,7 +136,7 @@ def _prepare_here(as_json: bool, no_eos: bool, **arguments: Any) -> None:
 
 
 def _summary(done: Prepared) -> Iterator[tuple[str, str]]:
-    from trainer.corpus.prepare import duration
+    from trainer.corpus.progress import duration
 
     counts = done.counts
     yield "documents", f"{counts.documents:,}"
@@ -227,16 +172,15 @@ def _print_histogram(histogram: dict[str, int]) -> None:
 def _print_next_steps(done: Prepared) -> None:
     from gptctl.cli import ui
 
-    eos = done.tokenizer.eos_id
     ui.say(f"for the run config: Model.vocab_size: {done.tokenizer.vocab_size}")
     ui.say(f"                    Data.Train.dataset.input_dir: {done.prefix}")
-    if eos is not None:
-        ui.say(f"                    Data.Train.dataset.eos_id: {eos}")
+    if done.eos_id is not None:
+        ui.say(f"                    Data.Train.dataset.eos_id: {done.eos_id}")
 
 
 @data.command(
     "train-tokenizer",
-    cls=TaskCommand,
+    cls=DataCommand,
     epilog=examples(
         "gptctl data train-tokenizer corpus.jsonl --output tokenizer --vocab-size 32000",
         "gptctl data train-tokenizer 中文/ --output tokenizer --vocab-size 50000",
@@ -245,8 +189,21 @@ def _print_next_steps(done: Prepared) -> None:
 @task_options(has_model=False)
 @input_options
 @click.option("--output", required=True, metavar="DIR", help="Write tokenizer.json to this folder.")
-@click.option("--vocab-size", type=int, default=32000, show_default=True, metavar="N")
-@click.option("--eos", default="<|endoftext|>", show_default=True, metavar="TOKEN")
+@click.option(
+    "--vocab-size",
+    type=click.IntRange(257),  # a token for each byte, and the end token
+    default=32000,
+    show_default=True,
+    metavar="N",
+    help="Train at most this many tokens.",
+)
+@click.option(
+    "--eos",
+    default="<|endoftext|>",
+    show_default=True,
+    metavar="TOKEN",
+    help="Add this token for the end of a document.",
+)
 @click.option(
     "--sample-mb",
     type=click.FloatRange(min=0, min_open=True),
@@ -259,31 +216,39 @@ def _print_next_steps(done: Prepared) -> None:
 @click.pass_obj
 def train_tokenizer(session: Session, /, **typed: Any) -> int:
     """Train a byte-level BPE tokenizer, for text in any language."""
+    from trainer.corpus.tokenizer_training import Training, check_training
+
     arguments = _taken(typed, TRAIN_TOKENIZER)
-    if is_job(typed):
-        return _as_job(session, "train_tokenizer", arguments, typed)
-    _train_here(typed["as_json"], **arguments)
+    request = Training(**arguments)
+    if runs_as_job(typed):
+        check = partial(check_training, request)
+        return run_as_job(session, "train_tokenizer", arguments, typed, check)
+    _train_here(request, typed["as_json"])
     return 0
 
 
-def _train_here(as_json: bool, **arguments: Any) -> None:
+def _train_here(request: Training, as_json: bool) -> None:
     from gptctl.cli import ui
-    from trainer.corpus.tokenizer_training import Training
+    from trainer.corpus.tokenizer_training import STARTS_AGAIN
     from trainer.corpus.tokenizer_training import train_tokenizer as run
 
-    with _bytes_shown("reading") as advance:
-        done = run(Training(**arguments), advance)
+    try:
+        with _bytes_shown("reading") as advance:
+            done = run(request, advance)
+    except KeyboardInterrupt:
+        ui.say(f"interrupted: {STARTS_AGAIN}")
+        raise
     if as_json:
         ui.print_json(done.as_json())
         return
     rows = [
         ("tokens", f"{done.tokenizer.vocab_size:,}"),
         ("trained on", f"{done.text_bytes:,} bytes of text"),
-        ("next", f"gptctl data prepare … --tokenizer {arguments['output']}"),
+        ("next", f"gptctl data prepare … --tokenizer {request.output}"),
     ]
-    ui.print_pairs(f"tokenizer in {arguments['output']}", rows)
-    if done.tokenizer.vocab_size < arguments["vocab_size"]:
-        ui.say(f"note: the text has too few different words for {arguments['vocab_size']:,} tokens")
+    ui.print_pairs(f"tokenizer in {request.output}", rows)
+    if done.tokenizer.vocab_size < request.vocab_size:
+        ui.say(f"note: the text has too few different words for {request.vocab_size:,} tokens")
 
 
 @contextmanager
@@ -370,6 +335,7 @@ def verify(paths: tuple[str, ...], as_json: bool) -> int:
     document ends with the end token, as far as PREFIX_meta.json says. Exit code 1: damaged.
     """
     from gptctl.cli import ui
+    from trainer.corpus.inspection import FIX
     from trainer.corpus.inspection import verify as run
 
     results: dict[str, Any] = {}
@@ -388,6 +354,8 @@ def verify(paths: tuple[str, ...], as_json: bool) -> int:
         for path, result in results.items():
             for problem in result["problems"]:
                 ui.print_text(f"error: {problem}")
+            if result["problems"]:
+                ui.print_text(f"hint: {FIX}")
             if not result["problems"]:
                 tokens, documents = result["tokens"], result["documents"]
                 ui.print_text(f"{path}: {documents:,} documents, {tokens:,} tokens, no damage")

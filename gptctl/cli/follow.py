@@ -108,12 +108,16 @@ def follow_until_over(
     update: Update,
 ) -> bool:
     """Follow until the job ends; return False if the user presses Ctrl-C."""
+    from gptctl.jobs.notify_watcher import notifying
     from gptctl.logs.stream import follow
 
     watched = StateReporter(session, record, show.say, update)
     try:
         # On ssh clusters the backend copies new log lines here in the background.
-        with session.backend_of(record).following(record):
+        with (
+            session.backend_of(record).following(record),
+            notifying(record, lambda: session.state_of(record), show.say),
+        ):
             follow(files_of(record), wanted, lines, show, watched.is_over)
     except KeyboardInterrupt:
         return False

@@ -1,4 +1,4 @@
-"""The verbs for submitted jobs: list, inspect, stop, wait for and fetch them.
+"""The verbs for submitted jobs: inspect, stop, wait for and fetch them.
 
 Imports inside a verb keep `--help` and completion fast: a verb loads what it uses.
 """
@@ -22,77 +22,7 @@ if TYPE_CHECKING:
     from gptctl.backends import JobState
     from gptctl.jobs.store import JobRecord
 
-# The columns of `list`. The reason is last: it is the longest, and often empty.
-LIST_COLUMNS = (
-    Column("job"),
-    Column("state"),
-    Column("done", importance=1),
-    Column("step", importance=6),
-    Column("loss", importance=5),
-    Column("tokens/s", importance=10),
-    Column("time", importance=7),
-    Column("left", importance=4),
-    Column("ranks", importance=11),
-    Column("cluster", importance=9),
-    Column("created", importance=8),
-    Column("from", importance=3),
-    Column("reason", "cut", importance=2),
-)
-RECENT = 20  # jobs that `list` shows: the state of each may need a query
 MAX_STOPPED = 8  # jobs that `cancel` stops at the same time: each asks its own hosts in parallel
-LIST_TIMEOUT = 3.0  # seconds that `list` waits for other machines: people look at it often
-
-
-@click.command("list", epilog=examples("gptctl list", "gptctl list --all --json"))
-@click.option(
-    "--all",
-    "show_all",
-    is_flag=True,
-    help=f"Show all jobs, also removed ones, not only the last {RECENT}.",
-)
-@as_json_option
-@click.pass_obj
-def list_verb(session: Session, show_all: bool, as_json: bool) -> None:
-    """List jobs and their states.
-
-    The newest job comes last. The column `from` has the hash of the job that a job continues.
-    Hosts and schedulers have 3 seconds to answer; of the others it shows the last known state, as
-    in `RUNNING (12 min ago)`.
-    """
-    from gptctl.cli import ui
-    from gptctl.jobs import report
-    from gptctl.jobs.progress_text import list_cells, state_text
-    from gptctl.jobs.store import short_id
-    from gptctl.text import clock_time, count
-
-    deadline = session.end_within(LIST_TIMEOUT)
-    records = session.store.records(None if show_all else RECENT)
-    # All at once: one query to Slurm answers for all of its jobs.
-    rows = report.rows(records, session.backends, deadline)
-    session.report_damage()
-    # JSON has the plain numbers; the columns below are formatted for people.
-    if as_json:
-        ui.print_json(rows)
-        return
-    texts = [
-        {
-            **{name: row[name] for name in ("job", "cluster", "reason")},
-            "state": state_text(row),
-            **list_cells(row),
-            "ranks": f"{row['nodes']} × {row['world_size'] // row['nodes']}",
-            "created": clock_time(row["created"]),
-            # The hash of the job that it continues: short, and enough for any command.
-            "from": short_id(row["continues"] or ""),
-        }
-        for row in rows
-    ]
-    # Most jobs continue no other one.
-    is_plain = not any(text["from"] for text in texts)
-    columns = [each for each in LIST_COLUMNS if each.name != "from" or not is_plain]
-    cells = [[text[column.name] for column in columns] for text in texts]
-    hidden = len(session.store.ids()) - len(rows)
-    older = f"; --all shows {hidden:,} more, older or removed" if hidden else ""
-    ui.print_table(f"{count(len(rows), 'job')}{older}", columns, cells)
 
 
 @click.command(epilog=examples("gptctl status", "gptctl status gpt-3f9a2c --json"))
@@ -326,12 +256,16 @@ def wait_for(
     session: Session, record: JobRecord, timeout: float | None, quiet: bool = False
 ) -> int:
     from gptctl.cli import ui
+    from gptctl.jobs.notify_watcher import has_open_news, notifying
     from gptctl.jobs.state import exit_code, is_final
 
     state = session.state_of(record)
-    # A job that has ended needs no connection to its hosts.
-    if not is_final(state):
-        with session.backend_of(record).following(record):
+    # A job that has ended needs no connection to its hosts, unless its engine has no way out.
+    if not is_final(state) or has_open_news(record):
+        with (
+            session.backend_of(record).following(record),
+            notifying(record, lambda: state, ui.say),
+        ):
             state = _wait_until_final(session, record, timeout)
     if not quiet:
         ui.print_state(record.id, str(state))

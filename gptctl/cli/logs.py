@@ -15,6 +15,7 @@ from gptctl.cli.session import Session, files_of, require_folder
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
+    from gptctl.engine.cause import Cause
     from gptctl.jobs.store import JobRecord
     from gptctl.logs.files import FileFilter, LogFiles
     from gptctl.logs.metric_rows import Row
@@ -304,16 +305,18 @@ def print_failure(
     as_json: bool = False,
     job: str = "JOB",
     is_over: bool = False,
+    known: Cause | None = None,
     **of_job: Any,
 ) -> bool:
     """Print the failure report, and return whether anything has failed.
 
-    `is_over`: the job has ended, and all records are here.
+    `is_over`: the job has ended, and all records are here; `known`: its first failure, as its state
+    tells it.
     """
     from gptctl.cli import ui
     from gptctl.logs.tables import failure_report
 
-    report = failure_report(files, attempt, of_job.get("state", ""), is_over)
+    report = failure_report(files, attempt, of_job.get("state", ""), is_over, known)
     # The state of the job explains failures that no rank caused, such as a time limit.
     if as_json:
         ui.print_json({**of_job, **report.as_json()})
@@ -335,6 +338,6 @@ def show_failure(
         ui.print_state(record.id, str(state))
     is_over = RunFolder(record.local_dir).is_complete(state.state)
     how = options["attempt"], options["as_json"], record.id, is_over
-    print_failure(files, *how, **state.as_json())
+    print_failure(files, *how, known=state.failure, **state.as_json())
     # The report was printed, so the command succeeded, whatever the job did.
     return 0

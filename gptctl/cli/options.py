@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from gptctl.cli.completers import complete_style
+from gptctl.cli.completers import complete_state, complete_style, complete_tag
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,6 +115,70 @@ class OptionWithAliases(click.Option):
         return click.Option.get_help_record(shown, ctx)
 
 
+def moment(text: str) -> float:
+    """The type of options that take a time in the past: an age or a date."""
+    import time
+
+    from gptctl.moments import FORMS, moment_of
+
+    now = time.time()
+    found = moment_of(text, now)
+    if found is None:
+        raise click.BadParameter(f"{text!r} is not a time; use {FORMS}")
+    if found > now:
+        raise click.BadParameter(f"{text!r} is in the future")
+    return found
+
+
+def filter_options(verb: F) -> F:
+    """Add the options that choose among many jobs."""
+    for option in (
+        click.option(
+            "--cluster",
+            "clusters",
+            metavar="NAME",
+            multiple=True,
+            shell_complete=complete_cluster,
+            help="Only jobs on this cluster; repeatable.",
+        ),
+        click.option(
+            "--tag",
+            "tags",
+            metavar="K=V",
+            multiple=True,
+            shell_complete=complete_tag,
+            help="Only jobs with this tag, or with any value of a key; repeatable.",
+        ),
+        click.option(
+            "--state",
+            "states",
+            metavar="STATE",
+            multiple=True,
+            shell_complete=complete_state,
+            help="Only jobs in this state, such as FAILED; repeatable.",
+        ),
+    ):
+        verb = option(verb)
+    return verb
+
+
+def label_options(verb: F) -> F:
+    """Add the options that label a new job."""
+    for option in (
+        click.option("--note", metavar="TEXT", help="Attach a note to the job."),
+        click.option(
+            "--tag",
+            "tags",
+            metavar="K=V",
+            multiple=True,
+            shell_complete=complete_tag,
+            help="Tag the job with key=value or a word; repeatable.",
+        ),
+    ):
+        verb = option(verb)
+    return verb
+
+
 def layout_options(verb: F) -> F:
     """Add the options that set the layout and the cluster of a job."""
     # Decorators apply from the bottom up: the last one here comes first on the help page.
@@ -155,8 +219,8 @@ def config_options(verb: F) -> F:
 SECTIONS = {
     "Layout": ("nodes", "gpus_per_node", "cluster", "devices", "overrides"),
     "Job": (
-        *("follow", "wait_for_it", "name", "time", "max_restarts", "resume", "queue", "after"),
-        *("chain", "code", "parallel", "skip_invalid", "config_option"),
+        *("follow", "wait_for_it", "name", "tags", "note", "time", "max_restarts", "resume"),
+        *("queue", "after", "chain", "code", "parallel", "skip_invalid", "config_option"),
     ),
     "Run": ("dry_run", "variables", "log_dir", "style", "template", "trust", "node", "as_json"),
     "Slurm": (

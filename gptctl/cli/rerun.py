@@ -13,6 +13,7 @@ from gptctl.cli.options import (
     examples,
     follow_option,
     job_argument,
+    label_options,
     launch_options,
     layout_options,
     queue_option,
@@ -44,6 +45,7 @@ def rerun_options(verb: F) -> F:
             help="Use the code that the job ran (default), or the code as it is now.",
         ),
         queue_option,
+        label_options,
         launch_options,
         layout_options,
         job_argument(required=True),
@@ -89,8 +91,8 @@ def resume(session: Session, /, **arguments: Any) -> int:
     """Continue a job from its newest checkpoint, as a new job.
 
     Same as `gptctl rerun JOB --resume`: the same config, layout, environment and code, unless
-    options and overrides change them. The job must have ended. Words after `--` are flags of the
-    bundled trainer.
+    options and overrides change them. It keeps the tags of the job. The job must have ended. Words
+    after `--` are flags of the bundled trainer.
     """
     return start_again(session, resume=True, **arguments)
 
@@ -108,6 +110,8 @@ def start_again(
     template: str | None,
     queue: bool,
     script: tuple[str, ...],
+    tags: tuple[str, ...],
+    note: str | None,
     **arguments: Any,
 ) -> int:
     from gptctl.cli.dependencies import refuse_foreign, start_conditions
@@ -117,10 +121,12 @@ def start_again(
         submit_and_follow,
         templates_of,
     )
+    from gptctl.jobs.labels import NO_LABELS, LabelStore, Tag, parse_labels
     from gptctl.jobs.rerun import Changes, prepare_rerun
     from gptctl.spec.trust import settle_trust
 
     refuse_contradiction(dry_run, follow, wait_for_it)
+    labels = parse_labels(tags, note)
     # Parse before searching for the job: a mistake in -o is reported without touching the store.
     typed = launch_overrides(session, script=(), **arguments)
     record = session.find(job)
@@ -131,7 +137,11 @@ def start_again(
         refuse_foreign(session, arguments["after"], checked)
         return start_conditions(session, checked, arguments["after"], queue)
 
+    # A job that continues another one is the same run, so it has the same tags.
+    kept = LabelStore().of(record) if resume else NO_LABELS
+    labels = kept.changed([Tag(*each) for each in labels.tags.items()], note=labels.note)
     prepared = prepare_rerun(record, session.store, session.backends, changes, conditions)
+    prepared = prepared._replace(labels=labels)
     if dry_run:
         show_dry_run(prepared, as_json, trust)
         return 0

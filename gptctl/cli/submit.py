@@ -19,6 +19,7 @@ from gptctl.cli.options import (
     config_options,
     examples,
     follow_option,
+    label_options,
     launch_options,
     queue_option,
     trust_option,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 )
 @config_options
 @launch_options
+@label_options
 @click.option(
     "--resume", metavar="JOB", help="Start this config from the newest checkpoint of that job."
 )
@@ -76,6 +78,8 @@ def submit(
     wait_for_it: bool,
     as_json: bool,
     template: str | None,
+    tags: tuple[str, ...],
+    note: str | None,
     **arguments: Any,
 ) -> int:
     """Check a run config, freeze what the job needs, and start it.
@@ -87,16 +91,19 @@ def submit(
     """
     from gptctl.cli.chain import Chain
     from gptctl.cli.dependencies import start_conditions
+    from gptctl.jobs.labels import parse_labels
     from gptctl.jobs.submit import prepare, this_site
     from gptctl.planning.user_templates import template_sources
     from gptctl.spec.trust import require_trust, settle_trust
 
     refuse_contradiction(dry_run, follow, wait_for_it)
+    labels = parse_labels(tags, note)
     point = resume_point(session, resume) if resume is not None else None
     more = point.overrides if point else ()
     if chain:
         places = partial(templates_of, template)
-        members = Chain(session, chain, queue, places, {**arguments, "more": more}, point)
+        typed = {**arguments, "more": more}
+        members = Chain(session, chain, queue, places, typed, point, labels)
         if dry_run:
             show_dry_run(members.first, as_json, trust)
             show_length(members)
@@ -119,7 +126,7 @@ def submit(
         templates,
         conditions=conditions,
         resumes=point,
-    )
+    )._replace(labels=labels)
     if dry_run:
         show_dry_run(prepared, as_json, trust)
         return 0

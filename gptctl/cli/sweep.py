@@ -16,6 +16,7 @@ from gptctl.cli.options import (
     LaunchCommand,
     as_json_option,
     examples,
+    label_options,
     launch_options,
     layout_options,
     trust_option,
@@ -54,6 +55,7 @@ def sweep() -> None:
 @click.argument("file", type=click.Path())
 @layout_options
 @launch_options
+@label_options
 @click.option("--parallel", type=click.IntRange(1), metavar="N", help="Run at most N jobs at once.")
 @click.option("--skip-invalid", is_flag=True, help="Leave out runs whose config is invalid.")
 @click.option("--dry-run", is_flag=True, help="Print the runs; start nothing.")
@@ -70,6 +72,8 @@ def submit(
     trust: bool,
     as_json: bool,
     template: str | None,
+    tags: tuple[str, ...],
+    note: str | None,
     **arguments: Any,
 ) -> int:
     """Submit all runs of a sweep file.
@@ -78,9 +82,12 @@ def submit(
     values are drawn. All runs are checked before the first one is submitted.
     """
     from gptctl.cli.sweep_runs import planned_sweep, refuse_templates
+    from gptctl.jobs.labels import parse_labels
 
     refuse_templates(template)
+    labels = parse_labels(tags, note)
     described, sources = planned_sweep(session, Path(file), parallel, arguments)
+    described = described._replace(**labels._asdict())
     planned = startable(described, skip_invalid)
     if dry_run:
         show_doubts(sources, trust)

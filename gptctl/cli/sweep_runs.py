@@ -241,7 +241,7 @@ def prepared_run(
         templates=templates_of(None, checked.path),
         conditions=sweep_conditions(record, checked.cluster.traits.has_queue),
     )
-    return prepared._replace(sweep=record.id, sweep_index=index)
+    return prepared._replace(sweep=record.id, sweep_index=index, labels=record.labels)
 
 
 def unfinished(session: Session, known: Sequence[SweepMember]) -> list[JobRecord]:
@@ -296,6 +296,7 @@ def continued_run(
     can_resume: bool,
 ) -> Prepared:
     """The run again: from its newest checkpoint if it has one, else from the start."""
+    from gptctl.jobs.labels import LabelStore
     from gptctl.jobs.rerun import Changes, prepare_rerun
     from gptctl.jobs.sweep_submit import sweep_conditions
 
@@ -307,4 +308,6 @@ def continued_run(
         changes,
         lambda checked: sweep_conditions(record, checked.cluster.traits.has_queue),
     )
-    return prepared._replace(sweep=record.id, sweep_index=job.sweep_index)
+    # It may have been tagged since the sweep was submitted.
+    labels = record.labels._replace(tags=LabelStore().of(job).tags)
+    return prepared._replace(sweep=record.id, sweep_index=job.sweep_index, labels=labels)

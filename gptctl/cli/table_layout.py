@@ -28,6 +28,7 @@ class Column(NamedTuple):
     # 0: always shown. Others are added in this order while there is room, unless they are empty;
     # columns of the same number are shown together or not at all.
     importance: int = 0
+    colour: str = ""  # of its cells
 
 
 def as_columns(columns: Sequence[str | Column]) -> list[Column]:

@@ -5,7 +5,6 @@ Each verb starts a program of the bundled trainer: here, or with --cluster or --
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from gptctl.cli.options import (
     trust_option,
 )
 from gptctl.cli.session import Session
+from gptctl.cli.task_words import absolute, option_words, tokenizer_path
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class TaskCommand(LaunchCommand):
     """A verb with options of its own, then those of jobs; nothing follows `--`."""
 
     program = ""
-    refused = ("after", "max_restarts", "style", "requeue")
+    refused: tuple[str, ...] = ("after", "max_restarts", "style", "requeue")
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         # Its own options first: those of jobs are the same for all verbs.
@@ -148,8 +148,12 @@ def run_task(
     options: Sequence[str],
     typed: dict[str, Any],
     operands: Sequence[str] = (),
+    check: Callable[[bool], None] = lambda sees_files: None,
 ) -> int:
-    """Run a program of `trainer.tasks` with these arguments, where the user wants it."""
+    """Run a program of `trainer.tasks` with these arguments, where the user wants it.
+
+    `check` is called before it starts, with whether its cluster has the files of this machine.
+    """
     from gptctl.jobs.submit import this_site
     from gptctl.jobs.tasks import Task, check_task, seen_by
     from gptctl.jobs.trained_models import find_model
@@ -162,6 +166,7 @@ def run_task(
     task = Task(verb, program, model, *words, config, tuple(overrides))
     site = this_site()
     checked = check_task(task, launch, site, where.is_job)
+    check(checked.cluster.sees_files)
     found = seen_by(task, checked, step, session.backends)
     if found is not task:
         checked = check_task(found, launch, site, where.is_job)
@@ -227,22 +232,6 @@ def _run(script: str) -> int:
     return ANSWER_IS_NO if code == UNRECOVERABLE else code if code >= 0 else 128 - code
 
 
-def option_words(**options: Any) -> list[str]:
-    """The words of options for the program: `top_k=5` becomes `--top-k 5`, True a flag."""
-    words: list[str] = []
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        values = value if isinstance(value, tuple) else () if value is None else (value,)
-        for each in values:
-            words += [flag] * bool(each) if isinstance(each, bool) else [flag, str(each)]
-    return words
-
-
-def absolute(path: str) -> str:
-    """A path for a program that may run in another folder."""
-    return os.path.abspath(os.path.expanduser(path))
-
-
 tokenizer_option = click.option(
     "--tokenizer", metavar="PATH", help="Use this tokenizer: bytes, its file, or its folder."
 )
@@ -283,7 +272,7 @@ def eval_verb(
     ),
 )
 @task_options()
-@click.argument("prompts", nargs=-1, metavar="[PROMPTS]")
+@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @click.option(
     "--prompts", "file", metavar="FILE", help="Read prompts: lines, *.jsonl, - for stdin."
 )
@@ -306,7 +295,10 @@ def generate(session: Session, /, prompts: tuple[str, ...], file: str | None, **
 
     Without a prompt, asks for prompts if run in a terminal.
     """
+    from gptctl.cli.prompts import check_prompts
+
     chosen = {name: typed.pop(name) for name in GENERATION}
+    check_prompts(prompts, chosen["stop"])
     tokenizer = tokenizer_path(typed.pop("tokenizer"))
     source = absolute(file) if file and file != "-" else file
     words = option_words(**chosen, prompts=source, tokenizer=tokenizer, json=typed["as_json"])
@@ -395,8 +387,3 @@ def import_verb(
     words = option_words(output=absolute(output), megatron_version=megatron_version)
     words += option_words(json=typed["as_json"])
     return run_task(session, "import", "import_weights", words, typed, [absolute(source)])
-
-
-def tokenizer_path(source: str | None) -> str | None:
-    """A path for a program that may run elsewhere, or a name, which is not a path."""
-    return source if source in (None, "bytes", "none") else absolute(source)

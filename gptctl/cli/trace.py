@@ -168,6 +168,7 @@ def missing_ranks(chosen: TraceSet, profiles: Sequence[RankProfile]) -> list[str
 
 def write_output(chosen: TraceSet, profiles: Sequence[RankProfile], output: Path) -> None:
     from gptctl.cli import ui
+    from gptctl.engine.file_reading import DamagedFile
     from gptctl.traces.merged_trace import write_merged
     from gptctl.traces.trace_reader import trace_size
 
@@ -178,6 +179,9 @@ def write_output(chosen: TraceSet, profiles: Sequence[RankProfile], output: Path
     try:
         with ui.progress(f"writing {output}", sum(map(trace_size, files.values()))) as done:
             write_merged(files, output, done)
+    except DamagedFile as error:
+        hint = "use --rank to leave out the trace that is damaged"
+        raise UserError(f"cannot merge the traces: {error}", hint, WRONG_USAGE) from None
     except OSError as error:
         message = f"cannot write {output}: {error.strerror}"
         raise UserError(message, "choose another file", WRONG_USAGE) from None

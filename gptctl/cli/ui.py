@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,20 @@ def print_json(value: Any) -> None:
 
 def print_text(text: str) -> None:
     print(clean(text))
+
+
+def print_coloured(lines: Iterable[str], colours: Mapping[str, str]) -> None:
+    """Print lines; on a terminal each in the colour of its first character."""
+    if not sys.stdout.isatty():
+        for line in lines:
+            print_text(line)
+        return
+    from rich.text import Text
+
+    console = _console()
+    for line in map(clean, lines):
+        # soft_wrap: let the terminal wrap, so that a copied line has no line break.
+        console.print(Text(line, colours.get(line[:1], "")), soft_wrap=True)
 
 
 @contextmanager
@@ -214,10 +228,15 @@ def note_machine_findings(checked: Checked, shown: Iterable[Finding] = ()) -> No
 
     Not part of the answer.
     """
-    from gptctl.spec.machine_rules import check_cache_here, check_gpus_here, check_trackers_here
+    from gptctl.spec.machine_rules import (
+        check_apprise_here,
+        check_cache_here,
+        check_gpus_here,
+        check_trackers_here,
+    )
 
     if checked.is_valid:
-        checks = (check_gpus_here, check_cache_here, check_trackers_here)
+        checks = (check_gpus_here, check_cache_here, check_apprise_here, check_trackers_here)
         found = [finding for check in checks for finding in check(checked)]
         known = {finding.code for finding in shown}
         print_findings([each for each in found if each.code not in known], to_stderr=True)
@@ -362,6 +381,7 @@ def _print_rich_table(
         table.add_column(
             broken_name(column.name, width),
             width=width,
+            style=column.colour,
             overflow="ellipsis" if column.fit == "cut" else "fold",
             no_wrap=column.fit != "wrap",
         )
@@ -388,6 +408,7 @@ def _print_blocks(title: str, columns: Sequence[Column], cells: Sequence[Sequenc
         for column, cell in list(zip(columns, row))[1:]:
             if cell:
                 text = _styled(column.name, cell)
+                text.stylize_before(column.colour)
                 if column.fit == "cut":
                     text.no_wrap, text.overflow = True, "ellipsis"
                 block.add_row(f"  {column.name}", text)

@@ -19,6 +19,8 @@ BATCH_ENVIRONMENT_VARIABLE = "GPTCTL_BATCH_ENVIRONMENT"
 CONTINUES_VARIABLE = "GPTCTL_CONTINUES"
 # Set while an agent must remove the files that gptctl sent to its host.
 ROLL_BACK_VARIABLE = "GPTCTL_ROLL_BACK"
+# Who is told about the jobs of a user: a URL, or the value of `Launch.notify`.
+NOTIFY_VARIABLE = "GPTCTL_NOTIFY"
 # The secret with which the trainer signs checkpoints.
 CHECKPOINT_KEY_VARIABLE = "GPTCTL_CHECKPOINT_KEY"
 
@@ -41,6 +43,7 @@ CANCELLED_FILE = "cancelled"
 WAITING = "waiting"
 EVENTS = "events.jsonl"  # also of the trainer, in its output folder
 ALIVE = "alive.json"
+NOTIFICATIONS = "notifications"  # a folder: see `deliveries.py`
 LAST_STEP = "last-step"  # in the folder of an attempt: the last step that the trainer completed
 TOKEN = ".token"  # nosec B105  # the name of a file
 ENGINE_FILE = "engine.pyz"  # the engine, as it was when the job was submitted

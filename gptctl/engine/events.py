@@ -15,7 +15,7 @@ from typing import Any
 
 from gptctl.engine.atomic_files import private
 from gptctl.engine.contract import ALIVE, EVENTS
-from gptctl.engine.file_reading import append_line
+from gptctl.engine.file_reading import append_line, read_json
 
 ALIVE_EVERY = 5.0  # seconds between two signs of life
 
@@ -40,6 +40,11 @@ class EventLog:
         # A full disk must not end the job.
         with suppress(OSError):
             append_line(self._folder / EVENTS, line)
+
+    def started(self, **facts: Any) -> None:
+        """Add the start of this engine, with the last sign of the one before: it may be dead."""
+        seen = read_json(self._folder / ALIVE)
+        self.add(STARTED, **facts, **({"seen": seen} if seen else {}))
 
     def show_alive(self) -> None:
         """Record the time, at most every few seconds: a killed engine cannot tell when it ended."""

@@ -70,7 +70,12 @@ class HeadAgent(HostAgent):
     def run(self) -> None:
         admission = Admission(self.plan, [self.place, *self.peers])
         supervisor = Supervisor(
-            self.plan, [self.node, *self.peers], self.address, log=self.log, admission=admission
+            self.plan,
+            [self.node, *self.peers],
+            self.address,
+            log=self.log,
+            admission=admission,
+            environment=self.environment,
         )
         supervisor.run(on_ready=lambda: self._tell_gptctl(supervisor))
         for peer in self.peers:

@@ -76,7 +76,8 @@ class HostAgent:
         start = start_message(hello)
         self.key, self.lease = start.key, start.lease
         self.address = start.address or address_here()
-        self.node = Node(plan, number, {**clean_environment(), **start.secrets})
+        self.environment = {**clean_environment(), **start.secrets}
+        self.node = Node(plan, number, self.environment)
         self.place = MachinePlace(plan, [self.node])
         self._check_inputs()
 

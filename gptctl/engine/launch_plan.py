@@ -81,6 +81,8 @@ class LaunchPlan(NamedTuple):
     submit_python: str = ""  # the interpreter that gptctl was submitted with
     srun_container: tuple[str, ...] = ()  # options of srun: a node runs in a container (pyxis)
     login: str = ""  # the host through which gptctl submits; empty: it submits where it runs
+    # Who is told about the job: kind, url, secret and events, as in `Launch.notify`.
+    notify: tuple[Mapping[str, Any], ...] = ()
     # The fields of StartConditions.
     queue: bool = False
     group: str = ""
@@ -89,6 +91,14 @@ class LaunchPlan(NamedTuple):
     continues: str = ""
     chain: tuple[str, ...] = ()
     first_job: str = ""
+
+    @property
+    def secret_variables(self) -> list[str]:
+        """The variables of this environment that other machines need."""
+        told = [target.get(name) for target in self.notify for name in ("url", "secret")]
+        sources = [*self.secrets.values(), *told]
+        named = [source.get("env") for source in sources if isinstance(source, Mapping)]
+        return [name for name in named if isinstance(name, str)]
 
     @property
     def is_in_container(self) -> bool:

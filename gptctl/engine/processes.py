@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gptctl.engine.contract import CHECKPOINT_KEY_VARIABLE
+from gptctl.engine.contract import CHECKPOINT_KEY_VARIABLE, NOTIFY_VARIABLE
 
 PROC = Path("/proc")
 PARENT_VARIABLE = "GPTCTL_PARENT"  # the process that a command on a node must not outlive
@@ -26,7 +26,7 @@ _JOB_PREFIXES = tuple(
     "GPTCTL_ SLURM_ SBATCH_ SRUN_ SALLOC_ SQUEUE_ SACCT_ SINFO_ SCANCEL_ SCONTROL_ "
     "PMI_ PMIX_ PMI2_ PET_ TORCHELASTIC_".split()
 )
-_NOT_JOB_VARIABLES = ("GPTCTL_HOME", "SLURM_CONF", CHECKPOINT_KEY_VARIABLE)
+_NOT_JOB_VARIABLES = ("GPTCTL_HOME", "SLURM_CONF", CHECKPOINT_KEY_VARIABLE, NOTIFY_VARIABLE)
 _JOB_VARIABLES = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE "
     "ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT "
@@ -186,7 +186,8 @@ def send(pid: int, number: int) -> None:
 
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without variables that a job would take for its own."""
-    # Those are of the user: where records and the cluster are, and what signs checkpoints.
+    # Those are of the user: where records and the cluster are, what signs checkpoints, and whom to
+    # notify.
     kept = {
         name: value
         for name, value in os.environ.items()

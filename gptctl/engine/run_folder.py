@@ -6,6 +6,7 @@ claim.json            who runs it (a supervisor, a Slurm job), or that it was ab
 slurm-job             the number of the Slurm job that runs it
 attempt-<k>/          endpoint.json  node.<n>.pid  node.<n>.exit  ranks.<n>.jsonl  unrecoverable
                       last-step (of the trainer, written in every step)
+                      environment.json (of the trainer: packages, node, data)
                       hosts  start-checkpoint (the newest checkpoint at its start)  failed
                       outcome.json (how it ended, its first failure, stopped nodes)
                       node.<n>.stop-requested (the node was asked to stop)
@@ -14,6 +15,7 @@ output/               checkpoints, metrics.jsonl and status.json of the bundled 
 waiting               what the job waits for before it starts; missing once it runs
 events.jsonl          what happened, in order: see `events.py`
 alive.json            when the engine was seen alive, every few seconds
+notifications/        who was told what, and by whom: see `deliveries.py`
 cancelled             no new attempt of this job may start
 cancelled-by          who cancelled it
 in-doubt              ssh: the job was committed, and may have started

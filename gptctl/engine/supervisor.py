@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gptctl.engine.admission import Admission, NeverStarts
 from gptctl.engine.atomic_files import replacing
@@ -28,7 +28,7 @@ from gptctl.engine.attempt_outcome import (
 from gptctl.engine.chain import chain_result
 from gptctl.engine.contract import READY_VARIABLE, STOP_SIGNALS
 from gptctl.engine.error_text import is_killed_for_memory
-from gptctl.engine.events import ATTEMPT, END, FAILURE, REQUEUE, SIGNAL, STARTED, EventLog
+from gptctl.engine.events import ATTEMPT, END, FAILURE, REQUEUE, SIGNAL, EventLog
 from gptctl.engine.job_result import CANCELLED, COMPLETED, FAILED, STOPPED, TIMEOUT, Result
 from gptctl.engine.launch_plan import LaunchPlan, seconds_of
 from gptctl.engine.log import os_error_text, say
@@ -41,9 +41,14 @@ from gptctl.engine.run_folder import RunFolder, newest_checkpoint, read_plan
 from gptctl.engine.scheduler import Scheduler
 from gptctl.engine.spare_space import free_space, keep_space, with_spare_space
 
+if TYPE_CHECKING:
+    from gptctl.engine.notifier import Notifier
+
 # Seconds between asking a job to stop and killing it; torchrun gives its ranks the same time.
 GRACE = 30.0
 REQUEUE_TIMEOUT = 300.0  # seconds that a scheduler may take to stop a job that it has requeued
+# Seconds that the engine stays to send its last messages. Other machines may be billed for them.
+LAST_WORD, LAST_WORD_HERE, LAST_WORD_CANCELLED = 5.0, 30.0, 2.0
 PORT_TRIES = 3
 MAX_STALLED = 3  # consecutive attempts without a new checkpoint
 FAILURES_PER_ALLOCATION = 2
@@ -69,12 +74,16 @@ class Supervisor:
         scheduler: Scheduler | None = None,
         log: str = "supervisor.log",
         admission: Admission | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment`: where notifications find their addresses; empty: that of this process."""
         self.folder, self.plan = RunFolder(plan.remote_dir), plan
         self.nodes, self.events = NodeGroup(nodes), EventLog(self.folder.path)
         self.host = host or plan.master_addr
         self.hosts = hosts or plan.hosts
         self.scheduler, self.log, self.admission = scheduler, log, admission
+        self.notifier = notifier_for(plan, environment) if plan.notify else None
+        self.scheduler_state = ""  # the last one other than running
         self.number = -1  # of the current attempt
         self.port: int | None = None  # chosen, but not used yet
         self.stop_request: StopRequested | None = None
@@ -94,6 +103,8 @@ class Supervisor:
         for number in early:
             self.on_signal(number)
         result: Result | None = Result(FAILED, f"the supervisor failed: see {self.log}")
+        if self.notifier:
+            self.notifier.start()
         try:
             if self.admission:
                 self.admission.wait(self._check_stop, on_ready)
@@ -114,12 +125,22 @@ class Supervisor:
             not_ended = self.nodes.kill()
             free_space(self.folder.path)
             self._record(result, not_ended)
-            self.events.add(END, state=result.state if result else None)
+            reason = result.reason if result else self.scheduler_state
+            self.events.add(END, state=result.state if result else None, reason=reason)
             if self.admission:
                 self.admission.release()
             # A job that failed at once exists, too.
             on_ready()
+            # Last: the job has ended, and its result is known.
+            if self.notifier:
+                self.notifier.close(self._last_word(result))
         return 0 if result and result.state == COMPLETED else 1
+
+    def _last_word(self, result: Result | None) -> float:
+        # `gptctl cancel` waits for this process, and whoever typed it knows how the job ended.
+        if result and result.state == CANCELLED:
+            return LAST_WORD_CANCELLED
+        return LAST_WORD_HERE if self.plan.is_one_machine else LAST_WORD
 
     def _set_deadline(self) -> None:
         # A scheduler enforces the limit itself.
@@ -131,7 +152,7 @@ class Supervisor:
         self.events.attempt = self.folder.attempts()
         facts = {"nodes": len(self.hosts) or self.plan.nodes, "per_node": self.plan.per_node}
         scheduler = {"scheduler_id": os.environ.get("SLURM_JOB_ID")} if self.scheduler else {}
-        self.events.add(STARTED, **facts, **scheduler)
+        self.events.started(**facts, **scheduler)
 
     def on_signal(self, number: int, frame: object = None) -> None:
         if self.folder.is_cancelled():
@@ -161,6 +182,7 @@ class Supervisor:
         """Whether the scheduler is stopping the job: then it reports how the job ended."""
         state = self.scheduler.ending() if self.scheduler else ""
         if state:
+            self.scheduler_state = state
             say(f"{reason}; scheduler: {state}")
         return bool(state)
 
@@ -377,6 +399,14 @@ class Supervisor:
             return False
         log = self.nodes.output()
         return "EADDRINUSE" in log or "address already in use" in log.lower()
+
+
+def notifier_for(plan: LaunchPlan, environment: Mapping[str, str] | None) -> Notifier:
+    # Imported late: most jobs notify nobody.
+    from gptctl.engine.notifier import Notifier, View
+
+    found = os.environ if environment is None else environment
+    return Notifier(plan, View(RunFolder(plan.remote_dir).path, plan.output_dir), found)
 
 
 def _nothing_started(exits: dict[int, NodeExit]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
+from heapq import nlargest
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -15,12 +16,15 @@ from gptctl.logs.metric_rows import HIGHEST_STEP, Row, is_number
 from gptctl.text import clean
 from trainer.checkpoint_names import EVALUATION
 
-MOST = 10_000  # files of one folder that are read
+MOST = 10_000  # files of one folder that are read: the newest ones
 # kind of the evaluation -> the start of the names, and what is taken from the result
 _NUMBERS = {
     "perplexity": ("eval", ("loss", "ppl", "adjusted_ppl")),
     "cloze": ("cloze", ("accuracy", "loss")),
 }
+
+
+_SETTINGS = ("window", "stride")
 
 
 class Evaluation(NamedTuple):
@@ -34,20 +38,36 @@ class Evaluation(NamedTuple):
 def evaluations_in(folder: Path) -> list[Evaluation]:
     """Read the results that are beside the checkpoints of a folder, oldest first."""
     try:
-        names = sorted(name for name in os.listdir(folder) if EVALUATION.fullmatch(name))
+        names = [name for name in os.listdir(folder) if EVALUATION.fullmatch(name)]
     except OSError:
         return []
-    read = (_parsed(read_json(folder / name) or {}) for name in names[:MOST])
-    return sorted((each for each in read if each), key=lambda each: each.time)
+    if len(names) > MOST:  # their names are random: only the time says which are new
+        names = nlargest(MOST, names, key=lambda name: _changed(folder / name))
+    results = [read_json(folder / name) or {} for name in sorted(names)]
+    results.sort(key=lambda facts: facts["time"] if is_number(facts.get("time")) else 0.0)
+    settings: dict[object, object] = {}  # of the first result of each name
+    return [each for facts in results if (each := _parsed(facts, settings))]
 
 
-def _parsed(facts: dict[str, Any]) -> Evaluation | None:
+def _changed(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _parsed(facts: dict[str, Any], settings: dict[object, object]) -> Evaluation | None:
     step, kind, path, time = (facts.get(name) for name in ("step", "task", "path", "time"))
     known = _NUMBERS.get(kind) if isinstance(kind, str) else None
     if not (known and is_number(step) and 0 <= step < HIGHEST_STEP and isinstance(path, str)):
         return None
     start, names = known
     text = " ".join(clean(PurePosixPath(path).name).split())
+    # Other windows, or another text of this name, would make a curve of numbers of two kinds.
+    own = [facts.get(name) if is_number(facts.get(name)) else None for name in _SETTINGS]
+    if settings.setdefault((kind, text), (path, own)) != (path, own):
+        words = [f"{name} {value:g}" for name, value in zip(_SETTINGS, own) if value is not None]
+        text = " ".join(clean(path).split()) + (f" ({', '.join(words)})" if words else "")
     numbers = {f"{start}_{name}:{text}": facts.get(name) for name in names}
     kept = {name: value for name, value in numbers.items() if is_number(value)}
     return Evaluation(time if is_number(time) else 0.0, int(step), kept)

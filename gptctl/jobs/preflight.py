@@ -12,6 +12,7 @@ import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gptctl.backends import Backend
 from gptctl.engine.launch_plan import LaunchPlan, has_data
@@ -24,6 +25,8 @@ from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster
 from gptctl.spec.launch import is_variable
 from gptctl.spec.machine_rules import (
+    check_addresses_here,
+    check_apprise_here,
     check_cache_here,
     check_cores_here,
     check_data_here,
@@ -48,7 +51,7 @@ def run_preflight(
     checked: Checked, plan: LaunchPlan, site: Site, backend: Backend
 ) -> list[Finding]:
     """Run all checks that this machine can make for the cluster."""
-    places, traits = checked.launch_origins, checked.cluster.traits
+    traits = checked.cluster.traits
     found = [
         *check_program(checked, plan, site),
         *_check_data(checked, site, bool(plan.continues)),
@@ -57,26 +60,15 @@ def run_preflight(
         *(_check_interpreter(plan) if traits.is_one_machine else ()),
         *_check_secrets(plan),
         *_check_endpoint(plan),
+        *check_apprise_here(checked),
+        *_check_notify(plan),
         *check_cores_here(checked),
         *check_cache_here(checked, site.folder),
         *check_data_here(checked, site.folder),
         *check_trackers_here(checked, site.python),
         *backend.preflight(checked, plan),
     ]
-    # These findings have no line in a file, so the message says where the value came from.
-    return [
-        finding._replace(message=_with_origin(finding, _origin(finding.key, places)))
-        for finding in found
-    ]
-
-
-def _origin(key: str, places: Mapping[str, str]) -> str:
-    # A mapping such as Launch.secrets has one place for all of its names.
-    return places.get(key) or places.get(key.rpartition(".")[0], "")
-
-
-def _with_origin(finding: Finding, origin: str) -> str:
-    return finding.message if origin in ("", "default") else f"{finding.message} ({origin})"
+    return [finding.at(checked.place_of(finding.key)) for finding in found]
 
 
 def check_program(checked: Checked, plan: LaunchPlan, site: Site) -> Iterator[Finding]:
@@ -144,17 +136,12 @@ def _check_files(
     yield from check_copied_files(files, site, run_root)
 
 
-def check_copied_files(
-    files: Sequence[str], site: Site, run_root: str, places: Mapping[str, str] | None = None
-) -> Iterator[Finding]:
+def check_copied_files(files: Sequence[str], site: Site, run_root: str) -> Iterator[Finding]:
     """Report what is listed, or is in a listed folder, and is not a file that can be copied."""
     code, key = CodeFiles([site.absolute(run_root)]), "Launch.files"
     for file in files:
         for problem in code.problems(site.absolute(file)):
-            found = SCRIPT.found(key, file, problem.message, problem.hint)
-            # `run_preflight` adds the places of all its findings itself.
-            origin = _origin(key, places) if places else ""
-            yield found._replace(message=_with_origin(found, origin))
+            yield SCRIPT.found(key, file, problem.message, problem.hint)
 
 
 def _check_data(checked: Checked, site: Site, continues: bool) -> Iterator[Finding]:
@@ -226,6 +213,18 @@ def _check_secrets(plan: LaunchPlan) -> Iterator[Finding]:
         if problem:
             hint = "fix it, or use another {file: path} or {env: NAME}"
             yield SECRET_SOURCE.found(f"Launch.secrets.{name}", None, problem, hint)
+
+
+def _check_notify(plan: LaunchPlan) -> Iterator[Finding]:
+    """Check that addresses can be read; a job starts all the same if they cannot."""
+
+    def is_seen(target: Mapping[str, Any]) -> bool:
+        # A file is read on the node.
+        sources = [target["url"], target.get("secret")]
+        is_file = any(isinstance(source, Mapping) and "file" in source for source in sources)
+        return plan.is_one_machine or not is_file
+
+    return check_addresses_here(filter(is_seen, plan.notify))
 
 
 def _secret_file_problem(file: str) -> str:

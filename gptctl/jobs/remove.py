@@ -10,22 +10,45 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from gptctl.backends import Backends
 from gptctl.engine.contract import TOKEN
 from gptctl.engine.file_reading import DamagedFile, read_text
 from gptctl.engine.job_result import PENDING, RUNNING
+from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.run_folder import RunFolder, read_plan
 from gptctl.jobs.array_folders import remove_unused_folder
+from gptctl.jobs.costs import keep_ledger
 from gptctl.jobs.history import History
 from gptctl.jobs.state import is_final, is_removed, refuse_if_not_ended, state_of
-from gptctl.jobs.store import NEWEST, JobRecord, Store
+from gptctl.jobs.store import JobRecord, Store
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, UserError
 
 
-def check_removable(record: JobRecord, store: Store, backends: Backends) -> None:
+class Unfinished(NamedTuple):
+    """A job that may still run, and what it needs."""
+
+    record: JobRecord
+    plan: LaunchPlan
+
+
+def unfinished_jobs(records: Iterable[JobRecord]) -> list[Unfinished]:
+    """The jobs that may need another one. Read once: most have ended, as their folders say."""
+    found = []
+    for record in records:
+        if not (RunFolder(record.local_dir).result() or History().state(record)):
+            with suppress(DamagedFile):
+                found.append(Unfinished(record, read_plan(record.run_folder)))
+    return found
+
+
+def check_removable(
+    record: JobRecord, unfinished: Sequence[Unfinished], backends: Backends
+) -> None:
     """Raise UserError if the job may still run, is still needed, or its folder is not its own."""
     state = state_of(record, backends)
     if state.state in (PENDING, RUNNING):
@@ -38,46 +61,47 @@ def check_removable(record: JobRecord, store: Store, backends: Backends) -> None
     if os.path.lexists(record.local_dir) and not _is_own(record):
         message = f"{record.local_dir} is not the folder of {record.id}: it has another token"
         raise UserError(message, "check what it is, and delete it by hand", ANSWER_IS_NO)
-    if users := _needed_by(record, store, backends):
+    if users := _needed_by(record, unfinished, backends):
         message = f"{record.id} is needed by unfinished jobs: {', '.join(users)}"
         raise UserError(message, "wait for them, or stop them first", ANSWER_IS_NO)
 
 
-def _needed_by(record: JobRecord, store: Store, backends: Backends) -> list[str]:
+def _needed_by(
+    record: JobRecord, unfinished: Sequence[Unfinished], backends: Backends
+) -> list[str]:
     """The jobs that wait for this one, or may load its checkpoints."""
-    others = [other for other in store.records(last=NEWEST) if other.id != record.id]
-    using = [other for other in others if _uses(other, record)]
-    return [other.id for other in using if not is_final(state_of(other, backends))]
-
-
-def _uses(other: JobRecord, record: JobRecord) -> bool:
-    # A job that has ended needs nothing; most have, so this is asked first.
-    if RunFolder(other.local_dir).result() or History().state(other):
-        return False
     try:
-        plan, root = read_plan(other.run_folder), read_plan(record.run_folder).remote_dir
+        root = read_plan(record.run_folder).remote_dir
     except DamagedFile:
-        return False
-    waits = any(dependency.get("job") == record.id for dependency in plan.after)
+        root = record.dir_on_nodes
+    using = [each.record for each in unfinished if _uses(each.plan, record.id, root)]
+    others = [other for other in using if other.id != record.id]
+    return [other.id for other in others if not is_final(state_of(other, backends))]
+
+
+def _uses(plan: LaunchPlan, job: str, root: str) -> bool:
+    waits = any(dependency.get("job") == job for dependency in plan.after)
     # The jobs of a chain train in the output folder of the first one.
     return waits or any(_is_below(path, root) for path in (*plan.inputs, plan.output_dir))
 
 
-def continued_by(record: JobRecord, store: Store) -> list[str]:
-    """The jobs that lose a part of their run with this folder: those that continue it directly."""
-    if not record.run_folder.is_dir():
-        return []
-    return [
-        other.id
-        for other in store.records(last=NEWEST)
-        if other.id != record.id
-        and (other.continues == record.id or _trains_in(other, record.run_folder))
-    ]
+def continued_by(records: Sequence[JobRecord], known: Iterable[JobRecord]) -> dict[str, list[str]]:
+    """The jobs that lose a part of their run with these folders: they continue one directly."""
+    here = {record.run_folder: record.id for record in records if record.run_folder.is_dir()}
+    found: dict[str, list[str]] = {job: [] for job in here.values()}
+    for other in known:
+        # The jobs of a chain keep their checkpoints in the folder of the first one.
+        lost = {other.continues, *owners(other.output_dir, here)} - {other.id}
+        for job in lost & found.keys():
+            found[job].append(other.id)
+    return found
 
 
-def _trains_in(other: JobRecord, folder: Path) -> bool:
-    # The jobs of a chain keep their checkpoints in the folder of the first one.
-    return bool(other.output_dir) and _is_below(other.output_dir, str(folder))
+def owners(path: str, roots: Mapping[Path, str]) -> set[str]:
+    """The jobs in whose folder a path is; `roots` are their folders."""
+    # By the folders above it: there may be thousands of jobs, but not of levels.
+    places = (Path(path), *Path(path).parents) if path else ()
+    return {roots[place] for place in places if place in roots}
 
 
 def removed_before(record: JobRecord) -> float | None:
@@ -87,6 +111,8 @@ def removed_before(record: JobRecord) -> float | None:
 
 def remove(record: JobRecord, backends: Backends, here_only: bool = False) -> float:
     """Remove the folder of a job on all machines; return when that was."""
+    if record.run_folder.is_dir():
+        keep_ledger(record, state_of(record, backends).state, Store(), time.time())
     # Other machines first: where they are is written in the folder on this one.
     if record.run_folder.is_dir() and not here_only:
         backends.of(record.kind).remove(record)
@@ -141,17 +167,6 @@ def folders_outside(record: JobRecord) -> list[str]:
         each for each in (plan.log_dir, plan.output_dir) if each and not _is_below(each, root)
     ]
     return [f"{folder}{where}" for folder in outside]
-
-
-def size_of(folder: Path) -> int:
-    """Add up the bytes of all files; links count as links."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            # A file may disappear meanwhile.
-            with suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_size
-    return total
 
 
 def _is_own(record: JobRecord) -> bool:

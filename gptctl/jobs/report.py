@@ -18,8 +18,8 @@ from gptctl.engine.file_reading import read_json, read_text
 from gptctl.engine.job_result import FINAL, UNKNOWN
 from gptctl.engine.rank_runs import rank_runs
 from gptctl.engine.run_folder import RunFolder
-from gptctl.jobs.hints import hint_of
 from gptctl.jobs.history import History, facts_of
+from gptctl.jobs.labels import LabelStore, tags_text
 from gptctl.jobs.last_state import last_state
 from gptctl.jobs.progress_text import status_pairs
 from gptctl.jobs.resume import Lineage
@@ -31,18 +31,10 @@ from gptctl.remote.parallel import in_parallel, successful
 from gptctl.text import clock_time, count
 
 
-def rows(
-    records: Sequence[JobRecord], backends: Backends, deadline: Deadline | None = None
-) -> list[dict[str, Any]]:
-    """The rows of `gptctl list`. At the deadline, who has not answered is not waited for."""
-    states = states_of(records, backends, deadline)
-    return [row_in_state(record, state) for record, state in zip(records, states)]
-
-
 def states_of(
     records: Sequence[JobRecord], backends: Backends, deadline: Deadline | None
 ) -> list[JobState]:
-    """Ask for the states of all jobs at the same time."""
+    """Ask for the states of all jobs at once. At the deadline, nobody is waited for any longer."""
     groups = _groups(records, backends)
 
     def ask(group: Sequence[JobRecord]) -> dict[str, JobState]:
@@ -62,6 +54,14 @@ def states_of(
         else:
             known |= answer
     return [known.get(record.id) or state_of(record, backends) for record in records]
+
+
+def known_states(
+    records: Sequence[JobRecord], backends: Backends, deadline: Deadline | None = None
+) -> dict[str, JobState]:
+    """The states of jobs by their ids."""
+    found = states_of(records, backends, deadline)
+    return {record.id: state for record, state in zip(records, found)}
 
 
 def _groups(records: Sequence[JobRecord], backends: Backends) -> list[list[JobRecord]]:
@@ -114,6 +114,7 @@ def row_in_state(record: JobRecord, state: JobState) -> dict[str, Any]:
         "sweep": record.sweep or None,
         "scheduler_id": record.handle.get("scheduler_id"),
         "created": record.created,
+        **LabelStore().of(record).as_json(),
         **(
             {name: kept[name] for name in ("duration", "progress")}
             if has_kept
@@ -128,6 +129,9 @@ def failure_json(state: JobState, record: JobRecord) -> dict[str, Any] | None:
     """The first failure of a job as JSON, with what usually helps."""
     if state.failure is None:
         return None
+    # Imported here: its catalogue costs time, and most jobs have not failed.
+    from gptctl.jobs.hints import hint_of
+
     # Only the bundled trainer has an output folder in its record.
     hint = hint_of(state.failure, bool(record.output_dir))
     return {**state.failure.as_json(), "hint": hint or None}
@@ -232,6 +236,8 @@ def pairs(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("continues", facts["continues"] or ""),
         *lineage_pairs(facts),
         ("sweep", facts["sweep"] or ""),
+        ("tags", tags_text(facts["tags"])),
+        ("note", facts["note"] or ""),
         # On lines of their own: a narrow window must not break a time.
         ("created", clock_time(facts["created"])),
         ("ended", clock_time(facts["ended"]) if facts["ended"] else ""),

@@ -88,6 +88,7 @@ def prepare_rerun(
         conditions=conditions(checked),
         resumes=point,
     )
+    prepared = prepared._replace(rerun_of=record.id)
     if not point:
         notes = rerun_notes(record, _start(prepared), differences_from(record, prepared))
         prepared = prepared._replace(notes=(*notes, *prepared.notes))

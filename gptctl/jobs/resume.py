@@ -8,8 +8,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptctl.backends import Backends
-from gptctl.engine.file_reading import open_at_once, read_json
+from gptctl.engine.file_reading import open_at_once
 from gptctl.engine.run_folder import checkpoint_steps
+from gptctl.jobs.config_differences import Difference, resolved_config
 from gptctl.jobs.snapshots import SNAPSHOT_PATH, Snapshot, read_snapshot, snapshot_file
 from gptctl.jobs.state import is_final, refuse_if_not_ended, state_of
 from gptctl.jobs.store import JobRecord, Store
@@ -32,16 +33,6 @@ OWN_SNAPSHOT = Rule("S018", "a resumed run must continue the snapshot of its own
 CKPT_DIR, MAX_STEPS = "Engine.save_load.ckpt_dir", "Engine.max_steps"
 LOAD_OPTIMIZER = "Engine.save_load.load_optimizer"
 EPOCHS = "Engine.num_train_epochs"
-# Differences in these keys are not reported: they change where files go and what is printed.
-NOT_REPORTED = (
-    "Launch.",
-    "Engine.save_load.",
-    "Engine.logging_freq",
-    "Engine.trackers",
-    "Profiler.",
-    "Offline_Eval.",
-)
-REPORTED = ("Launch.args",)  # all that a script has instead of a config
 RESUME_OF = "resume of "  # the origin of a ckpt_dir that gptctl has set
 
 
@@ -72,21 +63,6 @@ class ResumePoint(NamedTuple):
 
 class NoCheckpoint(UserError):
     """Neither the job nor the ones that it continues saved a checkpoint."""
-
-
-class Difference(NamedTuple):
-    """A value of the run that is not the one of the job that it resumes."""
-
-    key: str
-    before: Any
-    now: Any
-
-    def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.before)} → {_shown(self.now)}"
-
-
-def _shown(value: Any) -> str:
-    return "(empty)" if value is None else str(value)
 
 
 def find_resume_point(record: JobRecord, store: Store, backends: Backends) -> ResumePoint:
@@ -193,7 +169,7 @@ def check_resume(point: ResumePoint, checked: Checked, site: Site) -> Iterator[F
     if checked.launch.entrypoint != "trainer":
         hint = "only the bundled trainer can resume; submit the script as a job of its own"
         raise UserError(f"gptctl cannot resume {checked.launch.entrypoint}", hint, WRONG_USAGE)
-    before, now = _resolved(point.record), checked.resolved
+    before, now = resolved_config(point.record), checked.resolved
     model = before.get("Model")
     # Without the job's config the trainer checks it.
     if now is None or not isinstance(model, Mapping):
@@ -296,76 +272,9 @@ def steps_per_epoch(record: JobRecord) -> int:
     return 0 if is_cut or not isinstance(epochs, int) or epochs < 1 else total // epochs
 
 
-def differences(record: JobRecord, checked: Checked, now: Mapping[str, Any]) -> list[Difference]:
-    """Compare the frozen configs of two jobs; the differences that change the training."""
-    machines, found = checked.machines, []
-    # Nodes and ranks per node together: people think of the number of ranks.
-    if (record.nodes, record.per_node) != machines:
-        before = _world(record.nodes, record.per_node)
-        found.append(Difference("world", before, _world(machines.nodes, machines.per_node)))
-    before_values, now_values = dict(_flat(_resolved(record), "")), dict(_flat(now, ""))
-    found += [
-        Difference(key, before_values[key], value)
-        for key, value in now_values.items()
-        # Keys that the older version of gptctl did not have cannot be compared.
-        if key in before_values and before_values[key] != value and _is_reported(key)
-    ]
-    return [*found, *_secret_differences(_resolved(record), now)]
-
-
-def _secret_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
-    """Secrets that are read from elsewhere, or added, or gone: one may be the key of checkpoints.
-
-    By their references: gptctl never reads the values.
-    """
-    old, new = _secrets(before), _secrets(now)
-    # Without the job's config nothing can be compared.
-    for name in dict.fromkeys([*old, *new]) if "Launch" in before else ():
-        if old.get(name) != new.get(name):
-            shown = [_reference(values.get(name)) for values in (old, new)]
-            yield Difference(f"Launch.secrets.{name}", *shown)
-
-
-def _secrets(resolved: Mapping[str, Any]) -> Mapping[str, Any]:
-    launch = resolved.get("Launch")
-    found = launch.get("secrets") if isinstance(launch, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
-def _reference(source: Any) -> str:
-    if not isinstance(source, Mapping):
-        return "none"
-    # Only these two keys: the file of the other job may contain anything.
-    return "".join(f"{{{key}: {source[key]}}}" for key in ("file", "env") if key in source)
-
-
-def _is_reported(key: str) -> bool:
-    return key in REPORTED or not key.startswith(NOT_REPORTED)
-
-
-def _world(nodes: int, per_node: int) -> str:
-    return f"{count(nodes * per_node, 'rank')} ({nodes} × {per_node})"
-
-
-def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        full = f"{path}.{name}" if path else name
-        if isinstance(value, Mapping):
-            yield from _flat(value, full)
-        else:
-            # Tuples of this process are lists in the file of the other job.
-            yield full, list(value) if isinstance(value, tuple) else value
-
-
-def _resolved(record: JobRecord) -> Mapping[str, Any]:
-    """The resolved config of a job; empty if its file is missing or damaged."""
-    values = (read_json(record.run_folder / "config.json") or {}).get("resolved")
-    return values if isinstance(values, dict) else {}
-
-
 def frozen_value(record: JobRecord, key: str) -> Any:
     """A value of a job's resolved config; None if it is missing or damaged."""
-    value: Any = _resolved(record)
+    value: Any = resolved_config(record)
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value

@@ -28,8 +28,8 @@ from gptctl.spec.resources import home
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError, closest
 
 SCHEMA = 1
-# Files beside the record of a job: see `history.py`.
-ENDED, REMOVED = ".ended", ".removed"
+# Files beside the record of a job: see `history.py`, `labels.py` and `costs.py`.
+ENDED, REMOVED, LABELS, COSTS = ".ended", ".removed", ".labels", ".costs"
 NEWEST = 500  # records that are searched for the latest job of a folder: opening all may be slow
 ABANDONED = 3600.0  # seconds: no gptctl takes that long to write a temporary file
 MAX_RECORD = 1 << 20  # bytes that are read of a record: a damaged one may be of any size
@@ -62,6 +62,7 @@ class JobRecord(NamedTuple):
     output_dir: str = ""  # of the bundled trainer; empty for a script
     submitter: Mapping[str, Any] = NOTHING  # the gptctl process that submits it
     continues: str = ""  # id of the job whose checkpoint it resumes
+    rerun_of: str = ""  # id of the job whose folder it was prepared from
     sweep: str = ""  # id of the sweep that it belongs to, and its number there
     sweep_index: int = 0
     array_dir: str = ""  # folder of the Slurm array that it is a task of
@@ -133,7 +134,8 @@ class Store:
         # is set aside by whoever reads it next.
         with suppress(OSError, DamagedFile):
             if _read(self._file(record.id)).token == record.token:
-                (self.folder / f"{record.id}{ENDED}").unlink(missing_ok=True)
+                for suffix in (ENDED, LABELS):
+                    (self.folder / f"{record.id}{suffix}").unlink(missing_ok=True)
                 self._file(record.id).unlink()
         self._pending(record).unlink(missing_ok=True)
 
@@ -172,13 +174,18 @@ class Store:
 
     def records(self, last: int | None = None) -> list[JobRecord]:
         """All jobs, or the last that were not removed, oldest first; damaged ones are moved."""
+        if last is None:
+            return self.records_of(self.ids())
         found: list[JobRecord] = []
-        for job_id in reversed(self.ids() if last is None else self.present_ids()):
-            if last is not None and len(found) >= last:
+        for job_id in reversed(self.present_ids()):
+            if len(found) >= last:
                 break
             if record := self._valid_record(f"{job_id}.json"):
                 found.append(record)
         return found[::-1]
+
+    def records_of(self, ids: Sequence[str]) -> list[JobRecord]:
+        return [record for each in ids if (record := self._valid_record(f"{each}.json"))]
 
     def remove_temporary_files(self) -> None:
         """Remove temporary files that a killed gptctl left behind."""
@@ -188,7 +195,7 @@ class Store:
         except OSError:  # missing, or `ids` says why it cannot be read
             return
         for name in filter(
-            re.compile(r"\..+\.\d+|.+\.(json|ended|removed)\.part\d+").fullmatch, names
+            re.compile(r"\..+\.\d+|.+\.(json|ended|removed|labels|costs)\.part\d+").fullmatch, names
         ):
             with suppress(OSError):
                 # Whatever the clock says: not those of a process that may be writing.

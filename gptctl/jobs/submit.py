@@ -24,17 +24,12 @@ from gptctl.engine.launch_plan import LaunchPlan, StartConditions
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.array_folders import remove_unused_folder
+from gptctl.jobs.config_differences import Difference, differences
 from gptctl.jobs.first_job import first_job, first_of_writer
 from gptctl.jobs.freeze import frozen_config
+from gptctl.jobs.labels import NO_LABELS, Labels, LabelStore
 from gptctl.jobs.preflight import run_preflight
-from gptctl.jobs.resume import (
-    Difference,
-    ResumePoint,
-    check_resume,
-    check_snapshot_left,
-    differences,
-    resume_notes,
-)
+from gptctl.jobs.resume import ResumePoint, check_resume, check_snapshot_left, resume_notes
 from gptctl.jobs.shared_outputs import check_shared_outputs
 from gptctl.jobs.snapshots import SNAPSHOT_PATH, Snapshot, read_snapshot, snapshot_file
 from gptctl.jobs.store import JobRecord, Store, new_record
@@ -44,6 +39,7 @@ from gptctl.planning.user_templates import UserTemplate, template_sources
 from gptctl.spec.check import Checked
 from gptctl.spec.machine_rules import NO_GPU_HERE, check_gpus_here
 from gptctl.spec.resources import installation_id
+from gptctl.spec.start_checkpoint import check_start
 from gptctl.spec.trust import Source, require_trust
 from trainer.config import Override
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors_in
@@ -64,9 +60,11 @@ class Prepared(NamedTuple):
     git: Mapping[str, Any] | None = None  # state of the repository; None: read it on submit
     conditions: StartConditions = START_AT_ONCE
     continues: str = ""  # id of the job whose checkpoint it resumes
+    rerun_of: str = ""  # id of the job whose folder it was prepared from
     sweep: str = ""  # id of the sweep that it belongs to, and its number there
     sweep_index: int = 0
     notes: tuple[str, ...] = ()  # what the user should know before the job starts
+    labels: Labels = NO_LABELS
 
     @property
     def sources(self) -> list[Source]:
@@ -113,7 +111,7 @@ def prepare(
         conditions = conditions._replace(first_job=first_of_writer(snapshot.job, store))
     plan = _planned(checked, site, store, base, backend, conditions)
     found = [*checked.findings, *run_preflight(checked, plan, site, backend)]
-    found += check_resume(resumes, checked, site) if resumes else ()
+    found += check_resume(resumes, checked, site) if resumes else check_start(checked, site.folder)
     found += check_shared_outputs(checked, site, store, backends, conditions)
     found += check_snapshot_left(checked, snapshot) if snapshot else ()
     if errors_in(found):
@@ -221,6 +219,7 @@ def submit(prepared: Prepared, store: Store, backends: Backends) -> Submitted:
     # The record comes first: whatever is created after it can be found and removed.
     prepared, record = add_record(prepared, store, backend)
     try:
+        LabelStore(store.folder.parent).keep(record, prepared.labels)
         freeze_job(prepared, record)
         record = record._replace(handle=backend.start(prepared.plan, record))
         store.accept(record)
@@ -303,6 +302,7 @@ def add_record(  # nosec B107  # empty: a new one
             config=prepared.site.absolute(str(checked.path)) if checked.path else "",
             output_dir=_path_here(plan.output_dir, plan, backend),
             continues=prepared.continues,
+            rerun_of=prepared.rerun_of,
             sweep=prepared.sweep,
             sweep_index=prepared.sweep_index,
             array_dir=array_dir,

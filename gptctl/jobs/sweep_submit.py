@@ -14,6 +14,7 @@ from typing import NamedTuple
 from gptctl.backends import Backend, Backends
 from gptctl.engine.launch_plan import StartConditions
 from gptctl.jobs.array_folders import array_name
+from gptctl.jobs.labels import LabelStore
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.submit import (
     Prepared,
@@ -104,6 +105,7 @@ def submit_together(
         for each in prepared:
             recorded.append(add_record(each, store, backend, token, folder))
         for job, record in recorded:
+            LabelStore(store.folder.parent).keep(record, job.labels)
             freeze_job(job, record)
         was_sent = True
         return _started(sweep, indices, recorded, store, backend)

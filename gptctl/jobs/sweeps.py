@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.file_reading import DamagedFile, is_time, notice, open_no_link, read_json
 from gptctl.engine.typed_fields import typed
+from gptctl.jobs.labels import Labels, checked_labels
 from gptctl.jobs.store import NOTHING, JobRecord, Store
 from gptctl.jobs.submission_order import append_to_order, in_order
 from gptctl.spec.resources import home
@@ -40,6 +41,13 @@ class SweepRecord(NamedTuple):
     goal: str = "minimize"
     # Config and options as they were, see `written.py`; empty in records of older versions.
     written: Mapping[str, Any] = NOTHING
+    # Of all its runs: see `labels.py`.
+    tags: Mapping[str, str] = NOTHING
+    note: str = ""
+
+    @property
+    def labels(self) -> Labels:
+        return Labels(self.tags, self.note)
 
 
 class SweepMember(NamedTuple):
@@ -61,7 +69,8 @@ class SweepStore:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 sweep = sweep._replace(id=self._free_id(sweep))
                 with replacing(self._file(sweep.id)) as stream:
-                    values = {**sweep._asdict(), "written": dict(sweep.written)}
+                    mappings = {"written": dict(sweep.written), "tags": dict(sweep.tags)}
+                    values = {**sweep._asdict(), **mappings}
                     stream.write(json.dumps(values, indent=1).encode() + b"\n")
         except OSError as error:
             message = f"cannot write {self.folder}: {error.strerror}"
@@ -176,6 +185,7 @@ def _check(sweep: SweepRecord) -> None:
     }
     if wrong := [name for name, valid in is_valid.items() if not valid]:
         raise DamagedFile(f"{wrong[0]} is invalid")
+    checked_labels(sweep.labels.as_json())
 
 
 def members(sweep: SweepRecord, store: Store) -> list[SweepMember]:

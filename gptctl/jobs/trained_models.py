@@ -30,6 +30,10 @@ def find_model(name: str, step: int | None, store: Store, backends: Backends) ->
     """Find a checkpoint by the path of it or of a folder of checkpoints, or else by a job."""
     # A path first: `./gpt` must not become a job of that name.
     if os.path.lexists(name):
+        if record := _hidden_job(name, store):
+            hint = f"for the job, start in another folder, or name {record.output_dir}"
+            message = f"{name} here contains no checkpoint, and hides the job {record.id}"
+            raise UserError(message, hint, WRONG_USAGE)
         return _opened(_checkpoint_at(Path(name), step))
     if "/" in name:
         raise UserError(f"{name} does not exist", "check the path", WRONG_USAGE)
@@ -48,6 +52,17 @@ def find_model(name: str, step: int | None, store: Store, backends: Backends) ->
         hint = f"see how far it is: gptctl status {record.id}"
         raise UserError(f"{record.id} has no checkpoint in {folder}", hint)
     return on_hosts(record, step, backends)
+
+
+def _hidden_job(name: str, store: Store) -> JobRecord | None:
+    """The job that a user may mean by the name of a path without checkpoints."""
+    path = Path(name)
+    if "/" in name or (path / MANIFEST).exists() or (path.is_dir() and _steps_in(path)):
+        return None
+    try:
+        return store.find(name)
+    except UserError:
+        return None
 
 
 def on_hosts(record: JobRecord, step: int | None, backends: Backends) -> TrainedModel:

@@ -24,13 +24,17 @@ class Failure:
     silent: tuple[RankRun, ...]
     ranks_started: int
     node_exits: Mapping[int, int]
+    cause: Cause | None = None  # what the engine found, where the logs are, if it did
 
     @property
     def first_node(self) -> int | None:
         """The first node that failed, if no rank did."""
+        if self.first:
+            return None
+        if self.cause:
+            return self.cause.node
         # A launch script can fail before it starts ranks: the setup, a missing interpreter.
-        failing = sorted(node for node, code in self.node_exits.items() if code)
-        return None if self.first or not failing else failing[0]
+        return next((node for node, code in sorted(self.node_exits.items()) if code), None)
 
     @property
     def first_file(self) -> tuple[str, int | None]:
@@ -72,18 +76,30 @@ def find_failure(
     # With its node: the host that sent the cause may name the rank of another one. The sort is
     # stable: the others stay in order.
     recorded = (cause.rank, cause.node) if cause else None
+    # A rank that exited with 0 too early: no failure by itself, but that of the others.
+    early = latest.get(cause.rank) if cause and cause.rank is not None else None
+    if failed and early and early.exit == 0 and (early.rank, early.node) == recorded:
+        failed.append(early)
     failed.sort(key=lambda run: (run.rank, run.node) != recorded)
     first, cascade = (failed[0], failed[1:]) if failed else (None, [])
+    # Its ranks failed because the node did: torchrun was killed, or its host lost.
+    if cause and cause.rank is None:
+        first, cascade = None, failed
     never = float("inf")
     cascade.sort(key=lambda run: (never if run.ended is None else run.ended, run.rank))
     # No rank outlives its job. Not failures: nothing tells that they failed before others did.
     silent = tuple(run._replace(was_killed=is_over) for run in latest.values() if not run.is_over)
-    return Failure(first, tuple(cascade), silent, len(latest), dict(exits))
+    return Failure(first, tuple(cascade), silent, len(latest), dict(exits), cause)
 
 
-def failure_in(records: Mapping[str, bytes], is_over: bool = False) -> Failure:
-    """Find the failure of an attempt in its records."""
-    cause = recorded_cause(records)
+def failure_in(
+    records: Mapping[str, bytes], is_over: bool = False, known: Cause | None = None
+) -> Failure:
+    """Find the failure of an attempt in its records.
+
+    `known`: its first failure, if the engine was killed before it could record it.
+    """
+    cause = recorded_cause(records) or known
     return find_failure(rank_runs(records), node_exits(records), cause, is_over)
 
 

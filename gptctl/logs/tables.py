@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from gptctl.engine.cause import Cause, name_of
 from gptctl.engine.error_text import signal_name
 from gptctl.engine.job_result import FAILED
 from gptctl.engine.rank_runs import RankRun, node_exits, rank_runs
@@ -30,11 +31,20 @@ def last_lines(files: LogFiles, file: LogFile) -> list[str]:
 
 
 def failure_of(
-    files: LogFiles, attempt: int | None = None, is_over: bool = False
+    files: LogFiles,
+    attempt: int | None = None,
+    is_over: bool = False,
+    known: Cause | None = None,
 ) -> tuple[int, Failure]:
-    """Find the failure of an attempt, by default the latest; `is_over`: see `find_failure`."""
-    attempt = max(files.attempts(), default=0) if attempt is None else attempt
-    return attempt, failure_in(files.records(attempt), is_over)
+    """Find the failure of an attempt, by default the latest.
+
+    `is_over`: see `find_failure`; `known`: the first failure of the job, as far as its state tells.
+    """
+    latest = max(files.attempts(), default=0)
+    attempt = latest if attempt is None else attempt
+    return attempt, failure_in(
+        files.records(attempt), is_over, known if attempt == latest else None
+    )
 
 
 class FailureReport(NamedTuple):
@@ -63,14 +73,18 @@ class FailureReport(NamedTuple):
 
 
 def failure_report(
-    files: LogFiles, attempt: int | None = None, state: str = "", is_over: bool = False
+    files: LogFiles,
+    attempt: int | None = None,
+    state: str = "",
+    is_over: bool = False,
+    known: Cause | None = None,
 ) -> FailureReport:
     """Report the failure of an attempt, by default the latest.
 
-    `state` is that of the job; `is_over`: see `find_failure`.
+    `state` is that of the job; for the others see `failure_of`.
     """
     is_latest = attempt is None
-    attempt, failure = failure_of(files, attempt, is_over)
+    attempt, failure = failure_of(files, attempt, is_over, known)
     # Empty files have nothing to show: do not print their headings.
     listed = [file for file in files.scan(attempt) if file.attempt == attempt and file.size]
     failed_files = [file for file in listed if (file.kind, file.number) == failure.first_file]
@@ -80,12 +94,10 @@ def failure_report(
         failed_files = [file for file in listed if file.kind in ("node", "batch")][:MOST_SHOWN]
     last = {file.name: last_lines(files, file) for file in failed_files}
     is_well = is_latest and not failure.is_failure
-    return FailureReport(
-        attempt, failure, last, _failed_before(files, attempt) if is_well else None
-    )
+    return FailureReport(attempt, failure, last, failed_before(files, attempt) if is_well else None)
 
 
-def _failed_before(files: LogFiles, attempt: int) -> int | None:
+def failed_before(files: LogFiles, attempt: int) -> int | None:
     """Return the latest attempt before this one that failed."""
     earlier = sorted((number for number in files.attempts() if number < attempt), reverse=True)
     return next((number for number in earlier if failure_of(files, number)[1].is_failure), None)
@@ -104,6 +116,9 @@ def _failure_text(attempt: int, failure: Failure, is_of_job: bool) -> Iterator[s
         yield f"  ended {_moment(first.ended)}{_lasted(first)}"
         if first.max_rss_mb is not None:
             yield f"  max RSS {first.max_rss_mb:.0f} MB"
+    elif failure.cause:
+        cause = failure.cause
+        yield f"attempt {attempt}: {name_of(cause.node, ())} failed first: {cause.text}"
     elif failure.ranks_started:
         yield f"attempt {attempt}: {_without_failure_text(failure)}"
     elif failure.is_failure or is_of_job:

@@ -129,6 +129,7 @@ def build_plan(
         submit_python=site.python,
         srun_container=_srun_container(checked, site, identity, work_dir),
         login=cluster.login.host if cluster.login else "",
+        notify=targets_of(launch, site),
     )
 
 
@@ -265,11 +266,26 @@ def _environment(
 
 
 def _absolute_secrets(launch: Launch, site: Site) -> dict[str, Mapping[str, str]]:
-    def absolute(source: Mapping[str, str]) -> Mapping[str, str]:
-        path = source.get("file")
-        return {"file": site.absolute(path)} if path else source
+    return {name: _absolute(source, site) for name, source in launch.secrets.items()}
 
-    return {name: absolute(source) for name, source in launch.secrets.items()}
+
+def _absolute(source: Mapping[str, str], site: Site) -> Mapping[str, str]:
+    path = source.get("file")
+    return {"file": site.absolute(path)} if path else source
+
+
+def targets_of(launch: Launch, site: Site) -> tuple[Mapping[str, Any], ...]:
+    """Who is told about the job."""
+    # A task of the bundled trainer is a command of somebody who waits for its answer.
+    if launch.module.startswith(TASKS):
+        return ()
+    return tuple(
+        {
+            name: _absolute(value, site) if isinstance(value, Mapping) else value
+            for name, value in target.items()
+        }
+        for target in launch.notify or ()
+    )
 
 
 def cluster_as_json(cluster: Cluster) -> dict[str, Any]:

@@ -27,5 +27,4 @@ def pack(folder: Path) -> bytes:
 
 def secrets_of(plan: LaunchPlan) -> dict[str, str]:
     """Return the secrets from this environment; those in files are read on the hosts."""
-    names = [source["env"] for source in plan.secrets.values() if "env" in source]
-    return {name: os.environ[name] for name in names if name in os.environ}
+    return {name: os.environ[name] for name in plan.secret_variables if name in os.environ}

@@ -22,6 +22,7 @@ from gptctl.engine.file_reading import append_line, read_text
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.rank_owners import node_of_rank
 from gptctl.text import clean, some_of
+from trainer.checkpoint_names import ENVIRONMENT
 from trainer.trace_files import parse_trace_name
 
 JOURNAL = "file-owners"
@@ -63,6 +64,9 @@ def owner_by_name(path: str, plan: LaunchPlan) -> int | None:
         return int(found[1] or found[2])
     if folder != "work" and (found := _OF_RANK.fullmatch(name)):
         return node_of_rank(int(found[1]), plan)
+    # The first rank writes it: see above.
+    if name == ENVIRONMENT and plan.form == "c10d":
+        return None
     # A script may write anything to its own folder, and to that of the logs.
     is_free = folder == "work" or (folder == "logs" and name != BATCH_LOG)
     return None if is_free else FIRST

@@ -21,11 +21,13 @@ from gptctl.engine.contract import (
     EVENTS,
     LAST_STEP,
     NO_SUCH_JOB,
+    NOTIFICATIONS,
     OUTCOME,
     RESULT,
     STILL_RUNNING,
     UNRECOVERABLE_FILE,
 )
+from gptctl.engine.deliveries import is_of_engine
 from gptctl.engine.file_reading import open_at_once, parse_json, size_of
 from gptctl.engine.job_result import Result, parse_result
 from gptctl.engine.launch_plan import LaunchPlan
@@ -40,7 +42,7 @@ from gptctl.remote.link import HostLink, LinkConnection
 from gptctl.remote.scripts import remote_command
 from gptctl.remote.sftp import OutOfTime, SftpReader
 from gptctl.text import enough_for, size_text, some_of
-from trainer.checkpoint_names import EVALUATION
+from trainer.checkpoint_names import ENVIRONMENT, EVALUATION
 
 REMOVE_TIMEOUT = 600.0  # seconds: a folder may hold many checkpoints
 MAX_WHOLE = 1 << 20  # bytes of a file that is copied whole
@@ -52,12 +54,12 @@ _ATTEMPT = re.compile(ATTEMPT_NAME)
 # Names come from other machines: only these are accepted, and none can leave the folder.
 GROWS = re.compile(
     r"workerlog\.\d{1,7}|node\.\d{1,7}\.log|ranks\.\d{1,7}\.jsonl|batch\.log"
-    r"|(metrics|events|rank_times)\.jsonl",
+    r"|(metrics|metrics\.repeated|events|rank_times)\.jsonl",
     re.ASCII,
 )
 _WHOLE = re.compile(
     rf"endpoint\.json|hosts|{UNRECOVERABLE_FILE}|{OUTCOME}|node\.\d{{1,7}}\.(exit|pid)"
-    rf"|status\.json|{LAST_STEP}|{re.escape(ALIVE)}|{EVALUATION.pattern}",
+    rf"|status\.json|{LAST_STEP}|{re.escape(ALIVE)}|{re.escape(ENVIRONMENT)}|{EVALUATION.pattern}",
     re.ASCII,
 )
 
@@ -267,6 +269,9 @@ class HostSync:
                 if is_story and stat.S_ISREG(entry.mode) and self.owns(entry.name):
                     copy = Path(local, entry.name)
                     yield Part(f"{remote}/{entry.name}", copy, entry.size, entry.changed)
+                is_told = entry.name == NOTIFICATIONS and remote == self.plan.remote_dir
+                if is_told and stat.S_ISDIR(entry.mode) and self.plan.notify:
+                    yield from self._deliveries(files)
                 if entry.name == BATCH_LOG and stat.S_ISREG(entry.mode) and self.owns(BATCH_LOG):
                     changed = (entry.size, entry.changed)
                     yield Part(f"{remote}/{BATCH_LOG}", self._batch_log, *changed)
@@ -275,6 +280,16 @@ class HostSync:
         if self.plan.output_dir and has_first_rank:
             places = self.plan.output_dir, Path(self.record.output_dir)
             yield from self._parts_of(files, *places, "output/")
+
+    def _deliveries(self, files: SftpReader) -> Iterator[Part]:
+        """What the engine did to notify people: then those who watch the job need not."""
+        for entry in files.listed(f"{self.plan.remote_dir}/{NOTIFICATIONS}"):
+            path = f"{NOTIFICATIONS}/{entry.name}"
+            # Not those of watchers: theirs are here.
+            is_wanted = is_of_engine(entry.name) and stat.S_ISREG(entry.mode)
+            if is_wanted and self.owns(path):
+                copy = Path(self.record.local_dir, path)
+                yield Part(f"{self.plan.remote_dir}/{path}", copy, entry.size, entry.changed)
 
     def _has_attempt(self, name: str) -> bool:
         """Whether this attempt of the job exists. Only the first host can begin one."""

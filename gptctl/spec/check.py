@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from gptctl.engine.contract import NOTIFY_VARIABLE
 from gptctl.spec.cluster import Cluster, Profile, load_profile, profile_source
 from gptctl.spec.env_lint import PLAIN_SECRET, Job, lint
 from gptctl.spec.launch import Launch
 from gptctl.spec.launch_rules import check_disks, check_elastic, check_launch, check_spread
+from gptctl.spec.notify import NotifyTargets, check_notify, notify_of_environment
 from gptctl.spec.trust import CONFIG, Source
 from gptctl.spec.visible_gpus import count_visible_gpus
 from trainer.config import Override, Resolved, load_tree, read_run, resolve
 from trainer.config.corpora import weights_of
+from trainer.config.kinds import BadItems, BadValue
 from trainer.config.read import Reading, build, paths_of
-from trainer.config.tree import Map, ReadFile
-from trainer.errors import WRONG_USAGE, Finding, Rule, UserError, errors_in, in_order
+from trainer.config.tree import Map, ReadFile, Scalar
+from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError, errors_in, in_order
 from trainer.estimate import GB, Estimate, estimate
 from trainer.layout import DEGREE_KEYS, Machines
 from trainer.savings import advice
@@ -84,6 +88,17 @@ class Checked(NamedTuple):
             }
         paths = {**data, "Engine.save_load.ckpt_dir": run.Engine.save_load.ckpt_dir}
         return {name: path for name, path in paths.items() if path and path not in NO_PATH}
+
+    def place_of(self, key: str) -> Place | None:
+        """Where a key was written, or the mapping that it is in; None for a default."""
+        origins = {**(self.resolved.origins if self.resolved else {}), **self.launch_origins}
+        while key and key not in origins:
+            key = key.rpartition(".")[0]
+        origin = origins.get(key, "")
+        if not origin or origin == "default" or origin.startswith("derived: "):
+            return None
+        line = re.fullmatch(r"(.+):([0-9]{1,9})", origin, re.DOTALL)
+        return Place(line[1], int(line[2])) if line else Place(origin)
 
     @property
     def is_valid(self) -> bool:
@@ -150,11 +165,16 @@ def check_tree(
     name = str(profile_file or launch.cluster)
     profile = profile or _profile(name, reading)
     cluster = profile.cluster if profile else Cluster()
+    notify, notify_origin = _notify(launch, cluster, reading)
+    launch = replace(launch, notify=notify)
     machines, origin = _machines(launch, cluster, reading)
     # A wrong number of nodes would make every rule about the world size fail: report it alone.
     spread = [] if origin != AS_ASKED else [*check_spread(machines, _ranks_asked(reading), reading)]
     resolved = resolve(reading, None if spread else machines)
     judged = [*spread, *check_launch(launch, cluster, machines)]
+    # That of a profile is checked with the profile.
+    if launch.notify is not cluster.notify:
+        judged += check_notify(launch.notify, "Launch.notify")
     judged += check_elastic(launch, resolved, machines, reading)
     # The estimate and the check of disks need a layout that fits the model and the world.
     estimated = None
@@ -180,7 +200,7 @@ def check_tree(
     }
     # From here on nobody has to derive the ranks per node again.
     launch = replace(launch, gpus_per_node=machines.per_node)
-    origins["Launch.gpus_per_node"] = origin
+    origins |= {"Launch.gpus_per_node": origin, "Launch.notify": notify_origin}
     sources = (profile_source(profile, name, _is_typed(reading)),) if profile else ()
     return Checked(
         path,
@@ -233,6 +253,25 @@ def _machines(launch: Launch, cluster: Cluster, reading: Reading) -> tuple[Machi
     if cluster.traits.is_one_machine and on_gpus and (visible := count_visible_gpus()):
         return Machines(nodes, visible), "derived: visible GPUs"
     return Machines(nodes, _ranks_per_node(reading, nodes)), AS_ASKED
+
+
+def _notify(launch: Launch, cluster: Cluster, reading: Reading) -> tuple[Any, str]:
+    """Return who is told about the job, and where that was chosen."""
+    key = "Launch.notify"
+    if launch.notify is not None or reading.is_bad(key):
+        return launch.notify, str(reading.places.get(key, "default"))
+    # The user's own choice for all jobs beats that of a cluster.
+    place = Place(NOTIFY_VARIABLE)
+    try:
+        found = notify_of_environment(os.environ, reading.found)
+    except (BadValue, BadItems) as bad:
+        faults = bad.faults if isinstance(bad, BadItems) else [bad]
+        reading.refuse(key, Scalar("", place), NotifyTargets(), faults)
+        return None, NOTIFY_VARIABLE
+    if found is not None:
+        reading.places[key] = place
+        return found, NOTIFY_VARIABLE
+    return cluster.notify, f"profile {cluster.name}" if cluster.notify else "default"
 
 
 def _ranks_per_node(reading: Reading, nodes: int) -> int:

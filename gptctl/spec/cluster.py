@@ -14,6 +14,7 @@ from gptctl.engine.file_reading import read_bytes
 from gptctl.spec.cluster_kinds import CONNECTION_KEYS, KINDS, ClusterKind
 from gptctl.spec.container_profile import Container, check_container
 from gptctl.spec.launch import MAX_PER_NODE, OWN_KEY, SLURM_WORD, is_set_by_gptctl
+from gptctl.spec.notify import PLAIN_URL, NotifyTargets, check_notify
 from gptctl.spec.resources import choose, named_files
 from gptctl.spec.trust import PROFILE, Source
 from trainer.config.kinds import (
@@ -214,6 +215,11 @@ class Cluster:
     env: Mapping[str, str] = key(
         Names(), {}, "environment of every rank; Launch.env of a run config overrides it"
     )
+    notify: tuple[Mapping[str, Any], ...] | None = key(
+        NotifyTargets(),
+        None,
+        "who is told about jobs here, as Launch.notify of a run config, which overrides it",
+    )
 
     @property
     def traits(self) -> ClusterKind:
@@ -328,6 +334,8 @@ def _check(cluster: Cluster, reading: Reading) -> Iterator[Finding]:
     yield from _check_login(cluster)
     yield from _check_keys(cluster, reading)
     yield from check_container(cluster.container, cluster.kind)
+    plain_url = PLAIN_URL.using("notify")
+    yield from check_notify(cluster.notify, "notify", plain_url)
 
 
 def _check_hosts(cluster: Cluster) -> Iterator[Finding]:

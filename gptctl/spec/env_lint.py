@@ -38,9 +38,9 @@ from gptctl.spec.env_names import (
     SEVERAL_OF,
     TORCH,
     YES,
-    looks_secret,
 )
 from trainer.errors import Finding, Rule, closest
+from trainer.secret_names import looks_secret
 
 # Names.
 UNSETTABLE = Rule("E001", "a variable must have a name that a shell can export")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gptctl.spec.env_names import SET_FOR_EACH_PROCESS, looks_secret
+from gptctl.spec.env_names import SET_FOR_EACH_PROCESS
 from gptctl.spec.foreign_flags import (
     NO_COUNTERPART,
     NOT_KNOWN,
@@ -40,6 +40,7 @@ from trainer.config import Override
 from trainer.config.dialects import IGNORED
 from trainer.config.flags import PADDLENLP_FLAGS, parse_arguments
 from trainer.errors import WRONG_USAGE, UserError
+from trainer.secret_names import looks_secret
 
 _PADDLE_SCRIPT = re.compile(r"(.*/)?(run_pretrain\w*|tools/train)\.py")
 _PREPARES = frozenset("module source . conda micromamba spack ml cd".split())

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from gptctl.spec.notify import NotifyTargets
+from gptctl.spec.secret_source import SecretSource
 from trainer.config.kinds import (
     NOT_A_NAME,
     OUT_OF_RANGE,
@@ -30,13 +32,14 @@ from trainer.config.kinds import (
     text,
 )
 from trainer.config.record import record
-from trainer.config.tree import Map, Node, is_null
+from trainer.config.tree import Node
 
 # How the ranks are started: six forms of torchrun, and torch.distributed.launch.
 STYLES = ("standalone", "c10d", "static", "srun-script", "sbatch", "loop", "launch")
 # Upper bounds that catch typing errors before they become a plan with millions of ranks.
 MAX_NODES = 1 << 16
 MAX_PER_NODE = 1 << 10
+LONGEST_ARGUMENT = 1 << 14  # characters; Linux allows 128 KiB, quotes of a shell included
 # Job names become folder names, so no `/` and no leading `.` or `-`.
 JOB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 # Neither blanks nor quotes: these values become #SBATCH lines of the job script.
@@ -213,36 +216,6 @@ def is_variable(host: str) -> bool:
     return re.fullmatch(_VARIABLE, host) is not None
 
 
-class SecretSource:
-    """Where the node reads a secret: `{file: path}` or `{env: NAME}`.
-
-    The secret itself is never part of a config: configs are copied and printed.
-    """
-
-    def read(self, node: Node) -> dict[str, str]:
-        given = list(node.items.items()) if isinstance(node, Map) else []
-        given = [(kind, value) for kind, value in given if not is_null(value)]
-        # One that was written elsewhere later replaces the other: `-o` beats a file.
-        if len({value.place.file for _, value in given}) == len(given) > 1:
-            given = given[-1:]
-        if len(given) == 1 and given[0][0] in ("file", "env"):
-            kind, value = given[0]
-            # Any path is allowed, but a variable must have a name that a shell accepts.
-            pattern = r"[A-Za-z_][A-Za-z0-9_]*" if kind == "env" else ""
-            return {kind: Text(pattern, "a variable name").read(value)}
-        raise BadValue(
-            WRONG_TYPE, "a secret must be a reference", "use {file: path} or {env: NAME}"
-        )
-
-    def schema(self) -> dict[str, Any]:
-        reference = {"type": "string"}
-        return {
-            "type": "object",
-            "properties": {"file": reference, "env": reference},
-            "maxProperties": 1,
-        }
-
-
 @record(frozen=True)
 class Rendezvous:
     """Where and how the ranks of a job meet (torchrun's --rdzv-… and --master-…)."""
@@ -333,12 +306,23 @@ class Launch:
     files: tuple[str, ...] = key(
         Words(), (), "more files and folders to copy with the script or module"
     )
-    args: tuple[str, ...] = key(Words(), (), "arguments of the script or module")
+    args: tuple[str, ...] = key(
+        # Quoted in scripts: a prompt may have several lines.
+        Words(Text(has_lines=True, longest=LONGEST_ARGUMENT)),
+        (),
+        "arguments of the script or module",
+    )
     env: Mapping[str, str] = key(Names(), {}, "environment of every rank")
     secrets: Mapping[str, Mapping[str, str]] = key(
         Names(SecretSource(), is_secret=True),
         {},
         "secret variables of every rank: NAME: {file: path} or {env: NAME}",
+    )
+    notify: tuple[Mapping[str, Any], ...] | None = key(
+        NotifyTargets(),
+        None,
+        "who is told about the job: a URL, {env: NAME}, {file: path}, or {url, kind, on, secret}; "
+        "or a list of these; off: nobody; empty: GPTCTL_NOTIFY, or the profile's",
     )
     slurm: Slurm = section(Slurm, "options of Slurm; time works on every kind of cluster")
 

@@ -6,11 +6,14 @@ checked. Large ones are checked on laptops.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from gptctl.engine.addresses import APPRISE, UnusableAddress, read_address
 from gptctl.spec.check import Checked
 from gptctl.spec.visible_gpus import count_visible_gpus
 from gptctl.text import count
@@ -29,6 +32,12 @@ CROWDED = Rule(
 CACHE = Rule("S019", "index maps need a folder that the job can write to", "warning")
 TOKENIZER = Rule("S030", "prepared data must come from one tokenizer that fits Model.vocab_size")
 END_TOKEN = Rule("S031", "eos_id should be the end token of prepared data", "warning")
+APPRISE_HERE = Rule(
+    "S032", "apprise must be installed to notify by mail and other services", "warning"
+)
+ADDRESS_HERE = Rule(
+    "S033", "the address of a notification should be readable where it is sent", "warning"
+)
 TRACKER = Rule("S040", "the trackers of a run need their packages", "warning")
 NO_GPU_HERE = "this machine has no GPU that a job may use"
 RANKS_PER_CORE = 4
@@ -113,18 +122,28 @@ def _token_paths(checked: Checked, folder: str) -> list[Path]:
 
 def check_data_here(checked: Checked, folder: str = ".") -> Iterator[Finding]:
     """Compare the config with what `gptctl data prepare` recorded, if it can be seen here."""
+    for finding in _check_data(checked, folder):
+        yield finding.at(checked.place_of(finding.key))
+
+
+def _check_data(checked: Checked, folder: str) -> Iterator[Finding]:
     is_trainer = checked.resolved is not None and checked.launch.entrypoint == "trainer"
     if not is_trainer or checked.resolved is None or not checked.cluster.sees_files:
         return
     key, train = "Data.Train.dataset.input_dir", checked.resolved.run.Data.Train.dataset
-    known = [each for path in _token_paths(checked, folder) for each in metadata_at(path)]
     try:
-        metadata = common_tokenizer(known)
+        metadata = prepared_with(checked, folder)
     except UserError as error:
         yield TOKENIZER.found(key, train.input_dir, error.message, error.hint)
         return
     if metadata is not None:
         yield from _check_tokenizer(checked, metadata)
+
+
+def prepared_with(checked: Checked, folder: str) -> Metadata | None:
+    """What is known of the tokenizer of prepared data. Raises UserError if there are several."""
+    paths = _token_paths(checked, folder)
+    return common_tokenizer(each for path in paths for each in metadata_at(path))
 
 
 def _check_tokenizer(checked: Checked, metadata: Metadata) -> Iterator[Finding]:
@@ -138,3 +157,29 @@ def _check_tokenizer(checked: Checked, metadata: Metadata) -> Iterator[Finding]:
         message = f"token {train.eos_id}, but documents of {metadata.file} end with another one"
         hint = f"set Data.Train.dataset.eos_id: {metadata.eos_id}"
         yield END_TOKEN.found("Data.Train.dataset.eos_id", train.eos_id, message, hint)
+
+
+def check_apprise_here(checked: Checked) -> Iterator[Finding]:
+    """Warn if neither this gptctl nor, probably, the engine can use the addresses of apprise."""
+    targets = [target for target in checked.launch.notify or () if _kind_here(target) == APPRISE]
+    if targets and importlib.util.find_spec("apprise") is None:
+        message = "notify has an address for apprise, which is not installed here"
+        yield APPRISE_HERE.found("Launch.notify", None, message, "pip install 'gptctl[notify]'")
+
+
+def check_addresses_here(targets: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Warn about references that cannot be read here: a job inherits this environment."""
+    for target in targets:
+        try:
+            read_address(target, os.environ)
+        except UnusableAddress as problem:
+            hint = "fix it, and try it with gptctl notify test"
+            yield ADDRESS_HERE.found("Launch.notify", None, str(problem), hint)
+
+
+def _kind_here(target: Mapping[str, Any]) -> str:
+    """The kind of an address, which may follow from a URL that is named, not written."""
+    try:
+        return read_address(target, os.environ).kind
+    except UnusableAddress:
+        return str(target["kind"])

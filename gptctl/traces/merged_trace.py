@@ -7,6 +7,7 @@ new numbers. The clocks of hosts differ: times are those of each host.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,7 +44,7 @@ class _Merged:
         # A generator: the base of the times stands before the events, and is known after the first.
         for event in reader.events():
             shift = self._shift(reader.facts.get(BASE))
-            text = json.dumps(self._changed(rank, event, shift))
+            text = _json(self._changed(rank, event, shift))
             separator = ",\n" if self.num_events else "\n"
             stream.write(f"{separator}{text}".encode())
             self.num_events += 1
@@ -76,6 +77,25 @@ class _Merged:
         if key not in self._pids and len(self._pids) >= MOST_PROCESSES:
             raise DamagedFile(f"more than {MOST_PROCESSES:,} processes")
         return self._pids.setdefault(key, len(self._pids) + 1)
+
+
+def _json(event: Event) -> str:
+    """JSON has no infinity, which a number such as 1e999 becomes when it is read."""
+    try:
+        try:
+            return json.dumps(event, allow_nan=False)
+        except ValueError:
+            return json.dumps(_finite(event), allow_nan=False)
+    except RecursionError:
+        raise DamagedFile("nested too deep") from None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _name_in(event: Event) -> str:

@@ -93,10 +93,10 @@ class _JsonText:
         self._json = json.JSONDecoder(parse_constant=lambda name: None)
         self._text, self._at = "", 0
 
-    def _more(self) -> bool:
-        """Read on; return False at the end of the file."""
+    def _more(self, size: int = 0) -> bool:
+        """Read on, `size` bytes or a chunk; return False at the end of the file."""
         try:
-            data = self._source.read(CHUNK)
+            data = self._source.read(max(size, CHUNK))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DamagedFile(f"damaged gzip data: {error}") from None
         self._done(self._raw.tell() - self._reported)
@@ -138,11 +138,14 @@ class _JsonText:
                     return value
             except RecursionError:
                 raise DamagedFile("nested too deep") from None
-            except ValueError:
+            except json.JSONDecodeError:
                 # Not complete in this window, or not JSON: the limit decides.
                 if len(self._text) - self._at > longest:
                     raise DamagedFile("not valid JSON, or a value is too long") from None
-            if not self._more():
+            except ValueError:  # Python refuses integers of more than 4,300 digits
+                raise DamagedFile("a number has too many digits") from None
+            # Twice as much for each attempt: chunk by chunk, they would take quadratic time.
+            if not self._more(len(self._text) - self._at):
                 raise DamagedFile("not complete: it ends in the middle")
 
 

@@ -2,7 +2,7 @@
 
     python tests/bench/generation.py [--rounds 5] [--threads 2] [--tokens 64]
 
-Greedy, with a key-value cache, from prompts of random tokens. Both write the same tokens, which is checked. The ratio is the
+Greedy, with a key-value cache, from prompts of random tokens. Texts that differ are counted and printed. The ratio is the
 median over rounds of ours / theirs in the same round: what disturbs the machine disturbs both.
 """
 

@@ -38,6 +38,7 @@ from tests.ranks import fork, free_port
 from trainer.config.resolve import layout_of
 from trainer.config.sections import RunConfig
 from trainer.data import LocalBatch
+from trainer.events import NO_EVENTS
 from trainer.loss import chunked_loss
 from trainer.mesh import Mesh, join
 from trainer.metrics import Log
@@ -127,7 +128,7 @@ def step_cost(case: Case, size: Size, steps: int) -> Cost:
 
     def measure(folder: Path) -> list[float]:
         run = case.run(size, folder / "output")
-        with join(run, layout_of(run)) as mesh, output_folder(run, mesh, Log("mingpt", 1)) as checkpoints:
+        with join(run, layout_of(run)) as mesh, output_folder(run, mesh, Log("mingpt", 1), NO_EVENTS) as checkpoints:
             trainer = Ours(run, mesh, checkpoints)
             trainer.steps(1)
             spent = cost(lambda: trainer.steps(steps), steps)

@@ -30,6 +30,7 @@ from trainer.config import Override, load
 from trainer.config.sections import RunConfig
 from trainer.data import Length
 from trainer.estimate import flops_per_token
+from trainer.events import NO_EVENTS
 from trainer.layout import Layout
 from trainer.mesh import Mesh
 from trainer.metrics import Log, peak_flops
@@ -90,7 +91,7 @@ class Ours:
     def __init__(self, run: RunConfig, mesh: Mesh, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
         with open(os.devnull, "w") as nowhere:
-            self.training: Training = prepare(run, mesh, Log("fleetx", mesh.rank, nowhere), StopRequest())
+            self.training: Training = prepare(run, mesh, Log("fleetx", mesh.rank, nowhere), StopRequest(), NO_EVENTS)
         self.training.log.stream = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
 
     def steps(self, count: int) -> None:
@@ -126,7 +127,7 @@ def ours(size: Size, **more: object) -> Iterator[Ours]:
     mesh = Mesh(Layout(), 0, 0, CPU)
     with tempfile.TemporaryDirectory() as folder:
         run = config(size, Path(folder), **more)
-        with output_folder(run, mesh, Log("mingpt", 1)) as checkpoints:
+        with output_folder(run, mesh, Log("mingpt", 1), NO_EVENTS) as checkpoints:
             yield Ours(run, mesh, checkpoints)
 
 
@@ -197,7 +198,7 @@ def tokens_per_cpu_second(size: Size, world: int, threads: int, steps: int) -> f
         run = config(
             size, folder / "output", **{"Distributed.dp_degree": world, "Global.micro_batch_size": size.batch // world}
         )
-        with join(run, Layout(dp=world)) as mesh, output_folder(run, mesh, Log("mingpt", 1)) as checkpoints:
+        with join(run, Layout(dp=world)) as mesh, output_folder(run, mesh, Log("mingpt", 1), NO_EVENTS) as checkpoints:
             trainer = Ours(run, mesh, checkpoints)
             trainer.steps(2)
             spent = cost(lambda: trainer.steps(steps), 1).cpu

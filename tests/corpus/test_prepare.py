@@ -230,7 +230,7 @@ def test_empty_documents_are_counted_and_left_out(tmp_path: Path) -> None:
     done = run(write_jsonl(tmp_path / "in.jsonl", ["", "a", "", ""]), tmp_path / "x")
     assert (done.counts.empty, done.counts.documents) == (3, 1)
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(UserError, match="no documents found \\(1 are empty\\)"):
+    with pytest.raises(UserError, match=r"no documents found \(1 empty\)$"):
         run(tmp_path / "empty.txt", tmp_path / "y")
     assert not (tmp_path / "y.shards").exists()
 
@@ -498,11 +498,11 @@ def test_only_the_same_command_continues(tmp_path: Path, monkeypatch) -> None:
         prepare(
             Request((str(source),), str(tmp_path / "x"), shard_mb=0.001), lambda p: stop(p) if shard.exists() else None
         )
-    with pytest.raises(UserError, match="was begun with another documents") as caught:
+    with pytest.raises(UserError, match=r"was begun with other options: --documents file, now line$") as caught:
         run(source, tmp_path / "x", documents="line", shard_mb=0.001)
     assert "--overwrite" in caught.value.hint
     source.write_text(source.read_text() + '{"text": "new"}\n')
-    with pytest.raises(UserError, match="was begun with another list of input files"):
+    with pytest.raises(UserError, match=r"other options: INPUT: .*in\.jsonl is changed$"):
         run(source, tmp_path / "x", shard_mb=0.001)
     done = run(source, tmp_path / "x", overwrite=True)
     assert (done.counts.documents, done.resumed) == (101, 0)
@@ -646,14 +646,16 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer_json: Path
 
 
 @pytest.mark.long
-def test_a_line_of_a_gigabyte(tmp_path: Path, tokenizer_json: Path) -> None:
-    """As text it is one document; as JSON it is refused with its line. Memory stays below 2 GB."""
+@pytest.mark.parametrize("name", ["in.txt", "in.txt.zst"])
+def test_a_line_of_a_gigabyte(tmp_path: Path, tokenizer_json: Path, name: str) -> None:
+    """As text it is one document; as JSON it is refused with its line. Memory stays below 2 GB, also if 0.1 MB become it."""
     line = (ENGLISH.strip() + " ").encode() * 1000
-    with open(tmp_path / "in.txt", "wb") as stream:
+    opened = zstandard.open if name.endswith(".zst") else open
+    with opened(tmp_path / name, "wb") as stream:
         for _ in range(int(1e9 / len(line))):
             stream.write(line)
-    command = [*COMMAND, str(tmp_path / "in.txt"), "--documents", "line", "--output", str(tmp_path / "x")]
+    command = [*COMMAND, str(tmp_path / name), "--documents", "line", "--workers", "2", "--output", str(tmp_path / "x")]
     assert peak_memory([*command, "--tokenizer", str(tokenizer_json)]) < 2e6
     assert len(open_corpus(str(tmp_path / "x")).lengths) == 1
     with pytest.raises(UserError, match="line 1: the line is longer than 64 MiB"):
-        run(tmp_path / "in.txt", tmp_path / "y", input_format="jsonl")
+        run(tmp_path / name, tmp_path / "y", input_format="jsonl")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.conftest import ROOT
 from tests.corpus.conftest import ENGLISH, write_jsonl
 from trainer.corpus.inspection import open_data, tokenizer_for, verify
 from trainer.corpus.metadata import common_tokenizer, metadata_at, misfit
@@ -207,7 +210,7 @@ def test_verify_compares_data_and_tokenizer(tmp_path: Path) -> None:
         ({"tokenizer": {**meta["tokenizer"], "vocab_size": 256}}, "token id 256 is outside the vocabulary of 256"),
         ({"tokenizer": {**meta["tokenizer"], "eos_id": 98}}, "document 0 does not end with token 98"),
         ({"counts": {**meta["counts"], "tokens": 5}}, "5 tokens, but the data has 6"),
-        ({"files": {"../x": {}}}, "outside of its folder"),
+        ({"files": {"../x": {"bytes": 0, "sha256": ""}}}, "outside of its folder"),
     ):
         file.write_text(json.dumps({**meta, **change}))
         assert message in verify(str(tmp_path / "data"))[1][0]
@@ -224,3 +227,73 @@ def test_inspection_refuses_another_tokenizer(tmp_path: Path, tokenizer_json: Pa
     (tmp_path / "data" / "tokenizer" / "tokenizer.json").write_text(tokenizer_json.read_text() + "\n")
     with pytest.raises(UserError, match="not the tokenizer of"):
         tokenizer_for(data, None)
+
+
+FACTS = {"bytes": 4, "sha256": "0"}
+DAMAGED: list[Any] = [5, None, [], {}, {**FACTS, "bytes": "4"}, {**FACTS, "bytes": -1}, {**FACTS, "sha256": None}]
+DAMAGED += [{**FACTS, "blocks": wrong} for wrong in ("1", None, -1, 1.5, [])]
+
+
+@pytest.mark.parametrize("facts", DAMAGED, ids=str)
+def test_damaged_entries_of_metadata(tmp_path: Path, facts: Any) -> None:
+    prefix = prepared(tmp_path, "a", ["x"])
+    file = prefix.with_name("a_meta.json")
+    meta = json.loads(file.read_text())
+    file.write_text(json.dumps({**meta, "files": {**meta["files"], "a_ids.npy": facts}}))
+    for path in (prefix, prefix.parent, f"{prefix}_ids.npy"):
+        assert verify(str(path))[1] == [f"{file}: damaged metadata"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"version": 1}', '{"files": 5}', '{"files": null}', '{"files": []}'])
+def test_metadata_that_is_damaged_as_a_whole(tmp_path: Path, content: str) -> None:
+    prefix = prepared(tmp_path, "a", ["x"])
+    file = prefix.with_name("a_meta.json")
+    meta = json.loads(file.read_text())
+    file.write_text(json.dumps({**meta, **json.loads(content)}) if "files" in content else content)
+    assert verify(str(prefix))[1] == [f"{file}: damaged metadata"]
+
+
+def test_damage_is_one_line_and_a_fix(tmp_path: Path) -> None:
+    prefix = prepared(tmp_path, "a", ["x"])
+    changed(prefix.with_name("a_ids.npy"), 130, b"\1")
+    done = gptctl("data", "verify", str(prefix))
+    expected = f"error: {prefix}_ids.npy is damaged: wrong checksum\nhint: restore it from a copy, or prepare"
+    assert (done.returncode, done.stdout[: len(expected)]) == (1, expected)
+
+
+def gptctl(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gptctl", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_data_without_any_token(tmp_path: Path, lengths: list[int]) -> None:
+    """Documents may be empty, and the end token is missing in none of them."""
+    prefix = prepared(tmp_path, "a", ["x"])
+    np.save(f"{prefix}_ids.npy", np.empty(0, np.uint16))
+    np.savez(f"{prefix}_idx.npz", lens=np.array(lengths, int), docs=np.arange(len(lengths) + 1))
+    meta = json.loads(prefix.with_name("a_meta.json").read_text())
+    counts = {**meta["counts"], "documents": len(lengths), "tokens": 0, "longest": 0}
+    prefix.with_name("a_meta.json").write_text(json.dumps({**meta, "files": {}, "counts": counts}))
+    data, problems = verify(str(prefix.parent))
+    assert (problems, data.num_tokens, len(data.corpus.lengths)) == ([], 0, len(lengths))
+
+
+def test_missing_and_unfinished_data(tmp_path: Path) -> None:
+    for act in (open_data, verify):
+        with pytest.raises(UserError, match="no data at") as caught:
+            act(str(tmp_path / "x"))
+        assert caught.value.hint.startswith("write the --output of gptctl data prepare")
+
+    def stop(progress: Any) -> None:
+        raise KeyboardInterrupt
+
+    source = write_jsonl(tmp_path / "in.jsonl", ["a"])
+    with pytest.raises(KeyboardInterrupt):
+        prepare(Request((str(source),), str(tmp_path / "x")), stop)
+    for act in (open_data, verify):
+        with pytest.raises(UserError, match="x is not complete: prepare did not finish") as caught:
+            act(str(tmp_path / "x"))
+        assert "run the same gptctl data prepare command again" in caught.value.hint
+    prepare(Request((str(source),), str(tmp_path / "x")))
+    assert verify(str(tmp_path / "x"))[1] == []

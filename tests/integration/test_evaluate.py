@@ -95,6 +95,8 @@ def test_a_table_and_the_metrics_of_the_run(tmp_path: Path, output: Path) -> Non
     assert record["step"] == int(rows["step"]) == 120
     assert float(rows["ppl"]) == pytest.approx(record["ppl"], rel=1e-5)
     assert f"Recorded in {file}." in ended.err[0]
+    cut = "Offline_Eval: max_seq_len 1,024 and overlapping_eval 32: cut to the model's context of 16."
+    assert ended.err[0].splitlines().count(cut) == 1
     # A training may be writing to it, and gptctl continues copies of it from their end.
     assert (output / "metrics.jsonl").read_bytes() == before
     (row,) = [row for row in file_rows(output / "metrics.jsonl") if "eval_ppl:text.txt" in row]
@@ -193,30 +195,38 @@ def test_more_layouts(tmp_path: Path, output: Path, degrees: dict[str, int]) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["output"], "no file to evaluate on"),
-        (["output", "nothing.txt"], "cannot read nothing.txt"),
-        (["output", "empty.txt"], "empty.txt has no text"),
-        (["output", "one.txt"], "one.txt has only one token"),
-        (["elsewhere", "text.txt"], "elsewhere contains no usable checkpoint"),
-        (["output", "text.txt", "-o", "Model.hidden_size=64"], "is a checkpoint of another model: hidden_size is 32"),
-        (["output", "text.txt", "-o", "Distributed.mp_degree=2"], "L0"),
-        (["output", "text.txt", "-o", "Offline_Eval.batch_size=0"], "C012 Offline_Eval.batch_size"),
-        (["output", "text.txt", "--tokenizer", "bytes"], "the tokenizer has 257 tokens, but the model in"),
-        (["output", "text.txt", "--jsn"], "unrecognized arguments: --jsn"),
-        (["output", "chinese.txt"], "the vocabulary of this model has no"),
+        (["output"], 2, "no file to evaluate on"),
+        (["output", "nothing.txt"], 2, "cannot read nothing.txt"),
+        (["output", "empty.txt"], 2, "empty.txt has no text"),
+        (["output", "one.txt"], 2, "one.txt has only one token"),
+        (["elsewhere", "text.txt"], 93, "elsewhere contains no usable checkpoint"),
+        (
+            ["output", "text.txt", "-o", "Model.hidden_size=64"],
+            93,
+            "is a checkpoint of another model: hidden_size is 32",
+        ),
+        (["output", "text.txt", "-o", "Distributed.mp_degree=2"], 93, "L0"),
+        (["output", "text.txt", "-o", "Offline_Eval.batch_size=0"], 93, "C012 Offline_Eval.batch_size"),
+        (["output", "text.txt", "--tokenizer", "bytes"], 93, "the tokenizer has 257 tokens, but the model in"),
+        (["output", "text.txt", "--tokenizer", "none.json"], 2, "--tokenizer none.json does not exist"),
+        (["output", "text.txt", "--jsn"], 2, "unrecognized arguments: --jsn"),
+        (["output", "chinese.txt"], 93, "the vocabulary of this model has no"),
     ],
 )
-def test_mistakes_are_one_message(tmp_path: Path, output: Path, arguments: list[str], message: str) -> None:
+def test_mistakes_are_one_message(tmp_path: Path, output: Path, arguments: list[str], code: int, message: str) -> None:
     for name, text in {"empty": " \n", "one": "e", "chinese": "中文"}.items():
         (tmp_path / f"{name}.txt").write_text(text)
     ended = task("evaluate", tmp_path, *arguments)
-    assert ended.codes == [93]
+    assert ended.codes == [code]
     assert message in ended.err[0]
     assert "Traceback" not in ended.err[0]
     assert "hint: " in ended.err[0]
     assert ended.out[0] == ""
+    # The file is read first: a large model takes minutes to load.
+    is_late = message.startswith(("one.txt", "the vocabulary"))
+    assert ("Loaded" in ended.err[0]) == is_late
 
 
 def test_a_damaged_checkpoint(tmp_path: Path, output: Path) -> None:

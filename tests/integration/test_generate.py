@@ -154,6 +154,11 @@ def test_under_the_real_torchrun(tmp_path: Path, output: Path, program: str) -> 
         (["output", "中"], "the vocabulary of this model has no '中'"),
         (["output", "one", "--top-p", "2"], "C012 Generation.top_p (--top-p 2): 2.0 is above 1"),
         (["output", "one", "--max-length", "0"], "C012 Generation.max_dec_len"),
+        (["output", "one", "--temperature", "1e-320"], "C012 Generation.temperature (--temperature 1e-320)"),
+        (["output", "one", "--temperature", "0"], "use --greedy"),
+        (["output", "one", "--repetition-penalty", "1e-320"], "C012 Generation.repetition_penalty"),
+        (["output", "fine", "\udcff\udcfe"], "prompt 2 is not valid UTF-8"),
+        (["output", "one", "--stop", "\udcff"], "--stop is not valid UTF-8"),
         (["output", "one", "--temperature", "warm"], "C011 Generation.temperature (--temperature warm)"),
         (["output", "one", "--stop", ""], "C014 Generation.stop_words"),
         (["output", "one", "--batch-size", "0"], "--batch-size 0: invalid"),
@@ -165,7 +170,9 @@ def test_under_the_real_torchrun(tmp_path: Path, output: Path, program: str) -> 
 def test_mistakes_are_one_message(tmp_path: Path, output: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "blank.txt").write_text("\n \n")
     ended = task("generate", tmp_path, *arguments)
-    assert ended.codes == [93]
+    usage = ("no prompt", "--batch-size", "--num-return-sequences", "cannot read", "blank.txt", "use --greedy")
+    usage += ("prompt 2 is not", "--stop is not")
+    assert ended.codes == [2 if message.startswith(usage) else 93]
     assert message in ended.err[0]
     assert "Traceback" not in ended.err[0]
     assert "hint: " in ended.err[0]

@@ -162,6 +162,7 @@ BAD: list[tuple[Any, int, str]] = [
     ({"prompt": "one", "max_tokens": 1.5}, 400, "max_tokens must be an integer"),
     ({"prompt": "one", "max_tokens": True}, 400, "max_tokens must be an integer"),
     ({"prompt": "one", "temperature": -1}, 400, "temperature must be a number from 0 to 100"),
+    ({"prompt": "one", "temperature": 1e-320}, 400, "temperature must be 0 (greedy), or from 1e-06 to 100"),
     ({"prompt": "one", "top_p": "high"}, 400, "top_p must be a number"),
     ({"prompt": "one", "n": 0}, 400, "n must be an integer from 1 to 16"),
     ({"prompt": "one", "seed": -1}, 400, "seed must be an integer"),
@@ -187,6 +188,7 @@ def test_bad_requests_are_refused_with_a_reason(service: Service, body: Any, sta
 def test_other_addresses_and_methods(service: Service) -> None:
     assert service.ask({"prompt": "a"}, "/v1/chat/completions")[0] == 404
     assert service.ask(None, "/v1/nothing", "GET")[0] == 404
+    assert service.ask(None, "/v1/completions", "GET")[0] == 405
     assert service.ask(None, "/../../etc/passwd", "GET")[0] == 404
     assert service.ask(None, "/", "DELETE")[0] == 501
     assert service.ask({"prompt": "one"}, content_type="text/plain")[0] == 415
@@ -234,6 +236,17 @@ def test_a_client_that_is_gone_ends_its_text(service: Service) -> None:
             client.sendall(head.encode() + body)
     assert service.ask({"prompt": "one", "max_tokens": 1})[0] == 200
     assert "Traceback" not in service.log()
+
+
+def test_a_body_that_is_cut_off(service: Service) -> None:
+    """Complete JSON in fewer bytes than the header says: the client may have meant more."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", service.port), timeout=30) as client:
+        client.sendall(head + b'Content-Length: 200\r\n\r\n{"prompt": "one", "max_tokens": 1}')
+        client.shutdown(socket.SHUT_WR)
+        reply = client.makefile("rb").read()
+    assert reply.split()[1] == b"400"
+    assert b"ended after 34 of 200 bytes" in reply
 
 
 def test_many_requests_at_once(service: Service) -> None:
@@ -318,7 +331,7 @@ def test_mistakes_are_one_message(tmp_path: Path, flags: list[str], environ: dic
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(mode)
     ended = task("serve", tmp_path, "output", *flags, **environ)
-    assert ended.codes == [93]
+    assert ended.codes == [2]
     assert message in ended.err[0]
     assert "Traceback" not in ended.err[0]
 

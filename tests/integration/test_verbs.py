@@ -231,7 +231,7 @@ def test_a_missing_script_is_an_error_of_every_verb(gptctl) -> None:
     ):
         done = gptctl(*verb, "--", *words)
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.startswith("error: S001 Launch.entrypoint: ")
+        assert done.stderr.startswith("error: S001 Launch.entrypoint")
         assert "\nhint: " in done.stderr
 
 

@@ -27,6 +27,7 @@ from gptctl.engine.queue_rules import Ticket
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.array_folders import array_name
 from gptctl.jobs.history import History
+from gptctl.jobs.labels import Labels, LabelStore
 from gptctl.jobs.state import state_of
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.submit import Prepared, add_record, freeze_job, new_token, prepare, this_site
@@ -103,6 +104,7 @@ class World:
         backend = Backends(lambda text: None).of(prepared.plan.kind)
         prepared, record = add_record(prepared._replace(git={}), Store(), backend, token, array_dir)
         freeze_job(prepared, record)
+        LabelStore().keep(record, Labels({"exp": "lr", "best": ""}, "a note"))
         # A hundred files of code are not read by any verb, and slow to restore.
         for file in (record.run_folder / "code").rglob("*"):
             if file.is_file() and file.name not in ("rank_log.py", "train.py", "__init__.py"):

@@ -29,6 +29,7 @@ TWINS = {
     "docs/profiling.md": "docs/zh-CN/profiling.md",
     "docs/data.md": "docs/zh-CN/data.md",
     "docs/evaluate-generate-export.md": "docs/zh-CN/evaluate-generate-export.md",
+    "docs/watching.md": "docs/zh-CN/watching.md",
 }
 MACHINE_PATH = re.compile(r"(?<![\w.~])/(work|root|tmp|home)(/|\b)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +97,14 @@ def test_signals_leave_a_note_and_handlers_come_back() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert stop.signal == "SIGUSR1"
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_an_interrupt_while_torch_is_imported() -> None:
+    """The real import, interrupted when the kernel says that torch's library is being loaded."""
+    command = [sys.executable, "-m", "trainer.tasks.export_weights", "nowhere", "--output", "x"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    maps = Path(f"/proc/{process.pid}/maps")
+    while process.poll() is None and "libtorch" not in maps.read_text():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    assert (*process.communicate(timeout=50), process.returncode) == ("", "interrupted\n", 130)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,37 @@ from hypothesis import strategies as st
 
 from trainer.corpus.tokenizer import ByteTokenizer, CharacterTokenizer
 from trainer.errors import UserError
-from trainer.tasks.eval_samples import Sample, cloze_samples, detokenized, perplexity_samples, windows
+from trainer.tasks.eval_samples import Sample, Windows, cloze_samples, detokenized, perplexity_samples
 from trainer.tasks.input_texts import Document, read_documents, read_prompts
 
 BYTES = ByteTokenizer()
+
+
+def windows(tokens: Sequence[int], length: int, stride: int) -> list[Sample]:
+    return list(Windows([tokens], length, stride))
+
+
+def test_windows_over_several_documents() -> None:
+    """Some have no window. Oracle: each document alone."""
+    documents = [[], [1], list(range(9)), [5], [], list(range(20, 23)), []]
+    several = Windows(documents, 4, 2)
+    alone = [sample for tokens in documents for sample in windows(tokens, 4, 2)]
+    assert [several[number] for number in range(len(several))] == alone == several[:]
+    assert several[1:3] == alone[1:3]
+    with pytest.raises(IndexError):
+        several[len(alone)]
+
+
+def test_windows_take_no_memory() -> None:
+    """A million tokens with a stride of 1 are a billion in all windows. Oracle: tracemalloc."""
+    tokens = array("i", range(1_000_000))
+    tracemalloc.start()
+    samples = Windows([tokens], 1024, 1)
+    assert samples[len(samples) - 1] == Sample(tokens[-1025:], 1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(samples) == 1_000_000 - 1024
+    assert peak < 1 << 20
 
 
 def test_windows_by_hand() -> None:

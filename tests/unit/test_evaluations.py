@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gptctl.cli.logs import print_metrics
+from gptctl.jobs import evaluations
 from gptctl.jobs.evaluations import evaluations_in
 from gptctl.jobs.run_metrics import file_rows, whole_run
 from gptctl.jobs.store import JobRecord
@@ -92,6 +93,19 @@ def test_texts_have_names_of_their_own_and_the_latest_result_counts(
     assert cells.split()[-2:] == ["0.25", "7"]
 
 
+def test_other_windows_and_other_texts_of_a_name_are_other_curves(tmp_path: Path) -> None:
+    """The name of the first result stays, whatever comes later."""
+    trains(tmp_path, "a", 10)
+    evaluates(tmp_path, 10, time=1.0, ppl=7.0, window=1024, stride=32)
+    evaluates(tmp_path, 10, time=2.0, ppl=8.0, window=64, stride=1)
+    evaluates(tmp_path, 10, time=3.0, ppl=9.0, window=1024, stride=32, path="/other/wiki.txt")
+    evaluates(tmp_path, 10, time=4.0, ppl=6.0, window=1024, stride=32)
+    rows = whole_run([job_of(tmp_path, "a")])
+    assert shown(rows) == [(10, 6.0)]
+    assert shown(rows, "eval_ppl:/texts/wiki.txt (window 64, stride 1)") == [(10, 8.0)]
+    assert shown(rows, "eval_ppl:/other/wiki.txt (window 1024, stride 32)") == [(10, 9.0)]
+
+
 @pytest.mark.parametrize(
     "facts",
     [
@@ -119,3 +133,12 @@ def test_odd_files_are_passed_over(tmp_path: Path) -> None:
     assert (found.step, found.time) == (10, 0.0)
     assert found.numbers == {"eval_loss:wiki.txt": 1.0, "eval_adjusted_ppl:wiki.txt": 3.1}
     assert evaluations_in(tmp_path / "nowhere") == []
+
+
+def test_the_newest_of_too_many_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time of the file: the names are random, and here the newest ones come last."""
+    monkeypatch.setattr(evaluations, "MOST", 3)
+    for step in range(1, 6):
+        evaluates(tmp_path, step, time=float(step))
+        os.utime(tmp_path / f"evaluation.{step - 1:016x}.json", (step, step))
+    assert [each.step for each in evaluations_in(tmp_path)] == [3, 4, 5]

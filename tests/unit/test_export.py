@@ -27,7 +27,7 @@ from trainer.weights import export as exporting
 from trainer.weights import new_folder
 from trainer.weights.tokenizer_files import tokenizer_files
 
-REFUSED = 93
+REFUSED, WRONG_USAGE = 93, 2
 TEXTS = ["", "plain words , and  spaces .\n", "naïve café — 中文，日本語 🙂", "\x00\x7f tabs\t\r\n", "don't  <b>"]
 
 
@@ -251,10 +251,26 @@ def test_what_exists_is_never_overwritten(tmp_path: Path, capsys: pytest.Capture
 def test_an_empty_folder_and_what_a_killed_export_left(tmp_path: Path) -> None:
     made = make(tmp_path)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out.tmp").mkdir()
-    (tmp_path / "out.tmp" / "model.safetensors").write_text("half")
+    part = tmp_path / f"out{new_folder.SUFFIX}"
+    part.mkdir()
+    (part / "model.safetensors").write_text("half")
+    (part / new_folder.MARKER).touch()
     hugging_face(exported(made, tmp_path, name="out"))
-    assert not (tmp_path / "out.tmp").exists()
+    assert not part.exists()
+    assert not (tmp_path / "out" / new_folder.MARKER).exists()
+
+
+@pytest.mark.parametrize("name", ["out.tmp", f"out{new_folder.SUFFIX}"])
+def test_a_folder_of_the_user_beside_the_output_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    made = make(tmp_path)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.txt").write_text("mine")
+    code = main([str(made.folder), "--output", str(tmp_path / "out")])
+    assert (tmp_path / name / "thesis.txt").read_text() == "mine"
+    assert code == (0 if name == "out.tmp" else REFUSED)
+    assert ("no export has made it" in capsys.readouterr().err) == bool(code)
 
 
 def test_a_stop_request_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,5 +377,5 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest
 )
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str]) -> None:
     made = make(tmp_path)
-    assert main([str(made.folder), "--output", str(tmp_path / "out"), *wrong]) == REFUSED
+    assert main([str(made.folder), "--output", str(tmp_path / "out"), *wrong]) == WRONG_USAGE
     assert "--help" in capsys.readouterr().err

@@ -34,6 +34,7 @@ C10D = STATIC._replace(form="c10d")
         ("attempt-0/endpoint.json", 0, 0),
         ("attempt-0/outcome.json", 0, 0),
         ("attempt-0/hosts", 0, 0),
+        ("attempt-0/environment.json", 0, None),
         ("output/status.json", 0, None),
         ("work/workerlog.5", None, None),
     ],

@@ -182,6 +182,8 @@ def softmax(logits: list[float]) -> list[float]:
         # Probabilities are 0.56, 0.21, 0.13, 0.08, 0.03: of 0.7, two tokens are needed.
         ({"top_k": 0, "top_p": 0.7}, [*softmax(LOGITS[:2]), 0, 0, 0]),
         ({"top_k": 4, "top_p": 0.8}, [*softmax(LOGITS[:3]), 0, 0]),
+        # As in FleetX, of the probabilities before top-k: 0.56 is not enough, so both stay.
+        ({"top_k": 2, "top_p": 0.7}, [*softmax(LOGITS[:2]), 0, 0, 0]),
         ({"top_k": 99, "top_p": 1.0}, softmax(LOGITS)),
     ],
 )

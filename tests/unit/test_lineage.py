@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from gptctl.jobs.config_differences import Difference
 from gptctl.jobs.first_job import first_job
 from gptctl.jobs.remove import continued_by
 from gptctl.jobs.report import lineage_facts, lineage_pairs
 from gptctl.jobs.resume import (
-    Difference,
     NoCheckpoint,
     find_resume_point,
     lineage,
@@ -205,11 +205,14 @@ def test_who_continues_a_job_that_is_removed(store: Store) -> None:
     where = {"local_dir": str(third.run_folder.with_name("a-000004")), "output_dir": first.output_dir}
     other = third._replace(id="a-000004", continues="", token="t9", **where)
     assert store.add(other)
-    assert continued_by(first, store) == [second.id, other.id]
-    assert continued_by(second, store) == [third.id]
-    assert continued_by(third, store) == []
+    known = store.records()
+    assert continued_by([first, second, third], known) == {
+        first.id: [second.id, other.id],
+        second.id: [third.id],
+        third.id: [],
+    }
     remove_folder(second)
-    assert continued_by(second, store) == []
+    assert continued_by([second], known) == {}
 
 
 def test_jobs_of_a_chain_keep_their_own_history(store: Store) -> None:

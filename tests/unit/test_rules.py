@@ -30,6 +30,7 @@ CASES = [
     ("A010", "Launch:\n  rdzv:\n    endpoint: head:29500\n    port: 29400\n", 4),
     ("A014", "Launch:\n  cluster: slurm-example\n  slurm: {time: 5, save_before: 300}\n", 3),
     ("A015", "Launch:\n  cluster: ssh-example\n  nodes: 2\nDistributed:\n  sharding: {sharding_degree: 4}\n", 2),
+    ("A016", "Launch:\n  notify: https://example.org/hook?key=1\n", 2),
     ("A011", "Launch:\n  cluster: slurm-example\n  slurm:\n    extra: {nodes: 4}\n", 4),
     ("B001", "Global:\n  global_batch_size: 30\nDistributed:\n  dp_degree: 4\n", 2),
     ("B001", "Global:\n  local_batch_size: 2\n  global_batch_size: 30\nDistributed:\n  dp_degree: 4\n", 3),
@@ -149,6 +150,7 @@ CASES = [
     ("A013", "Launch:\n  slurm: {partition: p}\n", 2),
     ("T025", "use_sharding: true\n", 1),
     ("T025", "sharding_degree: 4\nuse_sharding: false\n", 2),
+    ("T030", "Engine: {max_steps: 1000}\nOptimizer:\n  lr:\n    decay_steps: 200000\n", 4),
     ("T026", "Data:\n  Train:\n    dataset:\n      split: [1, 0, 0]\n", 4),
 ]
 ELSEWHERE = "CEPSW"  # tree, kinds and layers, the lint, profiles, surroundings and sweeps have tables of their own
@@ -333,10 +335,10 @@ def test_codes_are_unique() -> None:
 def test_codes_never_change_their_meaning() -> None:
     """The codes users have seen: removing or renumbering one breaks their scripts and their memory."""
     published = """
-        A001-A015 B001-B002 C001-C008 C010-C019 E001-E032 L001-L012 M001-M001 N001-N001 N003-N007
+        A001-A016 B001-B002 C001-C008 C010-C019 E001-E032 L001-L012 M001-M001 N001-N001 N003-N007
         P001-P008
-        S001-S013 S015-S020 S030-S031 S040-S040
-        T001-T013 T020-T026 T029-T029 W001-W003
+        S001-S013 S015-S020 S030-S034 S040-S040
+        T001-T013 T020-T026 T029-T030 W001-W003
     """
     expected = []
     for span in published.split():

@@ -68,7 +68,8 @@ def test_submit_says_what_it_is_and_where_it_is_written(launch, tmp_path: Path, 
     if kind == "locked" and os.geteuid() == 0:
         pytest.skip("root may read every file")
     (found,) = launch(kind)[0]
-    assert found.message == f"{KINDS[kind].format(tmp_path / 'key')} ({tmp_path / 'run.yaml'}:3)"
+    assert found.message == KINDS[kind].format(tmp_path / "key")
+    assert str(found.place) == f"{tmp_path / 'run.yaml'}:3"
 
 
 def test_a_regular_file_is_accepted(launch) -> None:

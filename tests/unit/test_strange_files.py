@@ -24,6 +24,7 @@ from trainer.data.index import Cache, IndexMaps
 from trainer.errors import UserError
 from trainer.metrics import Log, Metrics
 from trainer.rank_log import append, redirect
+from trainer.records import Records
 from trainer.slices import whole
 from trainer.status import report_failure
 from trainer.watchdog import Watchdog
@@ -128,9 +129,10 @@ def test_a_snapshot_with_tensors_larger_than_its_file(tmp_path: Path) -> None:
 @pytest.fixture
 def metrics(tmp_path: Path) -> Callable[[], tuple[Metrics, io.StringIO]]:
     def opened() -> tuple[Metrics, io.StringIO]:
-        log, metrics = io.StringIO(), object.__new__(Metrics)
-        metrics.log, metrics.file, metrics.origin = Log("fleetx", 0, log), tmp_path / "metrics.jsonl", {}
-        return metrics, log
+        stream, metrics = io.StringIO(), object.__new__(Metrics)
+        metrics.log, metrics.job = Log("fleetx", 0, stream), None
+        metrics.records = Records(tmp_path / "metrics.jsonl", "metrics are", metrics.log.warn)
+        return metrics, stream
 
     return opened
 
@@ -160,7 +162,7 @@ def test_metrics_do_not_follow_a_link(tmp_path: Path, metrics: Any) -> None:
 @pytest.mark.parametrize("kind", NO_FILES)
 def test_a_status_that_is_no_file_is_not_changed(tmp_path: Path, kind: str) -> None:
     NO_FILES[kind](tmp_path / "status.json")
-    report_failure(tmp_path, "reason")
+    report_failure(tmp_path, "reason", 0.0)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NO_FILES if kind != "huge sparse file"])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptctl.cli.jobs import LIST_COLUMNS
+from gptctl.cli.listing import LIST_COLUMNS
 from gptctl.cli.table_layout import Column, as_columns, broken_name, fitted, text_width, wrapped
 from gptctl.jobs.store import short_id
 from gptctl.text import plain_value

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from gptctl.backends import Backends
+from gptctl.cli import cli
+from gptctl.cli.session import Session
+from gptctl.cli.tasks import generate
 from gptctl.jobs.store import Store
 from gptctl.jobs.submit import this_site
 from gptctl.jobs.tasks import Task, check_task, foreground_script, seen_by
@@ -20,6 +26,7 @@ from tests.unit.test_jobs import record
 from tests.unit.test_tasks import BASE, EVALUATION, GENERATION
 from trainer.config import Override
 from trainer.errors import UserError
+from trainer.tasks import texts
 
 CONFIG = {
     "Global": {"device": "cpu", "seed": 3, "global_batch_size": 64},
@@ -85,6 +92,20 @@ def test_a_path_comes_before_a_job_of_the_same_name(save: Callable[..., Path], p
     assert found.folder.endswith("of-the-job/step_7")
     assert found.record
     assert found.record.id == "gpt-1"
+
+
+def test_a_folder_without_checkpoints_hides_a_job(save: Callable[..., Path], place: Path) -> None:
+    save(7, folder="of-the-job")
+    job = record("gpt-1", output_dir=str(place / "of-the-job"), local_dir=str(place / "runs/gpt-1"))
+    assert Store().add(job)
+    Store().accept(job)
+    (place / "gpt-1").mkdir()
+    with pytest.raises(UserError) as caught:
+        find("gpt-1")
+    assert caught.value.message == "gpt-1 here contains no checkpoint, and hides the job gpt-1"
+    assert str(place / "of-the-job") in caught.value.hint
+    with pytest.raises(UserError, match=r"^gpt-1 contains no checkpoint"):
+        find("./gpt-1")
 
 
 @pytest.mark.parametrize(
@@ -200,3 +221,44 @@ def test_files_of_fleetx_for_tasks(save: Callable[..., Path], place: Path, text:
     offline = checked.resolved.run.Offline_Eval
     assert (offline.cloze_eval, offline.eval_path) == expected
     assert checked.machines.world == 1
+
+
+def test_values_that_begin_with_a_dash(save: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """The words that gptctl prints, read by the program's own parser."""
+    save(5)
+    words = ["generate", "output", "hi", "--stop", "---", "--stop", "-x", "--top-k", "5", "--greedy", "--dry-run"]
+    cli(words, standalone_mode=False)
+    printed = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    read = texts._parser("").parse_args(printed[printed.index("trainer.tasks.generate") + 1 :])
+    assert (read.stop, read.top_k, read.greedy, read.prompts) == (["---", "-x"], "5", True, ["hi"])
+
+
+def test_prompts_of_several_lines_arrive(save: Callable[..., Path], place: Path) -> None:
+    """The oracle is the process that the script starts: it prints its arguments."""
+    printer = place / "python"
+    printer.write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
+    printer.chmod(0o755)
+    options, prompts = ("--stop", "\n", "--stop", "\t"), ("two\nlines\t'", "\r\n")
+    typed = Task("generate", "generate", find(str(save(5))), options, prompts)
+    site = this_site()._replace(python=str(printer))
+    script = foreground_script(check_task(typed, [], site, False), site, BACKENDS)
+    found = subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout.decode()
+    assert found.split("\0")[2:-1] == [*options, "--", str(place / "output/step_5"), *prompts]
+    plan = BACKENDS.of("local").plan(check_task(typed, [], site, True), site, JobIdentity("g-1", "/runs/g-1"))
+    assert plan.program[-3:] == (str(place / "output/step_5"), *prompts)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["x" * 17_000], "prompt 1 has 17,000 characters"),
+        (["x" * 16_000] * 7, "the prompts have 112,000 bytes"),
+        (["fine", "\udcff\udcfe"], "prompt 2 is not valid UTF-8"),
+        (["--stop", "\udcff", "fine"], "--stop is not valid UTF-8"),
+    ],
+)
+def test_prompts_that_a_command_line_cannot_carry(save: Callable[..., Path], words: list[str], message: str) -> None:
+    result = CliRunner().invoke(generate, [str(save(5)), *words, "--dry-run"], obj=Session())
+    assert isinstance(result.exception, UserError)
+    assert message in result.exception.message
+    assert "--prompts prompts.jsonl" in result.exception.hint

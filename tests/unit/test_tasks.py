@@ -15,7 +15,7 @@ from trainer.errors import UserError
 BASE = """\
 Global: {device: gpu, seed: 1024, global_batch_size: , local_batch_size: 8, micro_batch_size: 8}
 Engine:
-  max_steps: 1000
+  max_steps: 500000
   accumulate_steps:
   test_iters:
   mix_precision: {enable: True, dtype: float16, level: O2, scale_loss: 32768.0, custom_black_list: [reduce_sum]}
@@ -32,7 +32,7 @@ EVALUATION = "Offline_Eval: {eval_path: ./lambada_test.jsonl, cloze_eval: True, 
 QUANTIZATION = "Quantization: {enable: True, weight_quantize_type: abs_max, weight_bits: 8, activation_bits: 8, quantizable_layer_type: [Linear], onnx_format: True}"
 PRUNE = "Prune: {enable: True, cal_sens: False, criterion: l1_norm, ratio: 0.125}"
 MODEL_ONLY = """\
-Global: {seed: 1024, local_batch_size: 8, micro_batch_size: 8, max_steps: 1000}
+Global: {seed: 1024, local_batch_size: 8, micro_batch_size: 8, max_steps: 500000}
 Model: {name: GPT, vocab_size: 50304, hidden_size: 1024, num_layers: 24, num_attention_heads: 16, type_vocab_size: 16}
 Distributed: {dp_degree: 1, sharding: {sharding_degree: 1, sharding_stage: 1}}
 """

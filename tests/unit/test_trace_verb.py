@@ -78,6 +78,16 @@ def test_one_file_has_all_ranks(gptctl, four: Path) -> None:
     assert "one trace, 1 rank" in gptctl("trace", "all.json", cwd=four).stdout
 
 
+def test_too_many_processes_to_merge(gptctl, four: Path) -> None:
+    """Each trace alone can be read; a message, not a bug."""
+    one = event("aten::mm", 1000, 1)
+    write(four / FOLDER / "rank_1.steps_1-2.json", [step(1, 1000, 1000), *({**one, "pid": n} for n in range(100_010))])
+    done = gptctl("trace", "profiler_log", "--output", "all.json", cwd=four)
+    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0)
+    assert "error: cannot merge the traces: more than 100,000 processes" in done.stderr
+    assert not (four / "all.json").exists()
+
+
 def test_a_damaged_trace_is_named_and_the_others_are_shown(gptctl, four: Path) -> None:
     file = four / FOLDER / "rank_1.steps_1-2.json"
     file.write_bytes(file.read_bytes()[:500])

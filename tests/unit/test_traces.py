@@ -357,3 +357,41 @@ def test_reading_a_large_trace_takes_little_memory(tmp_path: Path) -> None:
     small, large = peak(70_000), peak(400_000)
     assert large < 32 << 20
     assert large - small < 8 << 20
+
+
+def test_a_large_value_is_parsed_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as much text for each attempt. Oracle: the number of attempts, a logarithm of the chunks."""
+    (tmp_path / "t.json").write_text(
+        json.dumps({"ranks": list(range(100_000)), "traceEvents": [event("aten::mm", 0, 1)]})
+    )
+    monkeypatch.setattr(trace_reader, "CHUNK", 1000)
+    parse, attempts = json.JSONDecoder.raw_decode, []
+
+    def counted(self: json.JSONDecoder, text: str, at: int = 0) -> tuple[object, int]:
+        attempts.append(len(text) - at)
+        return parse(self, text, at)
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counted)
+    reader = TraceReader(tmp_path / "t.json")
+    assert len([*reader.events()]) == 1
+    assert len(reader.facts["ranks"]) == 100_000
+    assert len(attempts) < 30
+
+
+def test_a_number_of_too_many_digits_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text('{"x": ' + "9" * 5000 + ', "traceEvents": []}')
+    with pytest.raises(DamagedFile, match="a number has too many digits"):
+        read_profile(tmp_path / "t.json", 0)
+
+
+def test_merged_traces_have_no_infinity(tmp_path: Path) -> None:
+    """Oracle: JSON as RFC 8259 defines it."""
+    text = '[{"ph": "X", "ts": 1e999, "args": {"a": [-1e999, 1.5]}, "pid": 1}]'
+    (tmp_path / "t.json").write_text(text)
+    write_merged({0: tmp_path / "t.json"}, tmp_path / "merged.json")
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    (found,) = json.loads((tmp_path / "merged.json").read_text(), parse_constant=refuse)["traceEvents"]
+    assert (found["ts"], found["args"]) == (None, {"a": [None, 1.5]})

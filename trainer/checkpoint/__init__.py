@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,11 +58,14 @@ class Checkpoints:
         current_keys()  # raises UserError for an invalid key, before anything is trained
         self.store, self.keep_last, self.mesh = Store(output), keep_last, mesh
         self.info, self.warn = info, warn
+        # Called with step and seconds when a checkpoint is complete, by the thread that wrote it.
+        self.on_commit: Callable[..., None] = lambda **facts: None
         # The step of the newest checkpoint that this run wrote or resumed from.
         self.saved_step: int | None = None
         self._share: dict[str, Rows] | None = None  # what this rank writes
         self._buffers: dict[str, Tensor] = {}  # allocated once: pinning memory is slow
         self._thread: threading.Thread | None = None
+        self._began = 0.0  # when the newest save began
         self.failure = ""  # why the last save failed
         self._unverified: Job | None = None  # this rank's newest file, if it was not read back
         # Why each checkpoint was rejected.
@@ -211,6 +215,7 @@ class Checkpoints:
         if step == self.saved_step:
             return
         arguments = (step, self._staged(pieces), {"step": step, **facts})
+        self._began = time.monotonic()
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
 
@@ -283,6 +288,7 @@ class Checkpoints:
     def _report(self, step: int, part: Path, failure: str) -> None:
         if not failure:
             self.saved_step = step
+            self.on_commit(step=step, seconds=round(time.monotonic() - self._began, 3))
             self.info(f"Save model to {part.with_suffix('')}")
             return
         if self.mesh.rank_on_disk == 0:

@@ -209,6 +209,7 @@ class Text(NamedTuple):
     pattern: str = ""
     form: str = ""
     has_lines: bool = False  # more than one is fine
+    longest: int = 4096  # characters
 
     def read(self, node: Node) -> str:
         text = scalar_text(node, "a text")
@@ -216,10 +217,9 @@ class Text(NamedTuple):
             raise BadValue(
                 NOT_A_NAME, "line breaks and tabs are not allowed here", "write it on one line"
             )
-        if len(text) > 4096:
-            raise BadValue(
-                NOT_A_NAME, f"too long: {len(text):,} characters", "use at most 4,096 characters"
-            )
+        if len(text) > self.longest:
+            hint = f"use at most {self.longest:,} characters"
+            raise BadValue(NOT_A_NAME, f"too long: {len(text):,} characters", hint)
         if self.pattern and not re.fullmatch(self.pattern, text):
             raise BadValue(NOT_A_NAME, f"{shown(text)} is not {self.form}", f"write {self.form}")
         return text

@@ -67,7 +67,7 @@ class Reading:
         for bad in faults:
             item = bad.item or node
             # Findings are printed and logged, so they must not contain secrets.
-            value = None if isinstance(kind, Names) and kind.is_secret else plain(item)
+            value = None if getattr(kind, "is_secret", False) else plain(item)
             full = join(path, bad.key) if bad.key else path
             hint = bad.hint.replace("-o KEY=", f"-o {full}=")
             self.found.append(bad.rule.found(full, value, bad.message, hint, item.place))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.config.schedule_rules import check_schedule
 from trainer.config.sections import Dataset, RunConfig
 from trainer.errors import Finding, Rule, one_of
 from trainer.layout import DEGREE_KEYS, segments
@@ -64,13 +65,6 @@ STEPS = Rule(
     "max_steps must be greater than 0 if run_mode is set to step",
     uses=("Engine.run_mode", "Engine.max_steps"),
 )
-# A warning, because FleetX itself published configs with the two values swapped.
-LR_ORDER = Rule(
-    "T020",
-    "min_lr should not be greater than max_lr",
-    "warning",
-    uses=("Optimizer.lr.min_lr", "Optimizer.lr.max_lr", "Optimizer.lr.name"),
-)
 # A warning, because FleetX too accepts such settings and switches them off.
 NO_EFFECT = Rule("T021", "a setting should have an effect in this layout", "warning")
 # A warning, because training works without evaluation.
@@ -123,6 +117,7 @@ def check_run(run: RunConfig) -> Iterator[Finding]:
     yield from _check_recompute(run)
     yield from _check_distributed(run)
     yield from _check_engine(run)
+    yield from check_schedule(run)
     yield from _check_profiler(run)
     yield from _check_other_sections(run)
     yield from _without_effect(run)
@@ -276,13 +271,6 @@ def _check_engine(run: RunConfig) -> Iterator[Finding]:
         yield STEPS.found(
             "Engine.max_steps", run.Engine.max_steps, message, "use 1 or more, or run_mode: epoch"
         )
-    lr = run.Optimizer.lr
-    if lr.name != "none" and lr.min_lr > lr.max_lr:
-        message = (
-            f"min_lr {lr.min_lr:g} is above max_lr {lr.max_lr:g}: "
-            "the learning rate would increase during decay"
-        )
-        yield LR_ORDER.found("Optimizer.lr.min_lr", lr.min_lr, message, "swap min_lr and max_lr")
     if run.Model.virtual_pp_degree > 2:
         message = (
             f"{run.Model.virtual_pp_degree} chunks per stage add more communication "

@@ -29,6 +29,7 @@ from trainer.trackers import PACKAGES
 
 MAX_DEGREE = 1 << 20  # a million GPUs; anything larger is a typing error
 MAX_BATCH = 1 << 30
+LOWEST_TEMPERATURE = 1e-6  # logits divided by less would not be finite
 
 
 @record(frozen=True)
@@ -393,7 +394,9 @@ class Generation:
     top_p: float = number(
         0.75, "sample from the most likely tokens with this total probability", above=0, high=1
     )
-    temperature: float = number(1.0, "below 1: more likely text, above 1: more varied", above=0)
+    temperature: float = number(
+        1.0, "below 1: more likely text, above 1: more varied", low=LOWEST_TEMPERATURE
+    )
     min_dec_len: int = integer(
         1, "tokens before a text may end; a character GPT has no end token: max_dec_len", low=0
     )
@@ -407,7 +410,7 @@ class Generation:
         topp_sampling="sampling",
     )
     repetition_penalty: float = number(
-        1.0, "above 1: tokens that the text already has become less likely", above=0, high=100
+        1.0, "above 1: tokens that the text already has become less likely", low=0.01, high=100
     )
     stop_words: tuple[str, ...] = key(
         Words(Text(r"(?s).+", "a text", has_lines=True)), (), "a text ends before any of these"

@@ -9,15 +9,23 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from trainer.corpus.blocks import PARQUET, PIECE, TOO_LONG, Block, texts_of_parquet
+from trainer.corpus.blocks import (
+    FIRST_LINES,
+    LINE_ENDS,
+    LONG_ROW,
+    PARQUET,
+    PIECE,
+    SEPARATORS,
+    TOO_LONG,
+    Block,
+    texts_of_parquet,
+)
 from trainer.corpus.sources import Source
 from trainer.corpus.tokenizer import Tokenizer
 from trainer.errors import UserError
 
 # Characters per call of a tokenizer: it needs 100 to 200 bytes of memory for each.
 PART, BATCH = 1 << 18, 1 << 21
-_BLANK_LINES = re.compile(rb"\n[ \t\r]*\n")
-_OUTER_LINES = re.compile(rb"\A(?:[ \t\r]*\n)+|[\r\n]+\Z")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\ufffd".encode()
 
@@ -194,6 +202,8 @@ class _Reading:
         if block.kind == TOO_LONG:
             if block.starts:
                 self._invalid(0, "the line is longer than 64 MiB")
+        elif block.kind == LONG_ROW:
+            self._invalid(0, "the text is longer than 64 MiB")
         elif block.kind == PARQUET:
             for row, value in enumerate(texts_of_parquet(block.data)):
                 yield self._decoded(value or b"", row)
@@ -203,11 +213,15 @@ class _Reading:
             yield from self._lines(block)
 
     def _paragraphs(self, data: bytes) -> Iterator[str]:
-        line = 0
-        for paragraph in _BLANK_LINES.split(data):
-            if stripped := _OUTER_LINES.sub(b"", paragraph):  # more blank lines are no documents
-                yield self._decoded(stripped, line)
-            line += paragraph.count(b"\n") + 2
+        line, begin, separator = 0, 0, SEPARATORS["paragraph"]
+        assert separator
+        for end, after in (*map(re.Match.span, separator.finditer(data)), (len(data),) * 2):
+            text = FIRST_LINES.sub(b"", data[begin:end])
+            blank = data.count(b"\n", begin, end) - text.count(b"\n")
+            if text := text.rstrip(LINE_ENDS):
+                yield self._decoded(text, line + blank)
+            line += data.count(b"\n", begin, after)
+            begin = after
 
     def _lines(self, block: Block) -> Iterator[str]:
         lines = block.data.split(b"\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,11 +13,14 @@ from trainer.corpus.metadata import (
     ENDING,
     Metadata,
     common_tokenizer,
+    damaged_metadata_at,
     metadata_at,
     require_same,
     stem_of,
     tokenizer_beside,
 )
+from trainer.corpus.shards import ShardFolder
+from trainer.corpus.token_files import HINT as TRAINER_HINT
 from trainer.corpus.token_files import Corpus, TokenFile, open_corpus
 from trainer.corpus.tokenizer import Tokenizer, open_tokenizer
 from trainer.errors import UserError
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+FIX = "restore it from a copy, or prepare the data again with --overwrite"
+_HINT = "write the --output of gptctl data prepare, a folder of token files, or one of them"
 _CHUNK = 1 << 22  # tokens or documents to look at together
 Advance = Callable[[int], None]  # called with the number of tokens that were verified
 
@@ -72,7 +78,20 @@ class Data(NamedTuple):
 
 def open_data(path: str) -> Data:
     require("numpy", "reading token files")
-    return Data(path, open_corpus(path), common_tokenizer(metadata_at(path)))
+    _require_finished(path)
+    try:
+        return Data(path, open_corpus(path), common_tokenizer(metadata_at(path)))
+    except UserError as error:
+        # The hint of the trainer is about its config.
+        hint = _HINT if error.hint == TRAINER_HINT else error.hint
+        raise UserError(error.message, hint) from None
+
+
+def _require_finished(path: str) -> None:
+    shards = ShardFolder(Path(path)) if Path(path).name else None
+    if shards and shards.has_begun and not os.path.lexists(f"{path}{ENDING}"):
+        hint = "run the same gptctl data prepare command again: it continues where it was"
+        raise UserError(f"{path} is not complete: prepare did not finish", hint)
 
 
 def tokenizer_for(data: Data, source: str | None) -> Tokenizer:
@@ -101,7 +120,8 @@ def verify(path: str, advance: Advance = lambda _: None) -> tuple[Data, list[str
     """Read all data. Returns what is wrong with it; unreadable files are a UserError."""
     known = metadata_at(path)
     # First the checksums: they say which file is damaged, where the rest only says that one is.
-    problems = [problem for each in known for problem in _damage(each)]
+    problems = [f"{file}: damaged metadata" for file in damaged_metadata_at(path)]
+    problems += [problem for each in known for problem in _damage(each)]
     if problems:
         return Data(path, Corpus([]), None), problems
     data = open_data(path)
@@ -118,7 +138,7 @@ def _damage(metadata: Metadata) -> Iterator[str]:
         if Path(name).name != name:  # a crafted file must not make us read others
             yield f"{metadata.file} names a file outside of its folder: {name}"
         elif damage := damage_in(folder / name, facts):
-            yield f"{folder / name}: {damage}"
+            yield damage.replace(name, str(folder / name), 1)
 
 
 def _problems(file: TokenFile, metadata: Metadata | None, advance: Advance) -> Iterator[str]:
@@ -140,8 +160,8 @@ def _without_end(file: TokenFile, eos_id: int) -> Iterator[str]:
     import numpy as np
 
     ends = np.cumsum(file.lengths)
-    filled = file.lengths > 0
-    lacking = np.flatnonzero(filled & (file.ids[np.maximum(ends, 1) - 1] != eos_id))
+    filled = np.flatnonzero(file.lengths)
+    lacking = filled[file.ids[ends[filled] - 1] != eos_id]
     if len(lacking):
         yield f"{file.prefix}: document {int(lacking[0])} does not end with token {eos_id}"
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.checksums import is_facts
 from trainer.corpus.tokenizer import Tokenizer, open_tokenizer
 from trainer.durable import replacing
 from trainer.errors import UserError
@@ -61,26 +62,39 @@ def read_metadata(file: Path) -> Metadata | None:
     try:
         found = Metadata(file, read_object(file, _LARGEST))
         is_valid = found.content["version"] == VERSION and _is_identity(found.content["tokenizer"])
-        return found if is_valid and isinstance(found.files, dict) else None
+        return found if is_valid and all(map(is_facts, found.files.values())) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _is_identity(value: dict[str, Any]) -> bool:
-    texts = all(isinstance(value[key], str) for key in ("kind", "digest"))
+    names = value.get("files", [])
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    texts = is_list and all(isinstance(value[key], str) for key in ("kind", "digest"))
     end = value["eos_id"]
     return texts and type(value["vocab_size"]) is int and (end is None or type(end) is int)
 
 
 def metadata_at(path: str | os.PathLike[str]) -> list[Metadata]:
     """All that is known of the data at a folder, a file or a prefix; see `token_files.py`."""
-    place = Path(path)
-    folder, name = (place, None) if os.path.isdir(place) else (place.parent, place.name)
+    name = None if os.path.isdir(path) else Path(path).name
+    found = map(read_metadata, _files_beside(path))
+    return [each for each in found if each and (name is None or _describes(each, name))]
+
+
+def damaged_metadata_at(path: str | os.PathLike[str]) -> list[Path]:
+    """Files that should describe the data there, but cannot be read."""
+    own = None if os.path.isdir(path) else stem_of(Path(path).name) + ENDING
+    files = (file for file in _files_beside(path) if own in (None, file.name))
+    return [file for file in files if read_metadata(file) is None]
+
+
+def _files_beside(path: str | os.PathLike[str]) -> list[Path]:
+    folder = Path(path) if os.path.isdir(path) else Path(path).parent
     names: Collection[str] = ()
     with suppress(OSError):
         names = sorted(each for each in os.listdir(folder) if each.endswith(ENDING))
-    found = [read_metadata(folder / each) for each in names]
-    return [each for each in found if each and (name is None or _describes(each, name))]
+    return [folder / each for each in names]
 
 
 def _describes(metadata: Metadata, name: str) -> bool:
@@ -133,13 +147,25 @@ def require_same(tokenizer: Tokenizer, recorded: dict[str, Any], where: str) -> 
         raise UserError(message, "use the tokenizer with which the data was prepared")
 
 
+def is_part_of(folder: Path, files: Iterable[Path]) -> bool:
+    """Whether a folder has only copies of these files: not all, if copying them failed."""
+    sources = {file.name: file for file in files}
+    # A killed process leaves `tokenizer.json.part123`, see `replacing`.
+    foreign = {name for name in os.listdir(folder) if name.partition(".part")[0] not in sources}
+    copied = [name for name in sources if os.path.lexists(folder / name)]
+    return not foreign and all(_is_copy(folder / name, sources[name]) for name in copied)
+
+
+def _is_copy(file: Path, source: Path) -> bool:
+    with suppress(OSError):
+        return read_bytes(file, _LARGEST * 4) == read_bytes(source, _LARGEST * 4)
+    return False
+
+
 def copy_tokenizer(files: Iterable[Path], folder: Path) -> None:
     """Copy the files of a tokenizer into a folder. Does nothing if they are there already."""
     for file in files:
-        content, target = read_bytes(file, _LARGEST * 4), folder / file.name
-        with suppress(OSError):
-            if read_bytes(target, _LARGEST * 4) == content:
-                continue
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as stream:
-            stream.write(content)
+        if not _is_copy(folder / file.name, file):
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(folder / file.name) as stream:
+                stream.write(read_bytes(file, _LARGEST * 4))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trainer.checksums import FileFacts, file_facts
 from trainer.corpus.indexed import LONGEST, write_index
+from trainer.corpus.metadata import ENDING as METADATA
 from trainer.corpus.shards import Shard, checksum
 from trainer.durable import replacing
 from trainer.errors import UserError
@@ -33,6 +36,7 @@ class Joined(NamedTuple):
     folder: Path
     shards: Sequence[Shard]
     dtype: str
+    advance: Callable[[int], None] = lambda _: None  # called with bytes that were handled
 
     @property
     def tokens(self) -> int:
@@ -56,13 +60,14 @@ class Joined(NamedTuple):
             with open(shard.file(self.folder, part), "rb") as stream:
                 while data := stream.read(_CHUNK):
                     yield data
+                    self.advance(len(data))
 
     def check(self) -> None:
         """Raise UserError if a shard is damaged: nobody would notice the wrong output."""
         for shard in self.shards:
             for part, (_, expected) in shard.files.items():
                 file = shard.file(self.folder, part)
-                if checksum(file) != expected:
+                if checksum(file, self.advance) != expected:
                     hint = f"check the disk, delete {file} and run the same command again"
                     raise UserError(f"{file} is damaged: wrong checksum", hint)
 
@@ -76,7 +81,43 @@ def write_output(kind: str, prefix: Path, joined: Joined) -> dict[str, FileFacts
     files = [prefix.with_name(prefix.name + ending) for ending in ENDINGS[kind]]
     write = {"npy": _write_npy, "npz": _write_npz, "megatron": _write_megatron}[kind]
     write(files, joined)
-    return {file.name: file_facts(file) for file in files}
+    return {file.name: file_facts(file, advance=joined.advance) for file in files}
+
+
+def work_of(shards: Sequence[Shard]) -> int:
+    """The bytes that joining handles, about: of each shard checked, copied and read back."""
+    return sum(3 * size for shard in shards for size, _ in shard.files.values())
+
+
+def token_files_at(prefix: Path, is_merged: bool) -> list[Path]:
+    """The files at a prefix that token files would replace, or that would be read with them."""
+    return _files_at(prefix, is_merged, (), "")
+
+
+def remove_token_files(
+    prefix: Path, known: Iterable[str], is_merged: bool, new: Container[str]
+) -> None:
+    """Delete the token files at a prefix, and those that its metadata names, except new ones."""
+    endings = tuple(ending for each in ENDINGS.values() for ending in each)
+    named = (name for name in known if Path(name).name == name and name.endswith(endings))
+    for file in (*token_files_at(prefix, is_merged), *map(prefix.with_name, named)):
+        if file.name not in new:
+            file.unlink(missing_ok=True)
+
+
+def remove_parts(prefix: Path, is_merged: bool) -> None:
+    """Delete the temporary files that a killed process left, see `replacing`."""
+    for file in _files_at(prefix, is_merged, (METADATA,), r"\.part[0-9]+"):
+        file.unlink(missing_ok=True)
+
+
+def _files_at(prefix: Path, is_merged: bool, others: Iterable[str], suffix: str) -> list[Path]:
+    numbers = "" if is_merged else "(-[0-9]{5,})?"
+    known = [*others, *(ending for each in ENDINGS.values() for ending in each)]
+    endings = "|".join(map(re.escape, known))
+    name = re.compile(f"{re.escape(prefix.name)}{numbers}({endings}){suffix}")
+    names = os.listdir(prefix.parent) if prefix.parent.is_dir() else ()
+    return [prefix.with_name(each) for each in sorted(names) if name.fullmatch(each)]
 
 
 def _write_npy(files: Sequence[Path], joined: Joined) -> None:

@@ -8,29 +8,47 @@ disk, so after a kill the same command continues after the last complete one.
 
 from __future__ import annotations
 
-import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.checksums import FileFacts
 from trainer.corpus.blocks import BLOCK, Block, Cutting, Position, blocks_of
+from trainer.corpus.disk_errors import disk_errors
 from trainer.corpus.encoding import Encoded, Encoder, Rules, refusal_of, typecode_of
 from trainer.corpus.extras import require
-from trainer.corpus.metadata import ENDING, FOLDER, copy_tokenizer, read_metadata, write_metadata
-from trainer.corpus.outputs import DTYPES, ENDINGS, Joined, write_output
+from trainer.corpus.metadata import (
+    ENDING,
+    FOLDER,
+    copy_tokenizer,
+    is_part_of,
+    read_metadata,
+    write_metadata,
+)
+from trainer.corpus.outputs import (
+    DTYPES,
+    Joined,
+    remove_parts,
+    remove_token_files,
+    token_files_at,
+    work_of,
+    write_output,
+)
+from trainer.corpus.progress import Progress, Report
 from trainer.corpus.shards import Shard, ShardFolder, ShardWriter
-from trainer.corpus.sources import Source, find_sources
+from trainer.corpus.sources import Source, find_sources, require_inputs
 from trainer.corpus.summary import Counts
-from trainer.corpus.tokenizer import Tokenizer, identity, open_tokenizer
+from trainer.corpus.tokenizer import Tokenizer, identity, open_tokenizer, require_tokenizer
 from trainer.corpus.workers import Workers
+from trainer.durable import locked_folder
 from trainer.errors import UserError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARD_MB = 128
+CONTINUES = "run the same command again to continue after the last complete shard"
 
 
 class Request(NamedTuple):
@@ -54,38 +72,6 @@ class Request(NamedTuple):
     overwrite: bool = False
 
 
-class Progress(NamedTuple):
-    documents: int
-    done: int  # bytes
-    total: int
-    seconds: float  # of this call
-    done_before: int = 0  # bytes that an earlier call had done
-    documents_before: int = 0
-
-    @property
-    def rate(self) -> float:
-        """Documents per second, of this call."""
-        return (self.documents - self.documents_before) / max(self.seconds, 1e-9)
-
-    @property
-    def eta(self) -> float | None:
-        """Seconds that are left; None if that is unknown yet."""
-        new = self.done - self.done_before
-        return self.seconds * (self.total - self.done) / new if new > 0 else None
-
-    @property
-    def text(self) -> str:
-        percent = 100 * self.done / max(1, self.total)
-        eta = "" if self.eta is None else f", {duration(self.eta)} left"
-        return f"{percent:.1f} %: {self.documents:,} documents, {self.rate:,.0f} docs/s{eta}"
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 class Prepared(NamedTuple):
     prefix: Path
     counts: Counts
@@ -94,6 +80,7 @@ class Prepared(NamedTuple):
     files: tuple[str, ...]
     seconds: float
     resumed: int  # shards that an earlier call had made
+    eos_id: int | None  # the token after each document
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -101,14 +88,12 @@ class Prepared(NamedTuple):
             "files": list(self.files),
             "dtype": self.dtype,
             "tokenizer": identity(self.tokenizer),
+            "eos_id": self.eos_id,
             **self.counts.as_json(),
             "bytes_per_token": self.counts.bytes_per_token,
             "seconds": self.seconds,
             "resumed_shards": self.resumed,
         }
-
-
-Report = Callable[[Progress], None]
 
 
 def prepare(request: Request, report: Report = lambda _: None) -> Prepared:
@@ -118,32 +103,68 @@ def prepare(request: Request, report: Report = lambda _: None) -> Prepared:
     tokenizer = open_tokenizer(request.tokenizer, request.eos)
     sources = find_sources(request.inputs, request.input_format)
     prefix = Path(request.output)
-    _check_output(prefix, request, tokenizer)
     shards = ShardFolder(prefix)
-    with _disk_errors(shards.path), shards.locked():
+    _check_name(request.output)
+    _check_output(prefix, request, shards)
+    shards.check()
+    _check_end(request, tokenizer)
+    _check_folder(prefix.parent, tokenizer)
+    with disk_errors(shards.path), shards.locked():
+        is_merged = request.merge and shards.merges  # of all that may be at the prefix
+        # Otherwise nothing was at the prefix, see `_check_output`.
+        replaces = request.overwrite or shards.has_begun
         if request.overwrite:
-            _remove_output(prefix)
             shards.clear()
+        remove_parts(prefix, is_merged)
         done = shards.open(_settings(request, sources, tokenizer))
         resumed = len(done)
         filling = _Filling(request, sources, tokenizer, shards, done, report)
         start = done[-1].end if done else Position()
         done += _make_shards(filling, tokenizer, start)
-        prepared = _finish(request, tokenizer, shards, done)
+        remove_old = partial(_remove_output, prefix, is_merged) if replaces else lambda _: None
+        prepared = _finish(request, tokenizer, shards, done, report, remove_old)
     return prepared._replace(seconds=time.monotonic() - began, resumed=resumed)
 
 
-def _check_output(prefix: Path, request: Request, tokenizer: Tokenizer) -> None:
+def check_request(request: Request) -> None:
+    """Raise UserError if `prepare` could not start here; needs none of the libraries."""
+    require_inputs(request.inputs, request.input_format)
+    require_tokenizer(request.tokenizer, request.eos)
+    prefix = Path(request.output)
+    shards = ShardFolder(prefix)
+    _check_name(request.output)
+    _check_output(prefix, request, shards)
+    shards.check()
+
+
+def _check_name(output: str) -> None:
+    """The metadata, and a run config, could not name such a file."""
+    try:
+        output.encode()
+    except UnicodeEncodeError:
+        message = f"--output {os.fsencode(output)!r} is not UTF-8"
+        raise UserError(message, "use a name of UTF-8 characters") from None
+
+
+def _check_output(prefix: Path, request: Request, shards: ShardFolder) -> None:
     if not prefix.name or prefix.is_dir():
         message = f"--output {request.output} is a folder"
         raise UserError(message, f"write a prefix, such as {prefix / 'corpus'}")
-    if os.path.exists(prefix.with_name(prefix.name + ENDING)) and not request.overwrite:
-        message = f"{prefix} is already prepared"
-        raise UserError(message, "use another --output, or --overwrite to replace it")
+    if request.overwrite:
+        return
+    hint = "use another --output, or --overwrite to replace it"
+    # With shards, an earlier call with --overwrite is to continue.
+    if os.path.exists(prefix.with_name(prefix.name + ENDING)) and not shards.can_continue:
+        raise UserError(f"{prefix} is already prepared", hint)
+    # With shards, an earlier call checked this, and may have begun to write its own files.
+    if not shards.has_begun and (found := token_files_at(prefix, request.merge)):
+        raise UserError(f"{found[0]} already exists", hint)
+
+
+def _check_end(request: Request, tokenizer: Tokenizer) -> None:
     if request.append_eos and tokenizer.eos_id is None:
         message = f"the tokenizer {request.tokenizer} has no end token"
         raise UserError(message, "name one with --eos TOKEN, or use --no-eos")
-    _check_folder(prefix.parent, tokenizer)
 
 
 def _check_folder(folder: Path, tokenizer: Tokenizer) -> None:
@@ -151,13 +172,13 @@ def _check_folder(folder: Path, tokenizer: Tokenizer) -> None:
     beside = folder / FOLDER
     if not tokenizer.files or not os.path.isdir(beside):
         return
-    names = {file.name for file in tokenizer.files}
-    if names & set(os.listdir(beside)):
-        there = open_tokenizer(str(beside))
-        if there.digest == tokenizer.digest:
-            return
-    elif not os.listdir(beside):
+    if is_part_of(beside, tokenizer.files):
         return
+    # Other files may have the same ids, such as those without a tokenizer_config.json.
+    if {file.name for file in tokenizer.files} & set(os.listdir(beside)):
+        with suppress(UserError):
+            if open_tokenizer(str(beside)).digest == tokenizer.digest:
+                return
     hint = "write the output to another folder: data in one folder shares a tokenizer"
     raise UserError(f"{beside} has another tokenizer", hint)
 
@@ -170,8 +191,17 @@ def _settings(request: Request, sources: Sequence[Source], tokenizer: Tokenizer)
         **{name: getattr(request, name) for name in names},
         "invalid_utf8": request.invalid_utf8,
         "invalid_lines": request.invalid_lines,
-        "list_of_input_files": [list(source) for source in sources],
+        "list_of_input_files": [[_storable(path), *rest] for path, *rest in sources],
     }
+
+
+def _storable(path: str) -> str:
+    """JSON can have every name but one that is not UTF-8."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return repr(os.fsencode(path))
+    return path
 
 
 def _make_shards(filling: _Filling, tokenizer: Tokenizer, start: Position) -> list[Shard]:
@@ -278,7 +308,12 @@ class _Filling:
 
 
 def _finish(
-    request: Request, tokenizer: Tokenizer, shards: ShardFolder, done: list[Shard]
+    request: Request,
+    tokenizer: Tokenizer,
+    shards: ShardFolder,
+    done: list[Shard],
+    report: Report,
+    remove_old: Callable[[Container[str]], None],  # gets the names of the new files
 ) -> Prepared:
     """Write the output and its metadata, then delete the shards."""
     prefix, dtype = Path(request.output), DTYPES[typecode_of(tokenizer.vocab_size)]
@@ -288,19 +323,51 @@ def _finish(
     if not counts.documents:
         shards.remove()
         hint = "check the inputs, and --field or --documents"
-        raise UserError(f"no documents found ({counts.empty} are empty)", hint)
-    Joined(shards.path, done, dtype).check()
+        raise UserError(f"no documents found{_left_out(counts)}", hint)
+    # First: of two calls with different tokenizers, the one that comes second writes nothing.
+    _keep_tokenizer(tokenizer, prefix.parent)
+    advance = _joining(report, counts.documents, work_of(done))
+    Joined(shards.path, done, dtype, advance).check()
     # Unmerged shards have whole documents; one may have none, if all were copies.
     groups = [done] if request.merge else [[each] for each in done if each.counts.documents]
     files: dict[str, FileFacts] = {}
     for number, group in enumerate(groups):
         name = prefix.name if request.merge else f"{prefix.name}-{number:05d}"
-        joined = Joined(shards.path, group, dtype)
+        joined = Joined(shards.path, group, dtype, advance)
         files |= write_output(request.output_format, prefix.with_name(name), joined)
-    copy_tokenizer(tokenizer.files, prefix.parent / FOLDER)
+    remove_old(files)
     write_metadata(prefix, _metadata(request, tokenizer, dtype, counts, files))
     shards.remove()
-    return Prepared(prefix, counts, tokenizer, dtype, tuple(files), 0.0, 0)
+    eos_id = tokenizer.eos_id if request.append_eos else None
+    return Prepared(prefix, counts, tokenizer, dtype, tuple(files), 0.0, 0, eos_id)
+
+
+def _left_out(counts: Counts) -> str:
+    texts = ((counts.empty, "empty"), (counts.skipped, "invalid"))
+    found = ", ".join(f"{number:,} {what}" for number, what in texts if number)
+    return f" ({found})" if found else ""
+
+
+def _keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Copy the tokenizer to the folder of the data. Raises UserError if there is another one."""
+    if not tokenizer.files:
+        return
+    with locked_folder(folder):
+        _check_folder(folder, tokenizer)
+        copy_tokenizer(tokenizer.files, folder / FOLDER)
+
+
+def _joining(report: Report, documents: int, total: int) -> Callable[[int], None]:
+    """Report the bytes of shards and of token files that were read or written."""
+    began, done = time.monotonic(), 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        seconds = time.monotonic() - began
+        report(Progress(documents, min(done, total), total, seconds, is_joining=True))
+
+    return advance
 
 
 def _metadata(
@@ -316,25 +383,9 @@ def _metadata(
     }
 
 
-def _remove_output(prefix: Path) -> None:
-    """Delete what an earlier call wrote: otherwise some of its files could stay."""
+def _remove_output(prefix: Path, is_merged: bool, new: Container[str]) -> None:
+    """Delete earlier files that are not replaced: those of another format would still be read."""
     metadata = prefix.with_name(prefix.name + ENDING)
     known = read_metadata(metadata)
-    endings = [ending for each in ENDINGS.values() for ending in each]
-    for name in known.files if known else ():
-        if Path(name).name == name and name.endswith(tuple(endings)):
-            prefix.with_name(name).unlink(missing_ok=True)
+    remove_token_files(prefix, known.files if known else (), is_merged, new)
     metadata.unlink(missing_ok=True)
-
-
-@contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in _FULL:
-            hint = "free some space, then run the same command again: it continues where it was"
-        else:
-            hint = "fix it, then run the same command again: it continues where it was"
-        raise UserError(f"cannot write to {folder.parent}: {reason}", hint) from None

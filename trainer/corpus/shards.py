@@ -4,7 +4,8 @@ settings.json      what was asked for: only the same command may continue
 shard-00000.ids    the tokens; `.lens` has the tokens per document, `.digests` hashes of documents
 shard-00000.json   the facts of a complete shard, written last. Without it, the shard is made again
 
-Torch-free and numpy-free.
+Nothing else may be in this folder: all that is in it is deleted in the end. Torch-free and
+numpy-free.
 """
 
 from __future__ import annotations
@@ -12,25 +13,31 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
+import re
+import stat
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from trainer.corpus.blocks import Block, Position
+from trainer.corpus.differences import differences
 from trainer.corpus.encoding import Encoded
 from trainer.corpus.summary import Counts, counts_of
 from trainer.durable import replacing
 from trainer.errors import UserError
-from trainer.input_files import open_own, read_object
+from trainer.input_files import open_own, parse_object, read_object
 
 SETTINGS, LOCK = "settings.json", "lock"
 _PARTS = ("ids", "lens", "digests")
 _LARGEST = 1 << 28  # bytes of settings: they list all input files
 DIGEST = 16  # bytes of the hash of a document
+# Also temporary files of a killed process, see `replacing`.
+_SHARD = re.compile(rf"shard-[0-9]{{5,}}\.({'|'.join((*_PARTS, 'json'))})(\.part[0-9]+)?")
+_SETTINGS = re.compile(r"settings\.json(\.part[0-9]+)?")
+_HINT = "use another --output, or move the folder away"
 
 
 class Shard(NamedTuple):
@@ -50,9 +57,50 @@ class ShardFolder:
     def __init__(self, prefix: Path) -> None:
         self.path = prefix.with_name(prefix.name + ".shards")
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an earlier call began to fill it, and did not finish."""
+        return os.path.lexists(self.path / SETTINGS)
+
+    @property
+    def merges(self) -> bool:
+        """Whether the output of that call is one file, as far as is known."""
+        return self._settings().get("merge", True) is True
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether the same command would continue after a complete shard."""
+        return self.has_begun and self._read(0) is not None
+
+    def check(self) -> None:
+        """Raise UserError if the folder is not ours: all files in it would be deleted."""
+        if not os.path.lexists(self.path):
+            return
+        if not stat.S_ISDIR(os.lstat(self.path).st_mode):
+            what = "a symbolic link" if self.path.is_symlink() else "not a folder"
+            raise UserError(f"{self.path} is {what}, but shards are written there", _HINT)
+        with os.scandir(self.path) as entries:
+            names = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
+        shards = [name for name in names if _SHARD.fullmatch(name)]
+        known = {LOCK, *shards, *filter(_SETTINGS.fullmatch, names)}
+        foreign = sorted(
+            name for name, is_file in names.items() if name not in known or not is_file
+        )
+        if foreign:
+            message = f"{self.path} contains {foreign[0]}, which gptctl data prepare did not write"
+            raise UserError(message, _HINT)
+        # A lock alone is left by a call that was killed before it wrote its settings.
+        is_ours = {"tokenizer", "list_of_input_files"} <= self._settings().keys()
+        if (shards or self.has_begun) and not is_ours:
+            message = (
+                f"{self.path} is not the folder of an unfinished prepare: no {SETTINGS} of one"
+            )
+            raise UserError(message, _HINT)
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Nobody else may write to the same shards meanwhile."""
+        self.check()
         self.path.mkdir(parents=True, exist_ok=True)
         lock = open_own(self.path / LOCK, os.O_RDWR | os.O_CREAT)
         try:
@@ -67,19 +115,22 @@ class ShardFolder:
             os.close(lock)
 
     def clear(self) -> None:
-        """Delete all shards; the lock stays, since this process holds it."""
-        for file in self.path.iterdir():
-            if file.name != LOCK:
-                file.unlink()
+        """Delete all shards. The settings stay: they say whose folder it is."""
+        self._delete_from(0)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path)
+        # In this order: if this is interrupted, `check` still knows the folder.
+        self.clear()
+        for file in [*self.path.glob(f"{SETTINGS}*"), self.path / LOCK]:
+            if file.name == LOCK or _SETTINGS.fullmatch(file.name):
+                file.unlink(missing_ok=True)
+        self.path.rmdir()
 
     def open(self, settings: dict[str, Any]) -> list[Shard]:
         """The complete shards of an earlier call with the same settings, if there are any."""
-        settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
+        settings = parse_object(json.dumps(settings))  # as they will be read
         # Without a complete shard there is nothing to continue.
-        if not os.path.lexists(self.path / SETTINGS) or self._read(0) is None:
+        if not self.can_continue:
             self.clear()
             with replacing(self.path / SETTINGS) as stream:
                 stream.write(json.dumps(settings, indent=1).encode())
@@ -90,15 +141,16 @@ class ShardFolder:
         return shards
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
-        try:
-            before = read_object(self.path / SETTINGS, _LARGEST)
-        except (OSError, ValueError):
-            before = {}
-        differing = [key for key in settings if before.get(key) != settings[key]]
-        if differing:
-            message = f"{self.path} was begun with another {differing[0].replace('_', ' ')}"
+        if different := differences(self._settings(), settings):
+            message = f"{self.path} was begun with other options: {'; '.join(different)}"
             hint = "run the same command as before, or add --overwrite to begin again"
             raise UserError(message, hint)
+
+    def _settings(self) -> dict[str, Any]:
+        try:
+            return read_object(self.path / SETTINGS, _LARGEST)
+        except (OSError, ValueError):
+            return {}
 
     def _complete(self) -> Iterator[Shard]:
         for number in range(1 << 32):
@@ -124,10 +176,10 @@ class ShardFolder:
 
     def _delete_from(self, first: int) -> None:
         """Delete the shard that was not finished, and what may be left after a damaged one."""
-        for file in self.path.glob("shard-*"):
-            number = file.name.removeprefix("shard-").partition(".")[0]
-            if number.isdecimal() and int(number) >= first:
-                file.unlink()
+        for name in sorted(os.listdir(self.path)):
+            number = name.removeprefix("shard-").partition(".")[0]
+            if _SHARD.fullmatch(name) and int(number) >= first:
+                (self.path / name).unlink()
 
     def digests(self, shards: list[Shard]) -> set[bytes]:
         """The hashes of all documents in these shards."""
@@ -232,9 +284,10 @@ class ShardWriter:
                 continue
 
 
-def checksum(file: Path) -> int:
+def checksum(file: Path, advance: Callable[[int], None] = lambda _: None) -> int:
     value = 0
     with open(file, "rb") as stream:
         while data := stream.read(1 << 20):
             value = zlib.crc32(data, value)
+            advance(len(data))
     return value

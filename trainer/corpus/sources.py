@@ -16,10 +16,12 @@ from trainer.errors import WRONG_USAGE, UserError
 from trainer.input_files import explain, open_regular
 
 # What a folder is searched for. Other files are used if they are named, or with --format.
-_SUFFIXES = {".jsonl": "jsonl", ".txt": "text", ".text": "text", ".md": "text"}
+_SUFFIXES = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl"}
 _COMPRESSED = (".gz", ".zst")
 FORMATS = ("text", "jsonl", "parquet")
-_CHUNK = 1 << 18  # bytes per read of a compressed file
+# Bytes of a .zst file to decompress at once. The library returns all of it, and every four bytes
+# can contain 128 KiB: these are at most 16 MiB.
+_ZSTD_PART = 512
 
 
 class Source(NamedTuple):
@@ -37,10 +39,25 @@ def find_sources(words: Iterable[str], format: str | None = None) -> list[Source
     """The files that paths, folders and glob patterns name, each once, in a fixed order."""
     paths = dict.fromkeys(path for word in words for path in _expanded(word, format))
     if not paths:
-        known = ", ".join(f"*{suffix}" for suffix in (*_SUFFIXES, ".jsonl.gz", ".parquet"))
-        hint = f"folders are searched for {known}; --format text takes all files"
-        raise UserError("no input files found", hint, WRONG_USAGE)
+        raise _nothing_found()
     return [_source(path, format) for path in paths]
+
+
+def require_inputs(words: Iterable[str], format: str | None = None) -> None:
+    """Raise UserError if a path does not exist, or none has an input. Opens no file."""
+    found = [next(_expanded(word, format), None) for word in words]
+    if not any(found):
+        raise _nothing_found()
+
+
+def _nothing_found() -> UserError:
+    known = ", ".join(f"*{suffix}" for suffix in _SUFFIXES)
+    compressed = " or ".join(_COMPRESSED)
+    hint = (
+        f"folders are searched for {known} (with or without {compressed}) and *.parquet; "
+        "--format text takes all files"
+    )
+    return UserError("no input files found", hint, WRONG_USAGE)
 
 
 def _expanded(word: str, format: str | None) -> Iterator[str]:
@@ -143,7 +160,7 @@ class ZstdStream:
 
     def _fill(self) -> bool:
         rest = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
-        chunk = rest or self._raw.read(_CHUNK)
+        chunk = rest or self._raw.read(_ZSTD_PART)
         if not chunk:
             if self._frame is not None and not self._frame.eof:
                 raise EOFError("the compressed data ends too early")

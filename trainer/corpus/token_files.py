@@ -8,15 +8,14 @@ sentences before each document. Files are mapped into memory, not read. Torch-fr
 
 from __future__ import annotations
 
-import math
 import os
-import zipfile
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.corpus.indexed import read_index
 from trainer.corpus.metadata import metadata_at, stem_of
+from trainer.corpus.npz import array_of
 from trainer.errors import UserError
 from trainer.input_files import Unsuitable, require_regular
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_HINT = "set input_dir of the dataset to a token file, or to a folder of them"
+HINT = "set input_dir of the dataset to a token file, or to a folder of them"
 _FORMATS = (
     "*_ids.npz (arrays ids, lens), *_ids.npy with *_idx.npz (arrays lens, docs), "
     "or *.bin with *.idx"
@@ -82,7 +81,7 @@ def prefixes(path: Path) -> list[Path]:
     try:
         stems = {stem_of(name) for name in os.listdir(folder) if name.endswith(_INDEXES)}
     except OSError as error:
-        raise UserError(f"no data at {path}: {error.strerror}", _HINT) from None
+        raise UserError(f"no data at {path}: {error.strerror}", HINT) from None
     if wanted is None:
         if not stems:
             raise UserError(f"{path} contains no token files", f"expected: {_FORMATS}")
@@ -91,7 +90,7 @@ def prefixes(path: Path) -> list[Path]:
     parts = {stem_of(name) for each in metadata_at(folder / wanted) for name in each.files}
     found = {wanted} if wanted in stems else parts
     if not found:
-        raise UserError(f"no data at {path}", _HINT)
+        raise UserError(f"no data at {path}", HINT)
     return [folder / stem for stem in sorted(found)]
 
 
@@ -104,7 +103,7 @@ def _open(prefix: Path) -> TokenFile:
             file, ids, lengths = _open_pair(prefix, pair)
         elif single.exists() or not indexed.exists():
             require_regular(single)
-            file, ids = single, _mapped_member(single, "ids")
+            file, ids = single, array_of(single, "ids", _FORMATS)
             lengths = _lengths(single, "lens", ids.size)
         else:
             file, ids, lengths = _open_indexed(prefix, indexed)
@@ -112,7 +111,7 @@ def _open(prefix: Path) -> TokenFile:
     except UserError:
         raise
     except Unsuitable as error:
-        raise UserError(f"{error.filename} {error.strerror}", _HINT) from None
+        raise UserError(f"{error.filename} {error.strerror}", HINT) from None
     except Exception as error:  # a damaged file makes numpy and zipfile raise anything
         raise UserError(
             f"{prefix}: cannot read token files: {error}", f"expected: {_FORMATS}"
@@ -163,7 +162,7 @@ def _lengths(file: Path, name: str, most: int) -> npt.NDArray[np.int64]:
     """Read a one-dimensional array of integers from 0 to `most`."""
     import numpy as np
 
-    values = _member(file, name)
+    values = array_of(file, name, _FORMATS)
     if values.ndim != 1 or values.dtype.kind not in "ui":
         message = f"{file}: {name} is a {values.ndim}-dimensional array of {values.dtype}"
         raise UserError(message, f"{name} must be a one-dimensional array of integers")
@@ -187,53 +186,3 @@ def _document_lengths(index: Path, num_ids: int) -> npt.NDArray[np.int64]:
     # From tokens per sentence to tokens per document.
     total = np.concatenate([[0], np.cumsum(lens)])
     return np.diff(total[docs])
-
-
-def _member(file: Path, name: str) -> npt.NDArray[Any]:
-    import numpy as np
-
-    with np.load(file, allow_pickle=False) as arrays:
-        if name not in arrays:
-            raise UserError(
-                f"{file} has no array {name}",
-                f"it has {', '.join(arrays) or 'no arrays'}; expected: {_FORMATS}",
-            )
-        try:
-            return np.asarray(arrays[name])
-        except ValueError as error:
-            if "allow_pickle" not in str(error):
-                raise
-            raise _objects(file, name) from None
-
-
-def _objects(file: Path, name: str) -> UserError:
-    return UserError(f"{file}: {name} contains Python objects", f"{name} must contain integers")
-
-
-def _mapped_member(file: Path, name: str) -> npt.NDArray[Any]:
-    """Map an array inside an npz file into memory; a compressed one has to be read instead."""
-    import numpy as np
-
-    with zipfile.ZipFile(file) as archive:
-        info = next((info for info in archive.infolist() if info.filename == f"{name}.npy"), None)
-        if info is None or info.compress_type != zipfile.ZIP_STORED:
-            return _member(file, name)
-    with open(file, "rb") as stream:
-        # The local zip header ends with the lengths of two fields that come before the data.
-        stream.seek(info.header_offset + 26)
-        sizes = np.frombuffer(stream.read(4), dtype="<u2")
-        start = info.header_offset + 30 + int(sizes.sum())
-        stream.seek(start)
-        version = np.lib.format.read_magic(stream)
-        read_header = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }
-        shape, _, dtype = read_header[version](stream)
-        if dtype.hasobject:
-            raise _objects(file, name)
-        if stream.tell() - start + math.prod(shape) * dtype.itemsize != info.file_size:
-            raise ValueError(f"{name} does not have the size that its header says")
-        if shape == (0,):
-            return np.empty(0, dtype)  # an empty array cannot be mapped
-        return np.memmap(file, dtype=dtype, mode="r", offset=stream.tell(), shape=shape)

@@ -86,11 +86,9 @@ def open_tokenizer(source: str, eos: str | None = None) -> Tokenizer:
 
     `eos` names the end-of-document token, where the files do not say which one it is.
     """
+    files = require_tokenizer(source, eos)
     if source == BYTES:
-        if eos:
-            raise UserError("the tokenizer bytes has its own end token", "leave --eos out")
         return ByteTokenizer()
-    files = _files_of(Path(source))
     # Both libraries are imported here only: `bytes` needs neither.
     if files[0].suffix == ".model":
         from trainer.corpus.pieces import PieceTokenizer
@@ -99,6 +97,15 @@ def open_tokenizer(source: str, eos: str | None = None) -> Tokenizer:
     from trainer.corpus.bpe import BPETokenizer
 
     return BPETokenizer(files, eos)
+
+
+def require_tokenizer(source: str, eos: str | None) -> tuple[Path, ...]:
+    """The files of a tokenizer. Raises UserError if there are none; opens none of them."""
+    if source != BYTES:
+        return _files_of(Path(source))
+    if eos:
+        raise UserError("the tokenizer bytes has its own end token", "leave --eos out")
+    return ()
 
 
 def _files_of(path: Path) -> tuple[Path, ...]:

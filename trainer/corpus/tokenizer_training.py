@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,15 +15,18 @@ from typing import Any, NamedTuple
 from trainer.corpus.blocks import PIECE, Block, Cutting, Position, blocks_of
 from trainer.corpus.encoding import Rules, texts_in
 from trainer.corpus.extras import require
-from trainer.corpus.sources import find_sources
+from trainer.corpus.sources import find_sources, require_inputs
 from trainer.corpus.tokenizer import Tokenizer, identity, open_tokenizer
 from trainer.durable import replacing
 from trainer.errors import UserError
 
 END = "<|endoftext|>"
 SAMPLE_MB = 1000.0
+STARTS_AGAIN = "nothing was written; the same command starts from the beginning"
 _BYTES = 256  # a token for each byte
-Advance = Callable[[int], None]  # called with the bytes of a block that was read
+POLL = 0.1  # seconds
+# Called every POLL seconds with the bytes that were read meanwhile; may raise to stop the training.
+Advance = Callable[[int], None]
 
 
 class Training(NamedTuple):
@@ -54,7 +58,7 @@ def train_tokenizer(request: Training, advance: Advance = lambda _: None) -> Tra
     library = require("tokenizers", "training a tokenizer")
     folder = Path(request.output)
     _check(request, folder)
-    sample = _Sample(request, advance)
+    sample = _Sample(request)
     inner = library.Tokenizer(library.models.BPE())
     inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = library.decoders.ByteLevel()
@@ -65,11 +69,42 @@ def train_tokenizer(request: Training, advance: Advance = lambda _: None) -> Tra
         special_tokens=[request.eos],
         show_progress=False,
     )
-    inner.train_from_iterator(sample.texts(), trainer)
+    _train(inner, trainer, sample, advance)
     if not sample.text_bytes:
         raise UserError("the inputs contain no text", "check them, and --field or --documents")
     _write(folder, inner.to_str(pretty=True), request.eos)
     return Trained(open_tokenizer(str(folder)), sample.text_bytes, sample.total_bytes)
+
+
+def _train(inner: Any, trainer: Any, sample: _Sample, advance: Advance) -> None:
+    """Train in a thread. The library returns after minutes or hours: no signal was handled before.
+
+    If `advance` raises, the thread cannot be stopped: it ends with the process, which has to exit
+    without the interpreter's clean-up (`os._exit`). Nothing was written by then.
+    """
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            inner.train_from_iterator(sample.texts(), trainer)
+        except BaseException as error:
+            failed.append(error)
+
+    thread, reported = threading.Thread(target=work, daemon=True), 0
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL)
+        done = sample.done
+        advance(done - reported)
+        reported = done
+    if failed:
+        raise failed[0]
+
+
+def check_training(request: Training) -> None:
+    """Raise UserError if the training could not start here."""
+    require_inputs(request.inputs, request.input_format)
+    _check(request, Path(request.output))
 
 
 def _check(request: Training, folder: Path) -> None:
@@ -85,12 +120,13 @@ def _check(request: Training, folder: Path) -> None:
 class _Sample:
     """The texts to train on: all blocks, or evenly spread ones if there are too many."""
 
-    def __init__(self, request: Training, advance: Advance) -> None:
-        self.request, self.advance = request, advance
+    def __init__(self, request: Training) -> None:
+        self.request = request
         self.sources = find_sources(request.inputs, request.input_format)
         self.total_bytes = sum(source.size for source in self.sources)
         self.share = min(1.0, request.sample_mb * 1e6 / max(1, self.total_bytes))
         self.text_bytes = 0
+        self.done = 0  # bytes that were read
 
     def texts(self) -> Iterator[str]:
         request, taken = self.request, 0.0
@@ -99,11 +135,9 @@ class _Sample:
             refuses_bytes=request.invalid_utf8 == "refuse",
             skips_lines=request.invalid_lines == "skip",
         )
-        before = 0
         cutting = Cutting(request.documents, request.field)
         for block in blocks_of(self.sources, cutting, Position()):
-            self.advance(block.done - before)
-            before = block.done
+            self.done = block.done
             # A block is used whenever the share of all blocks reaches the next whole number.
             taken += self.share
             if taken >= 1 - 1e-9:

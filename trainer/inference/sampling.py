@@ -56,7 +56,8 @@ class Sampler:
 
     def _drawn(self, logits: Tensor) -> Tensor:
         top_k, top_p = self.settings.top_k, self.settings.top_p
-        logits = logits / self.settings.temperature
+        # In half precision, a low temperature would make them infinite.
+        logits = logits.float() / self.settings.temperature
         order = None
         ranked = logits
         # Sorted only as far as needed: sorting a whole vocabulary takes longer than a small model.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from trainer.config.sections import Generation
+from trainer.config.sections import LOWEST_TEMPERATURE, Generation
 from trainer.corpus.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.tasks.writing import Written, encoded
@@ -145,6 +145,9 @@ def _settings(body: Mapping[str, Any], prompts: list[list[int]], served: Served)
         raise BadRequest(message, "max_tokens")
     least = _integer(body, "min_tokens", min(own.min_dec_len, longest), 0, longest)
     temperature = _number(body, "temperature", own.temperature, 0, 100)
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        message = f"temperature must be 0 (greedy), or from {LOWEST_TEMPERATURE:g} to 100"
+        raise BadRequest(message, "temperature")
     # A temperature of 0 means the most likely token.
     strategy = "greedy_search" if temperature == 0 else own.decode_strategy
     if "temperature" in body and temperature:

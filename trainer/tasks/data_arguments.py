@@ -51,13 +51,13 @@ class Reporter:
 
 
 @contextmanager
-def ended_by(stop: StopRequest) -> Iterator[None]:
-    """Say how to continue after a stop."""
+def ended_by(stop: StopRequest, then: str) -> Iterator[None]:
+    """After a stop, say what it means for the work."""
     try:
         yield
     except KeyboardInterrupt:
         signal = stop.signal or "SIGINT"
-        print(f"stopped by {signal}: the same command continues", file=sys.stderr, flush=True)
+        print(f"stopped by {signal}: {then}", file=sys.stderr, flush=True)
         raise
 
 

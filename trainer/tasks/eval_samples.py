@@ -8,8 +8,11 @@ every token counts once (WikiText); and the last word of a text is predicted fro
 from __future__ import annotations
 
 import re
+from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, overload
 
 from trainer.corpus.tokenizer import Tokenizer
 from trainer.errors import UserError
@@ -30,10 +33,49 @@ class Sample(NamedTuple):
     scored: int
 
 
+class Windows(Sequence[Sample]):
+    """Windows of `length` predictions, each `stride` after the one before. Scores tokens once.
+
+    Each is made when it is needed: all of them together are many times as large as the text.
+    """
+
+    def __init__(self, documents: Sequence[Sequence[int]], length: int, stride: int) -> None:
+        self._documents, self._length, self._stride = documents, length, stride
+        counts = (num_windows(len(tokens), length, stride) for tokens in documents)
+        self._firsts = [0, *accumulate(counts)]
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return [self._window(number) for number in numbers]
+        return self._window(numbers)
+
+    def _window(self, number: int) -> Sample:
+        document = bisect_right(self._firsts, number) - 1
+        tokens, begin = self._documents[document], self._stride * (number - self._firsts[document])
+        end = min(begin + self._length + 1, len(tokens))
+        # The window before has scored the tokens up to its end; the first token never is.
+        scored_until = begin - self._stride + self._length + 1 if begin else 1
+        return Sample(tokens[begin:end], end - scored_until)
+
+
+def num_windows(count: int, length: int, stride: int) -> int:
+    """How many windows score all tokens of a document but the first one."""
+    return 1 + -(-max(0, count - 1 - length) // stride) if count > 1 else 0
+
+
 class Corpus(NamedTuple):
     """All documents as samples, and what adjusts their perplexity."""
 
-    samples: list[Sample]
+    samples: Sequence[Sample]
     num_documents: int
     num_tokens: int  # before the first of each document is left out
     num_words: int  # separated by blanks, as Megatron-LM counts them
@@ -46,24 +88,15 @@ class Corpus(NamedTuple):
         return (self.num_tokens - self.num_documents) / words if words > 0 else 1.0
 
 
-def windows(tokens: Sequence[int], length: int, stride: int) -> list[Sample]:
-    """Windows of `length` predictions, each `stride` after the one before. Scores tokens once."""
-    samples, scored_until, begin = [], 1, 0
-    while scored_until < len(tokens):
-        end = min(begin + length + 1, len(tokens))
-        samples.append(Sample(tokens[begin:end], end - scored_until))
-        scored_until, begin = end, begin + stride
-    return samples
-
-
 def perplexity_samples(
     documents: Sequence[Document], tokenizer: Tokenizer, length: int, stride: int
 ) -> Corpus:
     texts = [document.text for document in documents]
     is_wikitext = any(map(_WIKITEXT.search, texts))
     plain = list(map(detokenized, texts)) if is_wikitext else texts
-    encoded = tokenizer.encode_batch(plain)
-    samples = [sample for tokens in encoded for sample in windows(tokens, length, stride)]
+    # A third of the memory of a list.
+    encoded = [array("i", tokens) for tokens in tokenizer.encode_batch(plain)]
+    samples = Windows(encoded, length, stride)
     words = sum(len(text.strip().split(" ")) for text in texts)
     return Corpus(samples, len(texts), sum(map(len, encoded)), words, is_wikitext)
 

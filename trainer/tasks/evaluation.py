@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.checkpoint_names import METRICS
 from trainer.config.layers import Override
+from trainer.config.sections import RunConfig
 from trainer.durable import replacing
 from trainer.errors import WRONG_USAGE, UserError
 from trainer.inference.scoring import Scoring
@@ -25,20 +26,28 @@ from trainer.loss import IGNORED
 from trainer.stop import StopRequest
 from trainer.tasks.arguments import TaskParser
 from trainer.tasks.eval_samples import Corpus, Sample, cloze_samples, perplexity_samples
-from trainer.tasks.input_texts import read_documents
+from trainer.tasks.input_texts import Document, read_documents
 from trainer.tasks.running import Loaded, loaded
 
 MAX_EXPONENT = 20  # as in Megatron-LM: a larger perplexity says nothing any more
+NOT_FINITE = "check the weights, and try -o Engine.mix_precision.enable=False"
 PROGRESS_PERIOD = 1.0  # seconds: a small model has hundreds of batches in one
 Result = dict[str, Any]
 
 
 def run(description: str, arguments: Sequence[str], stop: StopRequest) -> None:
     given = _parser(description).parse_args(arguments)
-    with loaded(given, _overrides(given), "Offline_Eval.batch_size") as model:
-        result = evaluate(model, stop)
+    documents: list[Document] = []
+
+    def look(run: RunConfig) -> None:
+        documents.extend(_documents(run.Offline_Eval.eval_path))
+
+    with loaded(given, _overrides(given), "Offline_Eval.batch_size", look) as model:
+        result = evaluate(model, documents, stop)
         if model.mesh.is_first:
-            print(json.dumps(result) if given.json else table(result), flush=True)
+            if not math.isfinite(result["loss"]):
+                model.tell(f"warning: the loss is {result['loss']}: {NOT_FINITE}")
+            print(_json(result) if given.json else table(result), flush=True)
             record(model, result)
 
 
@@ -68,17 +77,33 @@ class Scores(NamedTuple):
     num_correct: int
 
 
-def evaluate(model: Loaded, stop: StopRequest) -> Result:
-    settings = model.run.Offline_Eval
-    if settings.eval_path is None:
+def _documents(path: str | None) -> list[Document]:
+    if path is None:
         hint = "name it after the checkpoint, or set Offline_Eval.eval_path"
         raise UserError("no file to evaluate on", hint, WRONG_USAGE)
-    model.mesh.heartbeat.tick(f"reading {settings.eval_path}")
-    documents = read_documents(settings.eval_path)
+    documents = read_documents(path)
     if not documents:
-        raise UserError(f"{settings.eval_path} has no text", "use another file", WRONG_USAGE)
-    # Windows of more tokens than the model has positions are not possible.
-    length = min(settings.max_seq_len, model.network.context)
+        raise UserError(f"{path} has no text", "use another file", WRONG_USAGE)
+    return documents
+
+
+def _window_length(model: Loaded) -> int:
+    """Windows of more tokens than the model has positions are not possible."""
+    settings, context = model.run.Offline_Eval, model.network.context
+    if settings.max_seq_len > context:
+        asked = [f"max_seq_len {settings.max_seq_len:,}"]
+        if settings.overlapping_eval > context and not settings.cloze_eval:
+            asked.append(f"overlapping_eval {settings.overlapping_eval:,}")
+        model.tell(
+            f"Offline_Eval: {' and '.join(asked)}: cut to the model's context of {context:,}."
+        )
+    return min(settings.max_seq_len, context)
+
+
+def evaluate(model: Loaded, documents: Sequence[Document], stop: StopRequest) -> Result:
+    settings, length = model.run.Offline_Eval, _window_length(model)
+    assert settings.eval_path is not None
+    model.mesh.heartbeat.tick(f"encoding {settings.eval_path}")
     began = time.perf_counter()
     facts: Result = {"path": settings.eval_path, "checkpoint": str(model.opened.folder)}
     facts |= {"step": model.step, "window": length}
@@ -107,10 +132,14 @@ def _perplexity(scores: Scores, corpus: Corpus) -> Result:
         "words": corpus.num_words,
         "detokenized": corpus.is_detokenized,
         "loss": loss,
-        "ppl": math.exp(min(MAX_EXPONENT, loss)),
+        "ppl": _exp(loss),
         "token_ratio": ratio,
-        "adjusted_ppl": math.exp(min(MAX_EXPONENT, loss * ratio)),
+        "adjusted_ppl": _exp(loss * ratio),
     }
+
+
+def _exp(loss: float) -> float:
+    return math.exp(MAX_EXPONENT) if loss > MAX_EXPONENT else math.exp(loss)  # nan stays nan
 
 
 def _cloze_result(scores: Scores, num_samples: int) -> Result:
@@ -128,8 +157,9 @@ def score(model: Loaded, samples: Sequence[Sample], stop: StopRequest) -> Scores
     mesh, settings = model.mesh, model.run.Offline_Eval
     sums = torch.zeros(3, dtype=torch.float64)
     began, told = time.perf_counter(), -math.inf
-    rounds = list(_rounds(samples, settings.batch_size, mesh.layout.data_ranks, mesh.data_rank))
-    for number, batch in enumerate(rounds, 1):
+    sizes = settings.batch_size, mesh.layout.data_ranks
+    num_rounds = -(-len(samples) // (sizes[0] * sizes[1]))
+    for number, batch in enumerate(_rounds(samples, *sizes, mesh.data_rank), 1):
         mesh.heartbeat.tick(f"evaluating batch {number}")
         _require_running(model, stop)
         tokens, labels = _tensors(batch)
@@ -139,8 +169,8 @@ def score(model: Loaded, samples: Sequence[Sample], stop: StopRequest) -> Scores
             sums += _sums(found.cpu(), labels)
         now = time.perf_counter()
         is_due = number % settings.logging_freq == 0 and now - told >= PROGRESS_PERIOD
-        if is_due and number < len(rounds):
-            _tell_progress(model, number, len(rounds), now - began)
+        if is_due and number < num_rounds:
+            _tell_progress(model, number, num_rounds, now - began)
             told = now
     model.network.finish()
     loss, num_tokens, num_correct = mesh.total(*sums.tolist())
@@ -202,6 +232,12 @@ def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def _json(result: Result) -> str:
+    """JSON has no nan and inf."""
+    is_finite = {name: not isinstance(v, float) or math.isfinite(v) for name, v in result.items()}
+    return json.dumps({name: v if is_finite[name] else None for name, v in result.items()})
+
+
 def record(model: Loaded, result: Result) -> None:
     """Write the result beside the checkpoint, if that is the folder of a run."""
     folder = model.opened.folder.resolve().parent
@@ -212,7 +248,7 @@ def record(model: Loaded, result: Result) -> None:
     facts = {**result, "time": round(time.time(), 3)}
     try:
         with replacing(file) as stream:
-            stream.write(json.dumps(facts).encode())
+            stream.write(_json(facts).encode())
     except OSError as error:
         model.tell(f"warning: cannot record the result in {file}: {error.strerror}")
         return

@@ -30,7 +30,7 @@ NO_TOKENIZER = "none"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_program(_export, sys.argv[1:] if arguments is None else arguments)
+    return run_program(_export, sys.argv[1:] if arguments is None else arguments, is_task=True)
 
 
 def _export(arguments: Sequence[str], stop: StopRequest) -> None:
@@ -97,9 +97,10 @@ def _tokenizer(opened: Opened, given: str | None) -> Tokenizer | None:
 
 
 def _is_known(opened: Opened) -> bool:
+    from trainer.tasks.tokenizers import places
+
     facts = opened.facts.get("vocabulary"), opened.facts.get("tokenizer")
-    folders = opened.folder.parent / "tokenizer", opened.folder / "tokenizer"
-    return any(facts) or any(folder.is_dir() for folder in folders)
+    return any(facts) or any(folder.is_dir() for folder in places(opened.folder))
 
 
 def _target(parsed: argparse.Namespace, run: RunConfig, tokenizer: Tokenizer | None) -> Any:

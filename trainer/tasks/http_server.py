@@ -10,6 +10,7 @@ import hmac
 import json
 import queue
 import secrets
+import select
 import socket
 import sys
 import threading
@@ -40,6 +41,7 @@ MOST_CONNECTIONS = 32
 MOST_WAITING = 8  # requests, besides the one that is being answered
 READ_SECONDS = 20.0  # for a client to send its request
 WRITE_SECONDS = 20.0  # for a client to take a part of an answer
+LOOK_SECONDS = 0.2  # between two looks whether a client that waits is still there
 SLACK = 30.0  # seconds for what is not counted: reading prompts, a busy machine
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _MODELS, _COMPLETIONS = "/v1/models", "/v1/completions"
@@ -145,6 +147,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send_json({"status": "ok" if self.server.served else "loading"})
         else:
             self._require_token()
+            if path == _COMPLETIONS:
+                raise BadRequest(f"{_COMPLETIONS} accepts only POST", None, 405)
             models = self._models()
             if path == _MODELS:
                 self._send_json({"object": "list", "data": models})
@@ -216,8 +220,11 @@ class Handler(BaseHTTPRequestHandler):
         # A page of another site cannot send this type without being asked by the browser.
         if self.headers.get_content_type() != "application/json":
             raise BadRequest("Content-Type must be application/json", None, 415)
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            raise BadRequest(f"the body ended after {len(body):,} of {int(length):,} bytes")
         try:
-            return parse_object(self.rfile.read(int(length)))
+            return parse_object(body)
         except ValueError as error:
             raise BadRequest(f"invalid JSON: {error}") from None
 
@@ -227,14 +234,27 @@ class Handler(BaseHTTPRequestHandler):
         deadline = time.monotonic() + (MOST_WAITING + 1) * self.server.patience + SLACK
         while True:
             try:
-                event = job.events.get(timeout=max(0.0, deadline - time.monotonic()))
+                event = job.events.get(timeout=LOOK_SECONDS)
             except queue.Empty:
-                raise BadRequest("it took too long", None, 504) from None
+                if self._is_gone():
+                    raise ConnectionAbortedError from None
+                if time.monotonic() > deadline:
+                    raise BadRequest("it took too long", None, 504) from None
+                continue
             if isinstance(event, BadRequest):
                 raise event
             yield event
             if isinstance(event, list):
                 return
+
+    def _is_gone(self) -> bool:
+        """Whether the client has disconnected: then nobody reads what the model would write."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        try:
+            return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def _complete(self, job: Job) -> dict[str, Any]:
         texts = next(event for event in self._events(job) if isinstance(event, list))
@@ -286,6 +306,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(length))
         if status == HTTPStatus.UNAUTHORIZED:
             self.send_header("WWW-Authenticate", "Bearer")
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "POST")
         if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
             self.send_header("Retry-After", "5")
         self.send_header("Connection", "close")

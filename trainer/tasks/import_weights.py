@@ -11,7 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.errors import WRONG_USAGE, UserError
 from trainer.program import run_program
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from trainer.config import Override
     from trainer.config.sections import Model
+    from trainer.weights.matching import Matched
 
 TOKENIZER = "tokenizer"
 # Each of them alone is a tokenizer.
@@ -29,7 +31,7 @@ TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_program(_import, sys.argv[1:] if arguments is None else arguments)
+    return run_program(_import, sys.argv[1:] if arguments is None else arguments, is_task=True)
 
 
 def _import(arguments: Sequence[str], stop: StopRequest) -> None:
@@ -52,7 +54,7 @@ def _import(arguments: Sequence[str], stop: StopRequest) -> None:
             raise KeyboardInterrupt
 
     try:
-        tokenizer = _copy_tokenizer(source, output)
+        tokenizer = _copy_tokenizer(source, output, matched)
         facts = facts_of(matched.run, source, matched.family, tokenizer)
         folder = write_checkpoint(matched, output, facts, check_stop)
     except OSError as error:
@@ -98,30 +100,68 @@ def _overrides(texts: Sequence[str]) -> list[Override]:
     return overrides
 
 
-def _copy_tokenizer(source: Path, output: Path) -> dict[str, Any] | None:
+def _copy_tokenizer(source: Path, output: Path, matched: Matched) -> dict[str, Any] | None:
     """Copy the tokenizer beside the checkpoint, and describe it for the manifest."""
-    from trainer.corpus.tokenizer import open_tokenizer
     from trainer.durable import replacing
     from trainer.weights.source_files import LARGEST_TOKENIZER, exists, read_source
 
-    folder = source if source.is_dir() else source.parent
-    target = output / TOKENIZER
+    folder, target = source if source.is_dir() else source.parent, output / TOKENIZER
     complete = (names for names in TOKENIZER_FILES if all(exists(folder / name) for name in names))
-    names = next(complete, ())
-    if not names:
+    files = {name: read_source(folder / name, LARGEST_TOKENIZER) for name in next(complete, ())}
+    _require_own(target, files)
+    if not files:
         return None
+    facts = _described(files)
+    if facts and facts["vocab_size"] > (matched.run.Model.vocab_size or 0):
+        _refuse_tokenizer(folder, facts["vocab_size"], matched)
     target.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        data = read_source(folder / name, LARGEST_TOKENIZER)
+    for name, data in files.items():
         with replacing(target / name) as stream:
             stream.write(data)
-    try:
-        tokenizer = open_tokenizer(str(target))
-    except UserError as error:
-        print(f"warning: {error.message}; it is copied, but not checked", file=sys.stderr)
-        return None
+    return facts
+
+
+def _require_own(target: Path, files: dict[str, bytes]) -> None:
+    """Refuse a tokenizer that is there already, unless a killed import has copied this one."""
+    from trainer.weights.source_files import LARGEST_TOKENIZER, read_source
+
+    if not os.path.lexists(target):
+        return
+    is_folder = target.is_dir() and not target.is_symlink()
+    names = {entry.name for entry in target.iterdir()} if is_folder else set()
+    unfinished = {name for name in names if name.partition(".part")[0] in files} - files.keys()
+    if not is_folder or any(
+        name not in files or read_source(target / name, LARGEST_TOKENIZER) != files[name]
+        for name in names - unfinished
+    ):
+        message = f"{target} exists, and is not the tokenizer of these weights"
+        raise UserError(message, "use another --output, or move that folder away")
+
+
+def _described(files: dict[str, bytes]) -> dict[str, Any] | None:
+    from trainer.corpus.tokenizer import open_tokenizer
+
+    with TemporaryDirectory() as place:
+        for name, data in files.items():
+            Path(place, name).write_bytes(data)
+        try:
+            tokenizer = open_tokenizer(place)
+        except UserError as error:
+            reason = error.message.replace(f"{place}/", "")
+            print(f"warning: {reason}; it is copied, but not checked", file=sys.stderr)
+            return None
     keys = ("kind", "digest", "vocab_size", "eos_id")
     return {key: getattr(tokenizer, key) for key in keys}
+
+
+def _refuse_tokenizer(folder: Path, tokens: int, matched: Matched) -> NoReturn:
+    """Text encoded with this tokenizer would have ids that the model does not know."""
+    from trainer.weights.checkpoint_weights import EMBEDDING
+
+    rows, size = matched.stored[EMBEDDING].shape[0], matched.run.Model.vocab_size
+    message = f"the tokenizer in {folder} has {tokens:,} tokens, but vocab_size is {size:,}"
+    fix = f"use -o Model.vocab_size={tokens}" if tokens <= rows else "use that of these weights"
+    raise UserError(message, f"{fix}, or remove the files of the tokenizer")
 
 
 def _report(parsed: argparse.Namespace, folder: Path, model: Model) -> None:

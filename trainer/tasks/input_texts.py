@@ -60,6 +60,15 @@ def read_text(path: str) -> str:
         raise UserError(message, hint, WRONG_USAGE) from None
 
 
+def require_utf8(text: str, name: str) -> None:
+    """Refuse an argument with other bytes, which Python passes on as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        hint = "write it to a UTF-8 file: --prompts FILE"
+        raise UserError(f"{name} is not valid UTF-8", hint, WRONG_USAGE) from None
+
+
 def _fields(path: str, content: str, names: Sequence[str]) -> Iterator[tuple[int, str]]:
     """The number of each line, and the first of some fields that its object has."""
     for number, line in enumerate(content.split("\n"), 1):
@@ -74,6 +83,7 @@ def _fields(path: str, content: str, names: Sequence[str]) -> Iterator[tuple[int
         if not texts:
             wanted = " or ".join(f"`{name}`" for name in names)
             message = f"{path}:{number}: no field {wanted} with a text"
-            has = f"it has {', '.join(sorted(fields)[:10]) or 'no fields'}"
-            raise UserError(message, has, WRONG_USAGE)
+            has = ", ".join(sorted(fields)[:10]) or "no fields"
+            hint = f"rename the field that has the text; this line has {has}"
+            raise UserError(message, hint, WRONG_USAGE)
         yield number, texts[0]

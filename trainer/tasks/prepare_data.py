@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from trainer.corpus.prepare import SHARD_MB, Request, prepare
+from trainer.corpus.prepare import CONTINUES, SHARD_MB, Request, prepare
 from trainer.program import run_program
 from trainer.stop import StopRequest
 from trainer.tasks.data_arguments import DataParser, Reporter, ended_by, is_first, print_facts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_program(_prepare, sys.argv[1:] if arguments is None else arguments)
+    return run_program(_prepare, sys.argv[1:] if arguments is None else arguments, is_task=True)
 
 
 def _prepare(arguments: Sequence[str], stop: StopRequest) -> None:
@@ -24,7 +24,7 @@ def _prepare(arguments: Sequence[str], stop: StopRequest) -> None:
     if not is_first():
         return
     reporter = Reporter(stop)
-    with ended_by(stop):
+    with ended_by(stop, CONTINUES):
         done = prepare(Request(**given, append_eos=not no_eos), lambda now: reporter(now.text))
     print_facts(done.as_json(), as_json)
 

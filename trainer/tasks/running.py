@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,12 @@ from trainer.tasks.arguments import Opened, open_checkpoint, task_config
 from trainer.tasks.tokenizers import tokenizer_of
 from trainer.watchdog import watched
 
-_MORE_RANKS = "use more ranks: --gpus-per-node 2 -o Distributed.mp_degree=2"
+
+def _more_ranks(mesh: Mesh) -> str:
+    """How to divide the model among more ranks than now."""
+    mp = 2 * mesh.layout.mp
+    ranks = mesh.world // mesh.layout.mp * mp
+    return f"use more ranks: --gpus-per-node {ranks} -o Distributed.mp_degree={mp}"
 
 
 @dataclass(frozen=True)
@@ -50,20 +55,25 @@ def tell(text: str, mesh: Mesh) -> None:
 
 @contextmanager
 def loaded(
-    arguments: Namespace, overrides: Sequence[Override] = (), smaller: str = ""
+    arguments: Namespace,
+    overrides: Sequence[Override] = (),
+    smaller: str = "",
+    look: Callable[[RunConfig], None] = lambda run: None,
 ) -> Iterator[Loaded]:
     """Open the checkpoint of the arguments, join the other ranks, and load the network.
 
-    `smaller`: what a user can reduce if the task needs too much memory.
+    `smaller`: what a user can reduce if the task needs too much memory. `look` checks the input of
+    the task, before a large model is loaded for nothing.
     """
     opened = open_checkpoint(arguments.checkpoint)
     typed = [*arguments.override, *overrides]
     resolved = task_config(opened, arguments.config, typed, machines())
+    look(resolved.run)
     tokenizer = tokenizer_of(opened, arguments.tokenizer)
     with (
         join(resolved.run, resolved.layout) as mesh,
         watched(resolved.run, mesh, print_error),
-        explained_task(mesh, f"reduce {smaller}, or {_MORE_RANKS}"),
+        explained_task(mesh, f"reduce {smaller}, or {_more_ranks(mesh)}"),
     ):
         began = time.perf_counter()
         mesh.heartbeat.tick("loading the checkpoint")

@@ -17,7 +17,7 @@ from trainer.stop import StopRequest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_program(_serve, sys.argv[1:] if arguments is None else arguments)
+    return run_program(_serve, sys.argv[1:] if arguments is None else arguments, is_task=True)
 
 
 def _serve(arguments: Sequence[str], stop: StopRequest) -> None:

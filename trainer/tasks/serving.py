@@ -49,8 +49,8 @@ def run(description: str, arguments: Sequence[str], stop: StopRequest) -> None:
 
 def _parser(description: str) -> TaskParser:
     parser = TaskParser(description)
-    parser.add_argument("--host", default="127.0.0.1", help="another one than this machine's own "
-                        "(127.0.0.1) needs a token")  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1", help="an address other than 127.0.0.1 "
+                        "needs a token")  # fmt: skip
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="0: any free one")
     parser.add_argument(
         "--token-file",
@@ -153,7 +153,10 @@ def _next_job(server: Server | None, wait: float = POLL) -> Job | None:
     if server is None:
         return None
     try:
-        return server.jobs.get(timeout=wait) if wait else server.jobs.get_nowait()
+        while True:
+            job = server.jobs.get(timeout=wait) if wait else server.jobs.get_nowait()
+            if not job.is_cancelled.is_set():  # by a client that has disconnected
+                return job
     except queue.Empty:
         return None
 

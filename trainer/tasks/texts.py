@@ -14,7 +14,7 @@ from trainer.config.layers import Override
 from trainer.errors import WRONG_USAGE, UserError
 from trainer.stop import StopRequest
 from trainer.tasks.arguments import TaskParser
-from trainer.tasks.input_texts import read_prompts
+from trainer.tasks.input_texts import read_prompts, require_utf8
 from trainer.tasks.running import Loaded, loaded
 from trainer.tasks.writing import Written, encoded, require_room, write
 
@@ -78,6 +78,9 @@ def generation_overrides(given: Namespace) -> list[Override]:
     """The flags as overrides: they are checked like the keys of a config."""
     if given.num_return_sequences == "0":
         raise UserError("--num-return-sequences 0: nothing to write", "use 1 or more", WRONG_USAGE)
+    if _is_zero(given.temperature):
+        message = f"--temperature {given.temperature} would divide by zero"
+        raise UserError(message, "for the most likely text, use --greedy", WRONG_USAGE)
     overrides = [
         Override(f"Generation.{key}", value, f"--{flag.replace('_', '-')} {value}")
         for flag, key in KEYS.items()
@@ -92,8 +95,17 @@ def generation_overrides(given: Namespace) -> list[Override]:
     return overrides
 
 
+def _is_zero(text: str | None) -> bool:
+    try:
+        return text is not None and float(text) == 0
+    except ValueError:  # the check of the key says so
+        return False
+
+
 def _given_prompts(given: Namespace) -> list[str]:
     """The prompts of the command line and of the file; none, if a person will type them."""
+    for name, text in [*enumerate(given.prompts, 1), *(("--stop", stop) for stop in given.stop)]:
+        require_utf8(text, name if isinstance(name, str) else f"prompt {name}")
     texts = [*given.prompts, *(read_prompts(given.file) if given.file else [])]
     if given.file and not texts:
         raise UserError(f"{given.file} has no prompt", "write one per line", WRONG_USAGE)

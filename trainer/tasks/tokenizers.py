@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from trainer.corpus.tokenizer import (
     Tokenizer,
     open_tokenizer,
 )
-from trainer.errors import UserError
+from trainer.errors import WRONG_USAGE, UserError
 from trainer.tasks.arguments import Opened
 
 FOLDER = "tokenizer"  # beside the checkpoints of a run, or inside of an imported one
@@ -30,6 +31,8 @@ def tokenizer_of(opened: Opened, given: str | None) -> Tokenizer:
 
 
 def _found(opened: Opened, given: str | None, recorded: dict[str, Any]) -> Tokenizer:
+    if given not in (None, BYTES) and not os.path.lexists(str(given)):
+        raise UserError(f"--tokenizer {given} does not exist", HOW, WRONG_USAGE)
     if given is not None:
         return open_tokenizer(given)
     vocabulary = opened.facts.get("vocabulary")
@@ -37,15 +40,16 @@ def _found(opened: Opened, given: str | None, recorded: dict[str, Any]) -> Token
         return CharacterTokenizer(vocabulary)
     if recorded.get("kind") == BYTES:
         return ByteTokenizer()
-    for folder in _places(opened.folder):
+    for folder in places(opened.folder):
         if folder.is_dir():
             return open_tokenizer(str(folder))
     kind = recorded.get("kind")
-    missing = f"its tokenizer ({kind}) is not there" if kind else "it does not name its tokenizer"
+    missing = f"its tokenizer ({kind}) is missing" if kind else "it does not name its tokenizer"
     raise UserError(f"cannot turn text into tokens for {opened.folder}: {missing}", HOW)
 
 
-def _places(checkpoint: Path) -> tuple[Path, Path]:
+def places(checkpoint: Path) -> tuple[Path, Path]:
+    """Where the files of a checkpoint's tokenizer may be."""
     # Not by the text of the path: `.` has a parent too.
     return checkpoint.resolve().parent / FOLDER, checkpoint / FOLDER
 

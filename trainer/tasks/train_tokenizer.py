@@ -8,14 +8,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from trainer.corpus.tokenizer_training import END, SAMPLE_MB, Training, train_tokenizer
+from trainer.corpus.tokenizer_training import (
+    END,
+    SAMPLE_MB,
+    STARTS_AGAIN,
+    Training,
+    train_tokenizer,
+)
 from trainer.program import run_program
 from trainer.stop import StopRequest
 from trainer.tasks.data_arguments import DataParser, Reporter, ended_by, is_first, print_facts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_program(_train, sys.argv[1:] if arguments is None else arguments)
+    return run_program(_train, sys.argv[1:] if arguments is None else arguments, is_task=True)
 
 
 def _train(arguments: Sequence[str], stop: StopRequest) -> None:
@@ -30,7 +36,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> None:
         total += size
         reporter(f"read {total:,} bytes")
 
-    with ended_by(stop):
+    with ended_by(stop, STARTS_AGAIN):
         done = train_tokenizer(Training(**given), advance)
     print_facts(done.as_json(), as_json)
 
@@ -46,4 +52,9 @@ def _parser() -> DataParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    from trainer.watchdog import exit_now  # imports torch, as `main` does
+
+    # Not `sys.exit`: after a stop, a thread of the library still runs, and must not meet an
+    # interpreter that is being cleaned up.
+    exit_now(code)

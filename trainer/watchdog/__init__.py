@@ -300,7 +300,8 @@ class Watchdog:
     def _conclude(self, verdict: Verdict, reason: str = "") -> None:
         self._kill_silent(verdict)
         if self.mesh.is_first or 0 in verdict.culprits:
-            report_failure(self.output, reason or verdict.reason)
+            idle = time.monotonic() - self.mesh.heartbeat.since
+            report_failure(self.output, reason or verdict.reason, idle)
 
     def _delay_exit(self, verdict: Verdict) -> None:
         if self.mesh.rank not in verdict.culprits:

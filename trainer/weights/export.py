@@ -18,7 +18,7 @@ from trainer.errors import UserError
 from trainer.weights.checkpoint_weights import EMBEDDING, CheckpointWeights
 from trainer.weights.families import hugging_face_name
 from trainer.weights.gpt2_config import config_json, generation_config_json
-from trainer.weights.new_folder import new_folder
+from trainer.weights.new_folder import MARKER, new_folder
 from trainer.weights.orders import MATRICES, to_hugging_face
 from trainer.weights.progress import Progress
 from trainer.weights.safetensors_format import Shape, shards, write_tensors
@@ -52,7 +52,7 @@ def export(weights: CheckpointWeights, target: Target, check_stop: Callable[[], 
         if len(parts) > 1:
             _write_json(folder / INDEX, _index(parts, size))
         _write_configs(folder, weights, target)
-        names = sorted(entry.name for entry in folder.iterdir())
+        names = sorted({entry.name for entry in folder.iterdir()} - {MARKER})
     progress.close()
     return names
 

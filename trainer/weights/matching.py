@@ -71,7 +71,7 @@ def match(source: Source, overrides: Sequence[Override], version: float | None) 
     found = recognise(source.tensors, column)
     stored = {ours: source.tensors[theirs] for ours, theirs in found.parameters.items()}
     _require_gpt(source, stored)
-    mistakes = gpt2_config.mistakes(source.config)
+    mistakes = [*gpt2_config.mistakes(source.config), *_indivisible(source, stored, overrides)]
     _refuse(source, [*_unusable(found), *mistakes, *_impossible(source, stored)])
     family = _family(source, stored, column, version)
     sizes = _sizes(stored, family)
@@ -104,11 +104,24 @@ def _require_gpt(source: Source, stored: Mapping[str, Stored]) -> None:
 
 def _unusable(found: Found) -> Iterator[str]:
     for name in found.unknown:
-        yield f"{shown(name)} belongs to no GPT-2"
+        yield f"{shown(name)} is not a tensor of a GPT-2"
     layers = sorted({int(name.split(".")[1]) for name in found.parameters if "layers." in name})
     # Before a model of that size is made: a name can claim a million layers.
     if layers != list(range(len(layers))):
         yield f"layers are missing: it has {len(layers)}, and the last one is {layers[-1]}"
+
+
+def _indivisible(
+    source: Source, stored: Mapping[str, Stored], overrides: Sequence[Override]
+) -> Iterator[str]:
+    """Together with what else is wrong in config.json."""
+    heads, width = source.config.get("n_head"), stored[EMBEDDING].shape[1:]
+    is_asked = any(each.key == "Model.num_attention_heads" for each in overrides)
+    if not is_asked and type(heads) is int and heads > 0 and width and width[0] % heads:
+        yield (
+            f"n_head is {heads} ({source.config_place}), which does not divide the width "
+            f"{width[0]}: fix it, or use -o Model.num_attention_heads=N"
+        )
 
 
 def _impossible(source: Source, stored: Mapping[str, Stored]) -> Iterator[str]:
@@ -178,7 +191,11 @@ def _resolved(source: Source, sizes: Mapping[str, int], overrides: Sequence[Over
     }
     keys = {**{f"Model.{key}": value for key, value in values.items()}, **data}
     written = [Override(key, str(value), place) for key, value in keys.items()]
-    return load(None, [*written, *overrides], Machines(1, 1)).run
+    try:
+        return load(None, [*written, *overrides], Machines(1, 1)).run
+    except UserError as error:
+        message = f"cannot import {source.where}: this is no valid model"
+        raise UserError(message, error.hint, error.exit_code, error.findings) from None
 
 
 def _differences(

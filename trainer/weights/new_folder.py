@@ -15,6 +15,8 @@ from trainer.errors import UserError
 
 MIB = 1 << 20
 HEADROOM = 8 * MIB  # for configs and tokenizers
+SUFFIX = ".gptctl-tmp"
+MARKER = ".made-by-gptctl"  # in the temporary folder: what has none is not ours to delete
 
 
 @contextmanager
@@ -23,7 +25,7 @@ def new_folder(output: Path, size: int) -> Iterator[Path]:
 
     If the body raises, nothing is left. Raises UserError if the folder cannot be written.
     """
-    part = output.with_name(f"{output.name}.tmp")
+    part = output.with_name(f"{output.name}{SUFFIX}")
     try:
         _require_new(output)
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -31,6 +33,7 @@ def new_folder(output: Path, size: int) -> Iterator[Path]:
         lock = _created(part)
         try:
             yield part
+            (part / MARKER).unlink()
             sync_folder(part)
             part.rename(output)  # replaces an empty folder
             sync_folder(output.parent)
@@ -76,9 +79,23 @@ def _created(part: Path) -> int:
         raise UserError(f"another process is writing {part}", "wait until it ends") from None
     except OSError:
         pass  # a file system without locks
-    for entry in os.scandir(part):  # left by a process that was killed
+    try:
+        _empty(part)
+        (part / MARKER).touch()
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _empty(part: Path) -> None:
+    """Delete what a process that was killed has left, the marker last. Nobody else's files."""
+    entries = [entry for entry in os.scandir(part) if entry.name != MARKER]
+    if entries and not os.path.lexists(part / MARKER):
+        message = f"{part} exists, and no export has made it"
+        raise UserError(message, "use another --output, or rename or delete that folder")
+    for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
         else:
             os.unlink(entry.path)
-    return lock

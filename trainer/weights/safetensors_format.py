@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainer.checkpoint.tensor_files import raw_bytes
 from trainer.input_files import parse_object
+from trainer.weights.source_files import CutOff
 
 Shape = tuple[int, ...]
 LENGTH_BYTES, ALIGNMENT = 8, 64
@@ -59,7 +60,7 @@ def read_header(descriptor: int) -> Header:
     length = int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
     start = LENGTH_BYTES + length
     if size < LENGTH_BYTES or start > size:
-        raise ValueError("it is not a safetensors file, or it is cut off")
+        raise CutOff("it is not a safetensors file, or it is cut off")
     if length > LARGEST_HEADER:
         raise ValueError(f"its header has {length} bytes, at most {LARGEST_HEADER} expected")
     header = parse_object(os.pread(descriptor, length, LENGTH_BYTES))
@@ -92,7 +93,8 @@ def _require_filled(entries: Mapping[str, Entry], start: int, size: int) -> None
             raise ValueError("its tensors overlap, or have gaps between them")
         place = entry.end
     if place != size:
-        raise ValueError(f"its tensors end at byte {place}, but it has {size} bytes")
+        kind = CutOff if size < place else ValueError
+        raise kind(f"its tensors end at byte {place}, but it has {size} bytes")
 
 
 def read_tensor(descriptor: int, entry: Entry) -> Tensor:
@@ -102,7 +104,7 @@ def read_tensor(descriptor: int, entry: Entry) -> Tensor:
     while place < entry.end:
         count = os.preadv(descriptor, [memory[place - entry.begin :]], place)
         if not count:
-            raise ValueError("it was cut off while it was read")
+            raise CutOff("it was cut off while it was read")
         place += count
     return tensor
 

@@ -20,6 +20,12 @@ LARGEST_JSON = 1 << 25  # bytes of config.json or of an index; the largest ones 
 LARGEST_TOKENIZER = 1 << 28
 HINT = "use a folder of Hugging Face, or a file with weights: *.safetensors, *.bin or *.pt"
 
+AGAIN = "fetch the file again: it is not complete"
+
+
+class CutOff(ValueError):
+    """A file that ends too early, as after a download that was interrupted."""
+
 
 def open_source(file: Path) -> int:
     """Open a file of others for reading. Raises OSError."""
@@ -46,7 +52,8 @@ def explained(file: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(explain(str(file), error), HINT) from None
     except ValueError as error:
-        raise UserError(f"cannot import {file}: {error}", HINT) from None
+        hint = AGAIN if isinstance(error, CutOff) else HINT
+        raise UserError(f"cannot import {file}: {error}", hint) from None
 
 
 def read_source(file: Path, most: int) -> bytes:

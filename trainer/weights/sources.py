@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.manifest import NAME as MANIFEST
-from trainer.errors import UserError
+from trainer.errors import WRONG_USAGE, UserError
 from trainer.weights.export import ALONE, CONFIG, INDEX
 from trainer.weights.pickles import flattened, load_pickle
 from trainer.weights.safetensors_format import (
@@ -77,7 +77,7 @@ class Source(NamedTuple):
 def open_weights(where: Path) -> Source:
     """Open a folder or a file. Raises UserError."""
     if not os.path.exists(where):
-        raise UserError(f"{where} does not exist", HINT)
+        raise UserError(f"{where} does not exist", HINT, WRONG_USAGE)
     files = _files(where)
     folder = where if where.is_dir() else where.parent
     tensors: dict[str, Stored] = {}
@@ -134,7 +134,7 @@ def _newest_of_megatron(folder: Path) -> Path:
     is_number = re.fullmatch("[0-9]{1,12}", text)
     name = f"iter_{int(text):07}" if is_number else "release"
     if not (is_number or text == name) or not (folder / name).is_dir():
-        message = f"{folder / MEGATRON_LATEST} names {shown(text)}, which is not there"
+        message = f"{folder / MEGATRON_LATEST} names {shown(text)}, which is missing"
         raise UserError(message, HINT)
     return folder / name
 

@@ -40,7 +40,7 @@ from gptctl.jobs.last_state import last_state_text, remember
 from gptctl.jobs.store import JobRecord
 from gptctl.planning.build import JobIdentity, PlanDefaults, Site, log_dir_of
 from gptctl.planning.container import NOT_MOUNTABLE
-from gptctl.reporting import Fetched, FetchOptions, Say, ShowProgress
+from gptctl.reporting import Fetched, FetchOptions, Say, ShowProgress, Waiting
 from gptctl.spec.check import Checked
 from gptctl.spec.cluster import Cluster, cluster_of_job
 from gptctl.spec.resources import home
@@ -273,6 +273,11 @@ class SlurmBackend(Backend):
         if state.state in (PENDING, RUNNING):
             return JobState(state.state, reason)
         return JobState(UNKNOWN, f"{reason}{last_state_text(record)}")
+
+    def waiting(self, record: JobRecord, state: JobState) -> Waiting:
+        from gptctl.backends.slurm.waiting import waiting_in
+
+        return waiting_in(self.access(record), record, state)
 
     # Cancelling
 

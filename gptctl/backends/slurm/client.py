@@ -143,10 +143,10 @@ class SlurmClient:
             return which(command) is not None
         return not self._execute(["bash", "-c", 'command -v "$1"', "bash", command], "").code
 
-    def would_start(self, script: str) -> str:
+    def would_start(self, script: str, *options: str) -> str:
         """Return when and where Slurm would start a batch script; raise SlurmError if never."""
         # With --test-only sbatch prints its answer to stderr.
-        said = error_text(self._done(["sbatch", "--test-only"], script).err)
+        said = error_text(self._done(["sbatch", "--test-only", *options], script).err)
         return re.sub(r"^Job \d+ to start at (\S+)T", r"would start at \1 ", said)
 
     def _done(self, command: Sequence[str], stdin: str = "") -> ClientResult:

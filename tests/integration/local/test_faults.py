@@ -131,7 +131,7 @@ def test_many_gptctl_at_once(jobs) -> None:
         (["-o", "Launch.files=[/dev/zero]", "--", "x.py"], ["S001", "/dev/zero is a device, not a file"]),
         (["-o", "Launch.files=[/dev/zero]"], ["S001", "/dev/zero is a device, not a file"]),
         (["-o", "Launch.rdzv.endpoint=no-such-host.invalid:29500", "--", "x.py"],
-         ["S004 Launch.rdzv.endpoint: cannot resolve host name no-such-host.invalid (-o Launch.rdzv.endpoint="]),
+         ["S004 Launch.rdzv.endpoint (-o Launch.rdzv.endpoint=no-such-host.invalid:29500): cannot resolve host name no-such-host.invalid"]),
         (["--dry-run", "--follow", "--", "x.py"], ["--dry-run cannot be combined"]),
         (["--template", "x.py", "--", "x.py"], ["x.py does not replace any template"]),
         (["--template", "a", "--", "x.py"], ["a contains no templates"]),

@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,23 @@ class Training:
         missing = written - Counter({line.strip(): count for line, count in shown.items()}) - shown
         assert not missing, list(missing.items())[:5]
 
+    def assert_ledger(self) -> list[dict[str, Any]]:
+        """Every second is in one account, and a step counts as repeated if an attempt before it had logged it, too."""
+        (row,) = self.login.json("cost", self.job["job"])["rows"]
+        lengths = [each["gpus"] * (each["ended"] - each["began"]) for each in row["attempts"]]
+        assert sum(row["accounts"].values()) == pytest.approx(row["allocation"], abs=0.01)
+        assert sum(lengths) == pytest.approx(row["allocation"], abs=0.01)
+        reached, again = 0, []
+        for attempt in row["attempts"]:
+            steps = steps_of_attempt(self, attempt["attempt"])
+            again.append(len([step for step in steps if step <= reached]))
+            reached = max([reached, *steps])
+        assert [attempt["repeated_steps"] for attempt in row["attempts"]] == again
+        assert (row["accounts"]["repeated"] > 0) == any(again)
+        assert row["accounts"]["compute"] > 0
+        assert row["accounts"]["unknown"] == 0
+        return row["attempts"]
+
     def said(self) -> str:
         return (self.login.folder / "said").read_text()
 
@@ -127,6 +146,34 @@ def test_preempted_twice(login: Login, undisturbed: dict[int, float], crashed: F
     assert steps == list(range(1, STEPS + 1))
     assert login.batch_log(training.job).count("requeueing: the scheduler asked the job to stop") == 2
     assert "attempt 2" in training.said()
+    spans = training.assert_ledger()
+    assert [each["repeated_steps"] for each in spans] == [0, 0, 0]
+    # It had no nodes in between: the higher job had them.
+    assert all(before["ended"] < after["began"] for before, after in pairwise(spans))
+
+
+@pytest.mark.long
+def test_the_ledger_agrees_with_slurm(lab_with_accounting: Lab) -> None:
+    """Oracle: the start and the end of each allocation in Slurm's accounting, which has whole seconds."""
+    login = Login(lab_with_accounting)
+    training = Training(login)
+    training.await_steps(0)
+    login.slurm("scontrol", "requeue", training.job["scheduler_id"])
+    training.end()
+    spans = training.assert_ledger()
+    login.lab.run("head", "sleep", "2")  # slurmdbd gets the end a little later
+    options = ("-D", "-X", "-P", "-n", "-j", training.job["scheduler_id"], "-o", "Start,End,AllocNodes")
+    rows = [line.split("|") for line in login.slurm("sacct", *options).splitlines()]
+    known = [(_seconds(start), _seconds(end)) for start, end, _ in rows]
+    assert len(known) == len(spans) == 2
+    for (start, end), span in zip(known, spans):
+        assert -1.5 < span["began"] - start < 4, "the batch script has started the engine"
+        # To Slurm, the first one ended with the requeue; its ranks saved after that.
+        assert -6 < span["ended"] - end < 6
+
+
+def _seconds(moment: str) -> float:
+    return datetime.fromisoformat(moment).timestamp()
 
 
 @pytest.mark.long
@@ -353,3 +400,6 @@ def test_a_rank_is_killed_and_a_node_crashes(undisturbed: dict[int, float], cras
         last, first = steps_of_attempt(training, before)[-1], steps_of_attempt(training, after)[0]
         assert first % SAVES == 1
         assert last - 2 * SAVES < first <= last + 1
+    spans = training.assert_ledger()
+    assert spans[0]["ended"] == spans[1]["began"], "in one allocation"
+    assert re.search(r"rank 1 .*SIGKILL", spans[0]["cause"])

@@ -64,9 +64,10 @@ def most_at_once(login: Login, ids: list[str]) -> int:
 
 def test_twelve_runs_three_at_once_one_killed_and_resumed(login: Login) -> None:
     """The oracle is Slurm: one array, its limit, and what ran at the same time."""
-    answer = sweep(login, SWEEP)
+    answer = sweep(login, SWEEP, "--tag", "exp=lr")
     name, jobs = answer["sweep"], [each["job"] for each in answer["jobs"]]
     assert len(jobs) == 12
+    assert {row["job"] for row in login.json("list", "--tag", "exp=lr")} == set(jobs)
     ids = {row["job"]: row["scheduler_id"] for row in login.json("list")}
     arrays = {ids[job].partition("_")[0] for job in jobs}
     assert len(arrays) == 1

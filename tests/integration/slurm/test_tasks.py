@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.integration.slurm.laptop import Laptop
-from tests.integration.slurm.login import Login
+from tests.integration.slurm.login import Login, await_true
 from tests.lab import Lab
 
 CPU = ("-o", "Global.device=cpu")
@@ -50,3 +50,28 @@ def test_a_login_node_evaluates_in_another_layout(lab: Lab) -> None:
     done = login.run("eval", job, "fox.txt", *CPU, *halves)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ppl_in(done.stdout) == pytest.approx(json.loads(here.stdout)["ppl"], rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_login_node_prepares_data_on_a_node(lab: Lab) -> None:
+    """A job that was cancelled continues. Oracle: the same files, prepared in the foreground."""
+    login = Login(lab)
+    lines = "".join(json.dumps({"text": f"{number} {TEXT} " * 5}) + "\n" for number in range(300_000))
+    (login.folder / "fox.jsonl").write_text(lines)
+    words = ("data", "prepare", "fox.jsonl", "--shard-mb", "2")
+    missing = login.run(*words[:2], "nowhere.jsonl", "--output", "x", "--cluster", "lab", "--detach")
+    assert (missing.returncode, "no input at nowhere.jsonl" in missing.stderr) == (2, True)
+
+    job = login.json(*words, "--output", "there/x", "--cluster", "lab", "--detach")["job"]
+    await_true(lambda: len(list(login.folder.glob("there/x.shards/shard-*.json"))) > 1, 90, lambda: login.state(job))
+    assert login.run("cancel", job).returncode == 0
+    login.wait(job, "CANCELLED", "STOPPED", "FAILED", "COMPLETED")
+    assert not (login.folder / "there/x_meta.json").exists()
+    done = login.run(*words, "--output", "there/x", "--cluster", "lab")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (resumed,) = re.findall(r"^\[rank 0\] resumed_shards +([0-9]+)$", done.stdout, re.MULTILINE)
+    assert int(resumed) > 1
+    done = login.run(*words, "--output", "here/x")
+    assert done.returncode == 0, done.stderr
+    for name in ("x_ids.npy", "x_idx.npz", "x_meta.json"):
+        assert (login.folder / "there" / name).read_bytes() == (login.folder / "here" / name).read_bytes()

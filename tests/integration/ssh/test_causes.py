@@ -63,3 +63,15 @@ def test_a_lost_host(desk: Desk) -> None:
     desk.lab.crash("ssh2")
     row = failure_of(desk, job, seconds=180)
     assert row["reason"].startswith("node 1 (10.78.0.52): its host is lost: "), row
+
+
+@pytest.mark.long
+def test_the_likely_cause_on_a_host_of_its_own(desk: Desk) -> None:
+    """The log that tells it is on the second host: `why` copies it first. The text of the failure says nothing."""
+    broken = "print('OSError: [Errno 122] Disk quota exceeded\\nbye', flush=True)\n        os._exit(9)"
+    program = f"import os, time\nif True:\n    if os.environ['RANK'] == '3':\n        {broken}\n    time.sleep(60)\n"
+    job = submit(desk, program)
+    desk.wait(job, "FAILED", seconds=60)
+    facts = desk.json("why", job)
+    assert (facts["failure"]["rank"], facts["failure"]["host"]) == (3, "ssh2")
+    assert (facts["likely_cause"]["code"], facts["likely_cause"]["where"]) == ("K044", "rank 3")

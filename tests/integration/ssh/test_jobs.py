@@ -34,6 +34,9 @@ def test_three_hosts_train_as_one_process_would(desk: Desk, tmp_path: Path) -> N
     assert alone.ok, alone.text
     here = list(losses(facts).values())
     assert len(here) == 10
+    # What the first rank recorded came with its logs: see `gptctl diff`.
+    recorded = json.loads(Path(facts["run_dir"], "attempt-0", "environment.json").read_text())
+    assert (recorded["job"], recorded["attempt"]) == (facts["job"], 0)
     assert max(abs(a - b) for a, b in zip(here, alone.metrics())) <= 5e-6
     assert_every_byte_comes_home(desk, facts["job"])
 
@@ -67,6 +70,14 @@ def test_a_job_is_resumed(desk: Desk) -> None:
         (second["job"], 3),
         (second["job"], 4),
     ]
+    # From here nobody sees which checkpoints of the hosts are verified: both stay.
+    old = desk.json("rm", "--older", "0s", "--dry-run")
+    why = "has the newest checkpoint of the run of {}: step_{} on its hosts, which may not be verified"
+    stays = [
+        {"job": job, "state": "COMPLETED", "why": why.format(second["job"], step)}
+        for job, step in ((first, 2), (second["job"], 4))
+    ]
+    assert (old["remove"], old["stay"]) == ([], stays)
     # The folders of the first job are removed on the hosts, too; the second one does not need them any more.
     assert desk.run("rm", "--yes", first).returncode == 0
     done = desk.run("resume", second["job"], "-o", "Engine.max_steps=5", "--follow")

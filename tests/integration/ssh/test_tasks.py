@@ -48,3 +48,24 @@ def test_a_checkpoint_is_used_where_it_is(desk: Desk) -> None:
     assert json.loads(done.stdout)["ppl"] == pytest.approx(float(measured), rel=1e-5)
     done = desk.run("generate", job, "the quick", *greedy, *CPU)
     assert [line.rstrip() for line in done.stdout.splitlines()] == [line.rstrip() for line in written]
+
+
+@pytest.mark.long
+def test_data_is_prepared_on_a_host(desk: Desk) -> None:
+    """Both verbs, one after the other, on one host. Oracle: the same files, prepared here."""
+    one = ("--cluster", "hosts")
+    text = "\n\n".join(f"{number}: {TEXT}" for number in range(60))
+    desk.on("ssh1", f"mkdir /home/gpt/books && printf '%s' '{text}' > /home/gpt/books/fox.txt")
+    (desk.folder / "books").mkdir()
+    (desk.folder / "books/fox.txt").write_text(text)
+    desk.lab.run("head", "chown", "-R", "gpt", str(desk.folder), check=True)
+    for books, folder, where in (("/home/gpt/books", "/home/gpt", one), ("books", ".", ())):
+        words = ("--output", f"{folder}/tokenizer", "--vocab-size", "300")
+        done = desk.run("data", "train-tokenizer", books, *words, *where)
+        assert done.returncode == 0, done.stdout + done.stderr
+        words = ("--output", f"{folder}/ids/fox", "--tokenizer", f"{folder}/tokenizer", "--documents", "paragraph")
+        done = desk.run("data", "prepare", books, *words, *where)
+        assert done.returncode == 0, done.stdout + done.stderr
+    sums = "cd {0}/ids && sha256sum fox* tokenizer/*"
+    assert desk.on("ssh1", sums.format("/home/gpt")) == desk.on("head", sums.format(desk.folder))
+    assert desk.on("ssh1", "ls /home/gpt/ids").split() == ["fox_ids.npy", "fox_idx.npz", "fox_meta.json", "tokenizer"]

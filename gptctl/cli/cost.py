@@ -1,0 +1,170 @@
+"""The verb `cost`: where the GPU hours of jobs went."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gptctl.cli.options import as_json_option, complete_job, examples
+from gptctl.cli.session import Session
+from gptctl.cli.table_layout import Column
+
+if TYPE_CHECKING:
+    from gptctl.jobs.store import JobRecord
+
+RECENT = "7d"
+# How the accounts are called in the table; the least interesting are left out first.
+HEADINGS = {
+    "compute": ("compute", 0),
+    "repeated": ("repeated", 1),
+    "wait": ("wait", 2),
+    "data": ("data", 5),
+    "checkpoint": ("saving", 6),
+    "evaluation": ("eval", 7),
+    "starting": ("starting", 3),
+    "hang": ("hang", 4),
+    "idle": ("idle", 5),
+    "unknown": ("unknown", 8),
+}
+
+
+@click.command(
+    epilog=examples("gptctl cost", "gptctl cost gpt-3f9a2c", "gptctl cost --since 30d --by cluster")
+)
+@click.argument("jobs", nargs=-1, shell_complete=complete_job, metavar="[JOBS...]")
+@click.option(
+    "--since",
+    metavar="TIME",
+    help=f"Count from then on: a time, or an age such as 12h or {RECENT} (default without JOBS).",
+)
+@click.option(
+    "--by",
+    type=click.Choice(["job", "user", "cluster", "cause"]),
+    default="job",
+    show_default=True,
+    help="Sum up by this. A cause is why an attempt failed.",
+)
+@as_json_option
+@click.pass_obj
+def cost(
+    session: Session, jobs: tuple[str, ...], since: str | None, by: str, as_json: bool
+) -> None:
+    """Show where the GPU hours of jobs went.
+
+    Every second of every GPU is in one account: compute, repeated (steps done again after a
+    failure), wait (for other ranks), data, saving, eval, starting, hang, and idle. Programs that
+    are not the bundled trainer have unknown instead. Goodput is the share of compute. With one JOB,
+    each of its attempts has a row.
+    """
+    from gptctl.cli import ui
+    from gptctl.jobs.costs import summed
+
+    started = _moment(since or ("" if jobs else RECENT))
+    records = [session.find(job) for job in jobs] or session.store.records()
+    rows = _rows(session, records, started, by_cause=by == "cause", with_empty=bool(jobs))
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row[by], []).append(row)
+    total = {**summed(rows), "since": started or None}
+    if as_json:
+        found = rows if by == "job" else [{by: name, **summed(g)} for name, g in groups.items()]
+        ui.print_json({"rows": found, "total": total})
+        return
+    if len(records) == 1 and by == "job" and rows:
+        _print_attempts(rows[0])
+        return
+    shown = [(name, summed(group)) for name, group in groups.items()]
+    _print_table(by, shown, total)
+
+
+def _moment(text: str) -> float:
+    from gptctl.logs.lines import parse_since
+
+    return parse_since(text) if text else 0.0
+
+
+def _rows(
+    session: Session, records: list[JobRecord], started: float, by_cause: bool, with_empty: bool
+) -> list[dict[str, Any]]:
+    """A row for each job; for each attempt if causes are asked for."""
+    from gptctl.cli import ui
+    from gptctl.deadline import Deadline
+    from gptctl.jobs import report
+    from gptctl.jobs.costs import attempt_rows, cost_row, ledger_of_job, user_of
+    from gptctl.jobs.costs import since as after
+
+    now = time.time()
+    states = report.states_of(records, session.backends, Deadline(3.0))
+    found = []
+    with ui.status_line() as show:
+        for number, (record, state) in enumerate(zip(records, states)):
+            show(f"reading {record.id}, {number + 1:,} of {len(records):,}")
+            ledger = after(ledger_of_job(record, state.state, session.store, now), started)
+            if not ledger.attempts and not with_empty:
+                continue
+            who = {"job": record.id, "user": user_of(record), "cluster": record.cluster}
+            parts = [ledger]
+            if by_cause:
+                parts = [ledger._replace(attempts=[each]) for each in ledger.attempts]
+            for part in parts:
+                cause = part.attempts[-1].cause if part.attempts else ""
+                facts = {**who, "state": state.state, "cause": cause or "none"}
+                found.append({**facts, **cost_row(part), "attempts": attempt_rows(part)})
+    return found
+
+
+def _print_attempts(row: dict[str, Any]) -> None:
+    from gptctl.cli import ui
+
+    columns = [Column("attempt"), *_columns(), Column("cause", "wrap", importance=9)]
+    cells = []
+    for each in row["attempts"]:
+        allocation = each["gpus"] * (each["ended"] - each["began"])
+        facts = {"allocation": allocation, "accounts": each["accounts"], "goodput": None}
+        cells.append([each["attempt"], *_cells(facts), each["cause"] or ""])
+    cells.append(["all", *_cells(row), ""])
+    queued = f"; queued {_hours_text(row['queued'])}" if row["queued"] >= 1 else ""
+    again = f"; {row['repeated_steps']:,} steps repeated" if row["repeated_steps"] else ""
+    ui.print_table(f"{row['job']}: {row['state']}{queued}{again}", columns, cells)
+
+
+def _print_table(by: str, rows: list[tuple[str, dict[str, Any]]], total: dict[str, Any]) -> None:
+    from gptctl.cli import ui
+    from gptctl.text import clock_time, count
+
+    columns = [Column(by), *([] if by == "job" else [Column("jobs", importance=9)]), *_columns()]
+    cells = [[name, *([] if by == "job" else [row["jobs"]]), *_cells(row)] for name, row in rows]
+    if len(rows) > 1:
+        cells.append(["all", *([] if by == "job" else [total["jobs"]]), *_cells(total)])
+    since = f" since {clock_time(total['since'])}" if total["since"] else ""
+    ui.print_table(f"{count(total['jobs'], 'job')}{since}", columns, cells)
+
+
+def _columns() -> list[Column]:
+    accounts = [Column(name, importance=rank) for name, rank in HEADINGS.values()]
+    return [Column("GPU time"), Column("goodput"), *accounts]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    allocation, accounts = row["allocation"], row["accounts"]
+    goodput = accounts["compute"] / allocation if allocation else None
+    return [
+        _hours_text(allocation),
+        "" if goodput is None else f"{goodput:.0%}",
+        *(_part(accounts[name], allocation) for name in HEADINGS),
+    ]
+
+
+def _part(seconds: float, allocation: float) -> str:
+    if seconds < 0.0005 * allocation or not allocation:
+        return ""
+    return f"{_hours_text(seconds)} {seconds / allocation:.0%}"
+
+
+def _hours_text(seconds: float) -> str:
+    """`4.2 h`; short times in minutes or seconds."""
+    if seconds >= 3600:
+        return f"{seconds / 3600:,.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"

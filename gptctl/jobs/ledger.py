@@ -1,0 +1,311 @@
+"""Where the time of a job's GPUs went: every second of an allocation is in exactly one account.
+
+Pure: a timeline in, seconds out. All GPUs of a job wait for one another in every step, so an
+account holds seconds of the job; times its GPUs they are GPU seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from gptctl.engine.events import FAILURE
+from gptctl.engine.file_reading import is_whole
+from gptctl.jobs.timeline import RANK_EXIT, RANKS_UP, Event, LastStep, Timeline, attempt_starts
+from gptctl.logs.metric_rows import HIGHEST_STEP, Row, is_number
+from trainer.event_names import (
+    CHECKPOINT,
+    COMMITTED,
+    EVALUATION,
+    FAILED,
+    FINISHED,
+    FIRST_STEP,
+    GROUP,
+    STOP,
+)
+
+STARTING, DATA, COMPUTE, WAIT = "starting", "data", "compute", "wait"
+CHECKPOINTS, EVALUATIONS, REPEATED = "checkpoint", "evaluation", "repeated"
+HANG, IDLE, UNKNOWN = "hang", "idle", "unknown"
+# In the order in which they are shown. `unknown`: programs that are not the bundled trainer.
+ACCOUNTS = (
+    COMPUTE, REPEATED, DATA, WAIT, CHECKPOINTS, EVALUATIONS, STARTING, HANG, IDLE, UNKNOWN,
+)  # fmt: skip
+LEAST_HANG = 10.0  # seconds without progress before a failure that count as a hang
+HANG_STEPS = 3.0  # and so many times as long as a step
+
+
+class Segment(NamedTuple):
+    """A part of an attempt, and the account in which most of it is."""
+
+    began: float
+    ended: float
+    seconds: Mapping[str, float]  # by account; they add up to its length
+
+    @property
+    def account(self) -> str:
+        return max(self.seconds, key=lambda name: self.seconds[name], default=IDLE)
+
+
+class AttemptCosts(NamedTuple):
+    attempt: int
+    began: float
+    ended: float
+    gpus: int
+    cause: str  # why it ended, if it failed or was stopped
+    repeated_steps: int
+    segments: list[Segment]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        total = dict.fromkeys(ACCOUNTS, 0.0)
+        for segment in self.segments:
+            for name, seconds in segment.seconds.items():
+                total[name] += seconds
+        return total
+
+
+class Ledger(NamedTuple):
+    job: str
+    queued: float  # seconds without nodes: nobody pays for them
+    attempts: list[AttemptCosts]
+
+    @property
+    def gpu_seconds(self) -> dict[str, float]:
+        total = dict.fromkeys(ACCOUNTS, 0.0)
+        for each in self.attempts:
+            for name, seconds in each.seconds.items():
+                total[name] += each.gpus * seconds
+        return total
+
+    @property
+    def allocation(self) -> float:
+        """GPU seconds that the job had its nodes."""
+        return sum(each.gpus * (each.ended - each.began) for each in self.attempts)
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the allocation that computed something new."""
+        return self.gpu_seconds[COMPUTE] / self.allocation if self.allocation > 0 else None
+
+
+def ledger_of(timeline: Timeline, now: float, reached: int = 0) -> Ledger:
+    """Account for a job; `reached`: the last step of the job that it continues, if it does."""
+    attempts: list[AttemptCosts] = []
+    for span in _attempts(timeline, now):
+        costs = _attempt(timeline, span, reached)
+        attempts.append(costs)
+        last = timeline.last_steps.get(span.attempt)
+        steps = [row["step"] for row in timeline.rows if row["attempt"] == span.attempt]
+        reached = max([reached, *steps, *([last.step] if last else [])])
+    return Ledger(timeline.job, _queued(timeline, now), attempts)
+
+
+class _Span(NamedTuple):
+    attempt: int
+    began: float
+    ended: float
+    gpus: int
+    is_last: bool  # of its allocation
+    is_running: bool
+
+
+def _queued(timeline: Timeline, now: float) -> float:
+    """From the submission to the first nodes, and between a requeue and the next ones."""
+    waiting, since = 0.0, timeline.submitted
+    for each in timeline.allocations:
+        waiting += max(0.0, each.began - since)
+        since = now if each.ended is None else each.ended
+    if not timeline.allocations:
+        waiting = max(0.0, now - since)
+    return waiting
+
+
+def _attempts(timeline: Timeline, now: float) -> list[_Span]:
+    """The attempts, one after the other: together they fill the allocations."""
+    starts, spans = attempt_starts(timeline), list[_Span]()
+    for index, allocation in enumerate(timeline.allocations):
+        ended = max(allocation.began, now if allocation.ended is None else allocation.ended)
+        following = timeline.allocations[index + 1 :]
+        until = following[0].began if following else float("inf")
+        inside = [n for n in starts if allocation.began <= starts[n] < until]
+        inside.sort(key=lambda n: starts[n])
+        inside = inside or [allocation.first_attempt]
+        # The first one includes what the engine did before it.
+        bounds = [allocation.began, *(min(starts.get(n, ended), ended) for n in inside[1:]), ended]
+        for number, begin, end in zip(inside, bounds, bounds[1:]):
+            is_last = number == inside[-1]
+            is_running = is_last and allocation.ended is None
+            spans.append(_Span(number, begin, end, allocation.gpus, is_last, is_running))
+    return spans
+
+
+def _attempt(timeline: Timeline, span: _Span, reached: int) -> AttemptCosts:
+    events = timeline.of_attempt(span.attempt)
+    rows = [
+        row
+        for row in timeline.rows
+        if row["attempt"] == span.attempt and is_number(row.get("step_time"))
+    ]
+    segments, repeated = _Accounting(span, events, rows, timeline.last_steps, reached).segments()
+    return AttemptCosts(
+        span.attempt, span.began, span.ended, span.gpus, _cause(events), repeated, segments
+    )
+
+
+def _cause(events: Iterable[Event]) -> str:
+    for event in events:
+        if event.name == FAILURE:
+            return str(event.facts.get("reason", ""))
+    return ""
+
+
+class _Accounting:
+    """The segments of one attempt, from its start to its end without gaps."""
+
+    def __init__(
+        self,
+        span: _Span,
+        events: Sequence[Event],
+        rows: Sequence[Row],
+        last_steps: Mapping[int, LastStep],
+        reached: int,
+    ) -> None:
+        self.span, self.events, self.rows, self.reached = span, events, rows, reached
+        self.last = last_steps.get(span.attempt)
+        self.found: list[Segment] = []
+        self.at = span.began
+        self.repeated = 0
+
+    def segments(self) -> tuple[list[Segment], int]:
+        first = self._first(FIRST_STEP)
+        if first is None:
+            self._without_steps()
+        else:
+            self._until(first.time, STARTING)
+            self._train(first)
+            self._finish()
+        return self.found, self.repeated
+
+    def _first(self, *names: str) -> Event | None:
+        return next((event for event in self.events if event.name in names), None)
+
+    def _until(self, moment: float, account: str) -> None:
+        """Put everything up to this moment into one account."""
+        moment = min(max(moment, self.at), self.span.ended)
+        if moment > self.at:
+            self.found.append(Segment(self.at, moment, {account: moment - self.at}))
+            self.at = moment
+
+    def _without_steps(self) -> None:
+        """The trainer never came so far, or it is another program."""
+        exits = [event.time for event in self.events if event.name == RANK_EXIT]
+        ups = [event.time for event in self.events if event.name == RANKS_UP]
+        if ups and not self._first(GROUP, FAILED):
+            self._until(ups[0], STARTING)
+            self._until(max(exits, default=self.span.ended), UNKNOWN)
+        else:
+            self._until(min(exits, default=self.span.ended), STARTING)
+        self._until(self.span.ended, IDLE)
+
+    def _train(self, first: Event) -> None:
+        before, row = _resumed(first), None
+        for moment, item in self._rows_and_starts(first):
+            if isinstance(item, Event):
+                # torchrun itself has restarted the ranks.
+                self.reached = max(self.reached, before)
+                self._until(moment, STARTING)
+                before = _resumed(item)
+            else:
+                self._steps(before, item["step"], moment, item)
+                before, row = item["step"], item
+        # Steps after the last one that was logged took as long as those before it.
+        if self.last and self.last.step > before:
+            self._steps(before, self.last.step, self.last.time, row)
+
+    def _rows_and_starts(self, first: Event) -> list[tuple[float, Row | Event]]:
+        again = [e for e in self.events if e.name == FIRST_STEP and e is not first]
+        found: list[tuple[float, Row | Event]] = [(event.time, event) for event in again]
+        found += [(row["time"], row) for row in self.rows]
+        return sorted(found, key=lambda item: item[0])
+
+    def _steps(self, before: int, step: int, moment: float, row: Row | None) -> None:
+        """Account for the steps after `before` up to `step`, which ended at this moment."""
+        began, ended = self.at, min(max(moment, self.at), self.span.ended)
+        length, steps = ended - began, max(0, step - before)
+        seconds = self._stalls(began, ended)
+        trained = max(0.0, length - sum(seconds.values()))
+        again = max(0, min(step, self.reached) - before)
+        self.repeated += again
+        share = again / steps if steps else 0.0
+        for name, part in _parts(row, trained, steps).items():
+            seconds[name] = seconds.get(name, 0.0) + part * (1 - share if name != IDLE else 1)
+            if name != IDLE:
+                seconds[REPEATED] = seconds.get(REPEATED, 0.0) + part * share
+        if length > 0:
+            self.found.append(Segment(began, ended, seconds))
+            self.at = ended
+
+    def _stalls(self, began: float, ended: float) -> dict[str, float]:
+        """What the training waited for in this time, besides its steps."""
+        seconds: dict[str, float] = {}
+        for event in self.events:
+            facts, account = event.facts, _STALLS.get(event.name)
+            if account and began < event.time <= ended:
+                value = facts.get("stall", facts.get("seconds"))
+                if is_number(value) and value > 0:
+                    seconds[account] = seconds.get(account, 0.0) + min(value, ended - began)
+        return _fitted(seconds, ended - began)
+
+    def _finish(self) -> None:
+        """From the last step to the end: the last save, the test run, or a failure."""
+        failed = self._first(FAILED, RANK_EXIT, FAILURE)
+        if failed and self._hangs(failed.time - self.at):
+            self._until(failed.time, HANG)
+        for event in self.events:
+            if event.time <= self.at:
+                continue
+            # Training waits only for the last checkpoint; others are written beside it.
+            if event.name == COMMITTED and self.last and event.facts.get("step") == self.last.step:
+                self._until(event.time, CHECKPOINTS)
+            elif event.name == EVALUATION:
+                seconds = event.facts.get("seconds")
+                self._until(event.time - (seconds if is_number(seconds) else 0.0), IDLE)
+                self._until(event.time, EVALUATIONS)
+        is_training = self.span.is_running and not self._first(FINISHED, STOP, FAILED, FAILURE)
+        # The steps since the last log line are not known yet.
+        self._until(self.span.ended, COMPUTE if is_training else IDLE)
+
+    def _hangs(self, seconds: float) -> bool:
+        times = [row["step_time"] for row in self.rows if is_number(row.get("step_time"))]
+        if self._first(FINISHED, STOP):
+            return False
+        return seconds > max(LEAST_HANG, HANG_STEPS * (times[-1] if times else 0.0))
+
+
+def _resumed(first: Event) -> int:
+    step = first.facts.get("resumed")
+    return step if is_whole(step, 0, HIGHEST_STEP) else 0
+
+
+_STALLS = {CHECKPOINT: CHECKPOINTS, EVALUATION: EVALUATIONS}
+
+
+def _parts(row: Row | None, trained: float, steps: int) -> dict[str, float]:
+    """Divide the time of some steps by what the row measured; what it does not explain is idle."""
+    if row is None or not steps:
+        return {COMPUTE if steps else IDLE: trained}
+    cost, reader = (row.get(name) or 0.0 for name in ("step_time", "reader_time"))
+    wait = row.get("wait_time") or 0.0
+    parts = {DATA: reader * steps, WAIT: wait * steps}
+    parts[COMPUTE] = max(0.0, cost * steps - sum(parts.values()))
+    parts = _fitted(parts, trained)
+    return {**parts, IDLE: max(0.0, trained - sum(parts.values()))}
+
+
+def _fitted(seconds: dict[str, float], length: float) -> dict[str, float]:
+    """Shrink parts that are longer together than the whole: clocks of two kinds differ a little."""
+    total = sum(seconds.values())
+    if total <= length or total <= 0:
+        return seconds
+    return {name: part * length / total for name, part in seconds.items()}

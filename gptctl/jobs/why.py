@@ -1,0 +1,162 @@
+"""The answer of `gptctl why`: what a job waits for, how far it is, or why it failed, as plain data.
+
+Reads what is on this machine; only the state, and for a pending job its place in the queue, are
+asked of its backend.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gptctl.backends import Backends, JobState
+from gptctl.engine.cause import Cause
+from gptctl.engine.first_failure import tail
+from gptctl.engine.job_result import COMPLETED, PENDING, RUNNING, UNKNOWN
+from gptctl.engine.run_folder import RunFolder
+from gptctl.jobs.failures import Evidence, LogText, likely_cause, own_hint
+from gptctl.jobs.queue_words import in_words
+from gptctl.jobs.run_pace import run_pace
+from gptctl.jobs.state import state_of
+from gptctl.jobs.store import JobRecord
+from gptctl.logs.failed import Failure
+from gptctl.logs.files import LogFiles
+from gptctl.logs.local_files import LocalLogFiles
+from gptctl.logs.tables import failed_before, failure_of
+
+Facts = dict[str, Any]
+
+
+def explain(record: JobRecord, backends: Backends) -> Facts:
+    """Explain the state of a job. `explained` says whether that was possible."""
+    state = state_of(record, backends)
+    files = LocalLogFiles(Path(record.log_dir), record.run_folder)
+    facts: Facts = {
+        "job": record.id,
+        "state": state.state,
+        "reason": state.reason,
+        "explained": True,
+        "waiting": None,
+        "running": None,
+        "failure": None,
+        "likely_cause": None,
+        "recovered_from": None,
+        "commands": [],
+    }
+    if state.state == PENDING:
+        return facts | _pending(record, state, backends)
+    if state.state == RUNNING:
+        running = run_pace(record, files, time.time())
+        verbs = (
+            ["stacks {job}", "logs {job} --follow"] if running["seems_stuck"] else ["logs {job} -f"]
+        )
+        return facts | {
+            "running": running,
+            "recovered_from": _recovered(record, files),
+            "commands": [f"gptctl {verb}".format(job=record.id) for verb in verbs],
+        }
+    if state.state == COMPLETED:
+        return facts | {"recovered_from": _recovered(record, files)}
+    if state.state == UNKNOWN:
+        return facts | {"explained": False, "commands": [f"gptctl status {record.id}"]}
+    return facts | _ended(record, state, files)
+
+
+def _pending(record: JobRecord, state: JobState, backends: Backends) -> Facts:
+    waiting = in_words(backends.of(record.kind).waiting(record, state))
+    best = min(waiting.sooner, key=lambda each: each.start, default=None)
+    again = (
+        [f"gptctl cancel {record.id}", f"gptctl rerun {record.id} {best.option}"] if best else []
+    )
+    return {
+        "waiting": waiting.as_json(),
+        "explained": bool(waiting.cause),
+        "commands": again,
+    }
+
+
+def _ended(record: JobRecord, state: JobState, files: LogFiles) -> Facts:
+    """Why a job ended that did not complete."""
+    folder = RunFolder(record.local_dir)
+    attempt, failure = failure_of(files, None, folder.is_complete(state.state), state.failure)
+    cause = failure.cause or state.failure
+    logs = _logs_of(record, folder, attempt, failure)
+    said = cause.text if cause else state.reason
+    how = (cause.exit, cause.signal) if cause else (None, None)
+    found = likely_cause(Evidence(state.state, said, logs, *how))
+    own = own_hint(said, "\n".join(log.text for log in logs[:1]))
+    fix = own or (found.signature.fix_for(bool(record.output_dir)) if found else "")
+    commands = found.signature.commands if found else ("gptctl logs {job} --failed",)
+    return {
+        "explained": bool(found or own),
+        "failure": _failure_json(attempt, failure, cause),
+        "likely_cause": {
+            "code": found.signature.code if found else None,
+            "title": found.signature.title if found else None,
+            "cause": found.signature.cause if found else None,
+            "where": found.where if found else None,
+            "line": found.line if found else None,
+            "fix": fix,
+        }
+        if found or own
+        else None,
+        "commands": filled(commands, record, cause),
+    }
+
+
+def _failure_json(attempt: int, failure: Failure, cause: Cause | None) -> Facts | None:
+    """The first failure, as `status --json` and `logs --failed --json` have it."""
+    if not failure.is_failure and cause is None:
+        return None
+    facts = cause.as_json() if cause else {"cause": None}
+    first = failure.first
+    if cause is None and first:
+        facts |= {"rank": first.rank, "node": first.node, "host": first.host, "how": first.how}
+    return {"attempt": attempt, **facts, "followed": len(failure.cascade)}
+
+
+def _logs_of(
+    record: JobRecord, folder: RunFolder, attempt: int, failure: Failure
+) -> tuple[LogText, ...]:
+    """The ends of the logs that may explain a failure, the nearest to it first."""
+    logs = Path(record.log_dir) / f"attempt-{attempt}"
+    found = []
+    first = failure.first
+    if first:
+        text = tail(logs / f"workerlog.{first.rank}", first.log_start)
+        found.append(LogText(f"rank {first.rank}", text))
+    node = failure.first_node if first is None else first.node
+    if node is not None:
+        found.append(LogText(f"node {node}", tail(logs / f"node.{node}.log")))
+    # Of Slurm: before the first attempt it is one folder higher.
+    batch = logs if folder.attempts() else logs.parent
+    found.append(LogText("batch log", tail(batch / "batch.log")))
+    return tuple(log for log in found if log.text)
+
+
+def _recovered(record: JobRecord, files: LogFiles) -> Facts | None:
+    """The latest attempt that failed, of a job that runs or completed after it."""
+    latest = max(files.attempts(), default=0)
+    attempt = failed_before(files, latest)
+    if attempt is None:
+        return None
+    _, failure = failure_of(files, attempt)
+    cause = failure.cause
+    said = cause.reason() if cause else (failure.first.how if failure.first else "")
+    return {"attempt": attempt, "reason": said}
+
+
+def filled(commands: Sequence[str], record: JobRecord, cause: Cause | None) -> list[str]:
+    """Fill the facts of a job into commands; leave out those with a fact that is not known."""
+    facts: Mapping[str, str] = {
+        "job": record.id,
+        "cluster": record.cluster,
+        "host": cause.host if cause and cause.host != "?" else "",
+        "node": str(cause.node) if cause else "",
+        "rank": str(cause.rank) if cause and cause.rank is not None else "",
+    }
+    known = {name: value for name, value in facts.items() if value}
+    needed = {each: [name for name in facts if f"{{{name}}}" in each] for each in commands}
+    return [each.format(**known) for each in commands if set(needed[each]) <= set(known)]

@@ -1,0 +1,10 @@
+"""The names of events, and of the files that have them. Torch-free: gptctl reads them, too."""
+
+EVENTS, LAST_STEP = "events.jsonl", "last-step"
+GROUP = "process group"  # all ranks are connected
+FIRST_STEP = "first step"  # it begins; `resumed` is the step before it
+CHECKPOINT = "checkpoint"  # `stall`: seconds for which the training waited until now
+COMMITTED = "checkpoint committed"
+EVALUATION = "evaluation"  # it took `seconds` until now
+STOP = "stop"  # the training stops because a signal asked it to
+FINISHED, FAILED = "finished", "failed"
