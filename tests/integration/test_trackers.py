@@ -55,7 +55,7 @@ def test_a_killed_run_is_one_curve(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_launcher_keeps_its_id(tmp_path: Path) -> None:
-    """Oracle: the file, and a run that starts again from scratch, which gets another id."""
+    """Oracles: the file after each start, and metrics.jsonl."""
     file = tmp_path / "output" / "run_id"
     ids = []
     for steps in (4, 12):
