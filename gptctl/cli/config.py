@@ -94,9 +94,13 @@ def validate(
 def _with_data(checked: Checked) -> Checked:
     """Add where prepared data, or the checkpoint to start from, does not fit the config."""
     from gptctl.spec.machine_rules import check_data_here
-    from gptctl.spec.start_checkpoint import check_start
 
-    found = [*checked.findings, *check_data_here(checked), *check_start(checked)]
+    found = [*checked.findings, *check_data_here(checked)]
+    # Most configs start from nothing, and need none of what reads a checkpoint.
+    if checked.resolved and checked.resolved.run.Engine.save_load.ckpt_dir:
+        from gptctl.spec.start_checkpoint import check_start
+
+        found += check_start(checked)
     return checked._replace(findings=in_order(found))
 
 

@@ -26,6 +26,9 @@ _HOSTS = {
     "qyapi.weixin.qq.com": WECOM,
     "hooks.slack.com": SLACK,
 }
+# What users can choose to be told of.
+START, FIRST_STEP, FAILURE, END = "start", "first_step", "failure", "end"
+TOLD = (START, FIRST_STEP, FAILURE, END)
 LARGEST_REFERENCE = 4096  # bytes of a file that has a URL or a secret
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+", re.IGNORECASE)
 
