@@ -83,8 +83,9 @@ def collectives(run: RunConfig, layout: Layout, rank: int) -> list[Row]:
 
 
 def _summary(plan: RankPlan) -> Row:
-    """Of a step that is logged: other ones do not send the step times of the ranks."""
-    size = 8 * (SUMMARY + plan.layout.world)
+    """Logged steps also send the step times of the ranks; usually few steps are logged."""
+    are_logged = plan.run.Engine.logging_freq == 1
+    size = 8 * (SUMMARY + (plan.layout.world if are_logged else 0))
     return _row(plan, "summary of the step", "all_reduce", "world", "float64", size, UPDATE, 1)
 
 

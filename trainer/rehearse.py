@@ -129,7 +129,9 @@ def _one_update(run: RunConfig, mesh: Mesh, parallel: Parallel, counted: Allocat
     counted.phase = UPDATE
     loss, square = loss.double(), optimizer.squared_norm()
     told = torch.ones_like(loss)  # predicted tokens, stop requests
-    summary = mesh.summed(torch.stack([loss, square, told, told]))
+    # A logged step has the step times of all ranks, too.
+    times = [told] * mesh.world if run.Engine.logging_freq == 1 else []
+    summary = mesh.summed(torch.stack([loss, square, told, told, *times]))
     optimizer.step(summary[1].sqrt(), told)
     optimizer.zero_grad()
 

@@ -272,7 +272,7 @@ def eval_verb(
     ),
 )
 @task_options()
-@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
+@click.argument("prompts", nargs=-1, metavar="[PROMPTS]")
 @click.option(
     "--prompts", "file", metavar="FILE", help="Read prompts: lines, *.jsonl, - for stdin."
 )

@@ -176,6 +176,10 @@ class RunFolder:
         # Not the number of folders: a user may remove an old one to free space.
         return 1 + max(self._attempts(), default=-1)
 
+    def attempt_numbers(self) -> list[int]:
+        """Return the numbers of the attempts whose folders are there, in order."""
+        return sorted(self._attempts())
+
     def _attempts(self) -> dict[int, Path]:
         """Return the folders of attempts, by number."""
         # Ignore other names, such as a copy that a user made of an attempt.

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from gptctl.logs.metric_rows import Row, is_number
 
 SHOWN = 8  # steps at which both losses are shown
-EVALUATED = ("valid_loss", "test_loss", "eval_", "cloze_")  # how the names of evaluations start
+# How the names of evaluations start; `eval_time` is none.
+EVALUATED = ("valid_loss", "test_loss", "eval_loss:", "eval_ppl:", "eval_adjusted_ppl:", "cloze_")
 
 
 class LossAt(NamedTuple):

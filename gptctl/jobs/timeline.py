@@ -97,7 +97,9 @@ def timeline_of(record: JobRecord, is_over: bool) -> Timeline:
     clocks, folder = Clocks(), RunFolder(record.local_dir)
     own = _events_in(folder.path / EVENTS, clocks)
     trainer = _trainer_events(record, clocks)
-    runs = {number: _runs(record, number) for number in range(_attempts(folder))}
+    # Those that are there: a damaged folder may have any number in its name.
+    attempts = folder.attempt_numbers()[-MOST_ATTEMPTS:]
+    runs = {number: _runs(record, number) for number in attempts}
     ranks = [event for number, each in runs.items() for event in _rank_events(number, each)]
     events = sorted([*own, *trainer, *ranks], key=lambda event: event.time)
     submitted = Event(SUBMITTED, record.created, -1, {})
@@ -106,10 +108,6 @@ def timeline_of(record: JobRecord, is_over: bool) -> Timeline:
     allocations = _allocations(record, folder, events, rows, is_over)
     steps = {number: step for number in runs if (step := _last_step(folder, number))}
     return Timeline(record.id, record.created, [submitted, *events], allocations, rows, steps)
-
-
-def _attempts(folder: RunFolder) -> int:
-    return min(folder.attempts(), MOST_ATTEMPTS)
 
 
 def _events_in(file: Path, clocks: Clocks, job: str = "") -> list[Event]:

@@ -27,7 +27,7 @@ ON = ("Profiler.enable=True",)
 
 def traces(folder: Path) -> dict[str, dict[str, Any]]:
     """The traces below a folder by their path; all of them are valid."""
-    files = sorted(folder.rglob("rank_*.json*"))
+    files = sorted(folder.rglob("rank_[0-9]*.json*"))
     return {str(file.relative_to(folder)): assert_is_chrome_trace(file.read_text()) for file in files}
 
 

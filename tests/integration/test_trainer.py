@@ -114,7 +114,10 @@ def test_a_model_size_reads_well(parameters: int, text: str) -> None:
 def test_metrics_have_every_field(tmp_path: Path) -> None:
     ended = run(tmp_path, *tiny(max_steps=2))
     first = json.loads((tmp_path / "output/metrics.jsonl").read_text().splitlines()[0])
-    assert set(first) == {"step", "max_steps", "epoch", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "step_time", "reader_time", "memory", "mfu", "time"}  # fmt: skip
+    assert set(first) == {"step", "max_steps", "epoch", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "step_time", "reader_time", "memory", "mfu", "time", "clock", "samples", "tokens", "compute_time", "wait_time", "optimizer_time"}  # fmt: skip
+    parts = ("reader_time", "compute_time", "wait_time", "optimizer_time")
+    assert sum(first[part] for part in parts) == pytest.approx(first["step_time"], abs=1e-5)
+    assert (first["samples"], first["tokens"]) == (8, 8 * 16)
     assert 0 < first["mfu"] < 1.5
     assert first["memory"] > 1 << 26
     assert f"loss: {first['loss']:.9f}" in ended.out[0]

@@ -222,7 +222,7 @@ def test_sizes_that_take_too_long_say_so(verb, jobs: Path, monkeypatch: pytest.M
 
 
 def test_ages_and_dates() -> None:
-    """The oracle is `date` of the system, in two time zones."""
+    """The oracle is `date` of the system, in the time zone of this machine."""
     now = 1_790_000_000.0
     for text, seconds in {"90s": 90, "90m": 5400, "5min": 300, "12h": 43_200, "30d": 30 * DAY, "2w": 14 * DAY}.items():
         assert moment_of(text, now) == now - seconds
