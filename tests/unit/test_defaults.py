@@ -133,6 +133,7 @@ files ()
 args ()
 env {}
 secrets {}
+notify None
 slurm.partition None
 slurm.account None
 slurm.time None

@@ -30,6 +30,7 @@ CASES = [
     ("A010", "Launch:\n  rdzv:\n    endpoint: head:29500\n    port: 29400\n", 4),
     ("A014", "Launch:\n  cluster: slurm-example\n  slurm: {time: 5, save_before: 300}\n", 3),
     ("A015", "Launch:\n  cluster: ssh-example\n  nodes: 2\nDistributed:\n  sharding: {sharding_degree: 4}\n", 2),
+    ("A016", "Launch:\n  notify: https://hooks.slack.com/services/T0/B0/x\n", 2),
     ("A011", "Launch:\n  cluster: slurm-example\n  slurm:\n    extra: {nodes: 4}\n", 4),
     ("B001", "Global:\n  global_batch_size: 30\nDistributed:\n  dp_degree: 4\n", 2),
     ("B001", "Global:\n  local_batch_size: 2\n  global_batch_size: 30\nDistributed:\n  dp_degree: 4\n", 3),
@@ -333,9 +334,9 @@ def test_codes_are_unique() -> None:
 def test_codes_never_change_their_meaning() -> None:
     """The codes users have seen: removing or renumbering one breaks their scripts and their memory."""
     published = """
-        A001-A015 B001-B002 C001-C008 C010-C019 E001-E032 L001-L012 M001-M001 N001-N001 N003-N007
+        A001-A016 B001-B002 C001-C008 C010-C019 E001-E032 L001-L012 M001-M001 N001-N001 N003-N007
         P001-P008
-        S001-S013 S015-S020 S030-S031
+        S001-S013 S015-S020 S030-S033
         T001-T013 T020-T026 T029-T029 W001-W003
     """
     expected = []
