@@ -44,6 +44,7 @@ FIRST_LOOK = 5.0  # seconds in which a notifier finds what happened before it be
 # Seconds that a watcher gives the engine to be the sender. Where it sees only copies of the
 # engine's records, it must be sure that the engine has stopped.
 PATIENCE, PATIENCE_WITH_COPY = 3.0, 90.0
+END_PATIENCE = 5.0  # seconds for which a watcher waits to see the end of a job
 MOST_TRIES_AT_END = 3  # of a watcher: a person waits for its end
 
 
@@ -124,7 +125,7 @@ class _Sender:
         self._settled: set[str] = set()  # names of news
         self._seen: dict[str, float] = {}  # when news were seen first, on the steady clock
         self._deliveries: dict[str, Delivery] = {}  # by name of the news
-        self._began = time.monotonic()
+        self._began, self._closed = time.monotonic(), 0.0
         self.end: tuple[str, str, float] | None = None  # see `Notifier.end_as`
 
     def run(self, is_closing: threading.Event) -> None:
@@ -135,7 +136,7 @@ class _Sender:
                 # Before looking: what was written before the end is then seen in this round.
                 is_last = is_closing.is_set()
                 num_left = self._round(is_last)
-                if is_last and not num_left:
+                if is_last and not num_left and not self._awaits_end():
                     return
                 if is_last:
                     time.sleep(BUSY_POLL)
@@ -163,6 +164,17 @@ class _Sender:
     @property
     def _places(self) -> tuple[Path, LaunchPlan, str]:
         return self._view.folder, self._plan, self._view.output_dir
+
+    def _awaits_end(self) -> bool:
+        """Whether a watcher does not see the end yet of a job that has ended.
+
+        The engine records it after the result, and a copy of the record arrives later.
+        """
+        self._closed = self._closed or time.monotonic()
+        if self._view.role == ENGINE or self.end or self._has_engine_here():
+            return False
+        is_seen = any(news.event == END for news in self._story.news())
+        return not is_seen and time.monotonic() - self._closed < END_PATIENCE
 
     def _round(self, is_closing: bool) -> int:
         """Try to send what is due; return how much is left."""

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -356,6 +357,18 @@ def test_a_watcher_tells_the_end_that_a_killed_engine_did_not_record(tmp_path: P
     assert sorted(hook.ids) == ["j.end.0", "j.start.0"]
     end = next(body for body in hook.received if body["event"] == "end")
     assert (end["state"], end["reason"]) == ("LOST", "its processes exited without recording a result")
+
+
+def test_a_watcher_waits_for_the_record_of_an_end(tmp_path: Path, hook: Webhook, quick) -> None:
+    """The engine writes it after the result that the watcher has seen."""
+    plan = finished_job(tmp_path)._replace(notify=({**HOOK, "on": ["end"]},))
+    file = tmp_path / "events.jsonl"
+    whole = file.read_text()
+    file.write_text(whole.split("\n")[1] + "\n")
+    watcher = sender(plan, WATCHER, hook.url)
+    threading.Timer(1.0, lambda: file.write_text(whole)).start()
+    assert watcher.close(10)
+    assert hook.ids == ["j.end.0"]
 
 
 def test_with_a_copy_of_the_folder_a_watcher_waits_until_the_engine_has_stopped(
