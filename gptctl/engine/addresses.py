@@ -1,4 +1,4 @@
-"""Where messages about a job go: kinds of addresses, their URLs, and references to them.
+"""Where messages about a job go: kinds of addresses, their URLs and events, and references to them.
 
 Sends nothing (`webhook.py` does), and is small: every command that reads a config imports it.
 """
@@ -18,6 +18,8 @@ from gptctl.engine.file_reading import DamagedFile, load_bytes
 WEBHOOK, FEISHU, DINGTALK, WECOM = "webhook", "feishu", "dingtalk", "wecom"
 SLACK, APPRISE = "slack", "apprise"
 KINDS = (WEBHOOK, FEISHU, DINGTALK, WECOM, SLACK, APPRISE)
+START, FIRST_STEP, FAILURE, END = "start", "first_step", "failure", "end"
+TOLD = (START, FIRST_STEP, FAILURE, END)  # the events that an address can choose from
 SIGNED = (FEISHU, DINGTALK)  # their robots can demand a signature
 _HOSTS = {
     "open.feishu.cn": FEISHU,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gptctl.engine.addresses import FIRST_STEP
 from gptctl.engine.contract import EVENTS
 from gptctl.engine.events import STARTED
 from gptctl.engine.file_reading import (
@@ -21,14 +22,7 @@ from gptctl.engine.file_reading import (
     read_tail,
 )
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.notifications import (
-    FIRST_STEP,
-    MOST_ATTEMPTS,
-    JobFacts,
-    News,
-    elapsed,
-    news_in,
-)
+from gptctl.engine.notifications import MOST_ATTEMPTS, JobFacts, News, elapsed, news_in
 from gptctl.engine.run_folder import RunFolder, newest_checkpoint
 
 MOST_EVENTS = 8 << 20  # bytes of new events that are read at once

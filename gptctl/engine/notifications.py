@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from gptctl.engine import events as log
+from gptctl.engine.addresses import END, FAILURE, FIRST_STEP, START
 from gptctl.engine.error_text import one_line
 from gptctl.engine.file_reading import is_time, is_whole
 from gptctl.engine.job_result import COMPLETED, FAILED, FINAL
 
-START, FIRST_STEP, FAILURE, END = "start", "first_step", "failure", "end"
-TOLD = (START, FIRST_STEP, FAILURE, END)  # what users can choose from
 # Of a job that fails again and again, nobody wants a thousand messages.
 MOST_ATTEMPTS = 20
 LONGEST_REASON = 300  # characters
@@ -25,7 +24,7 @@ STOPPING = "STOPPING"  # the scheduler stops the job, and has not said yet how i
 class News(NamedTuple):
     """Something that happened to a job, and that people are told."""
 
-    event: str  # one of TOLD
+    event: str  # one of addresses.TOLD
     number: int  # of the attempt; of a start or an end: how often the job had started before
     time: float
     state: str = ""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.engine.addresses import UnusableAddress, read_address, shown_address
+from gptctl.engine.addresses import END, UnusableAddress, read_address, shown_address
 from gptctl.engine.deliveries import (
     DELIVERED,
     ENGINE,
@@ -33,7 +33,7 @@ from gptctl.engine.deliveries import (
 from gptctl.engine.job_story import JobStory
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.log import say
-from gptctl.engine.notifications import END, News, ended_as, message_about
+from gptctl.engine.notifications import News, ended_as, message_about
 from gptctl.engine.processes import is_alive
 from gptctl.engine.webhook import SendOutcome, send
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from gptctl.engine.addresses import KINDS, SIGNED, WEBHOOK, kind_of, url_problem
+from gptctl.engine.addresses import KINDS, SIGNED, TOLD, WEBHOOK, kind_of, url_problem
 from gptctl.engine.contract import NOTIFY_VARIABLE
-from gptctl.engine.notifications import TOLD
 from gptctl.spec.secret_source import SecretSource
 from trainer.config.kinds import NOT_A_NAME, WRONG_TYPE, BadValue, Choice, Words, list_items
 from trainer.config.tree import Map, Node, Scalar, is_null, parse_value
