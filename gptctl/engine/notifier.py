@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.engine.addresses import END, UnusableAddress, read_address, shown_address
+from gptctl.engine.address_reading import UnusableAddress, read_address, shown_address
+from gptctl.engine.addresses import END
 from gptctl.engine.deliveries import (
     DELIVERED,
     ENGINE,
