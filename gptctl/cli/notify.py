@@ -105,7 +105,7 @@ def _send_to(targets: Sequence[Mapping[str, Any]]) -> list[tuple[str, SendOutcom
     import os
     import time
 
-    from gptctl.engine.addresses import UnusableAddress, read_address, shown_address
+    from gptctl.engine.address_reading import UnusableAddress, read_address, shown_address
     from gptctl.engine.notifications import trial_message
     from gptctl.engine.webhook import SendOutcome, send
     from gptctl.remote.parallel import in_parallel, successful

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +43,7 @@ class Try(NamedTuple):
     number: int
     role: str
     state: str
-    age: float  # seconds since its file changed
+    age: float  # seconds since it was seen first in this state: the clocks of machines differ
     is_own: bool = False  # made by this process
     is_orphaned: bool = False  # its sender was killed
     text: str = ""  # what the server said
@@ -85,6 +86,7 @@ class Delivery:
     def __init__(self, run_dir: Path, message: str, target: int, role: str) -> None:
         """`message`: the name of the news. `target`: its number in the plan."""
         self._folder, self._role = run_dir / NOTIFICATIONS, role
+        self._seen: dict[tuple[int, str], float] = {}  # by number and state, on the steady clock
         self._prefix = f"{message}.{target}"
         assert is_delivery(f"{self._prefix}.0")
 
@@ -94,8 +96,7 @@ class Delivery:
             for file in entries_like(self._folder, f"{self._prefix}.*")
             if is_delivery(file.name)
         }
-        now = self._now() if files else 0.0
-        return [self._read(number, file, now) for number, file in sorted(files.items())]
+        return [self._read(number, file) for number, file in sorted(files.items())]
 
     def begin(self, number: int) -> bool:
         """Become the sender of this try; return False if somebody else is. Raises OSError."""
@@ -134,36 +135,20 @@ class Delivery:
     def _content(self, state: str, text: str) -> dict[str, Any]:
         return {"role": self._role, "state": state, "text": text, "sender": this_process()}
 
-    def _read(self, number: int, file: Path, now: float) -> Try:
+    def _read(self, number: int, file: Path) -> Try:
         found = read_json(file, 1 << 16) or {}
-        text, sender = found.get("text"), found.get("sender")
+        text, sender, state = found.get("text"), found.get("sender"), str(found.get("state"))
         who: Mapping[str, Any] = sender if isinstance(sender, dict) else {}
-        try:
-            age = now - file.stat().st_mtime
-        except OSError:
-            age = 0.0
+        now = time.monotonic()
         return Try(
             number,
             WATCHER if found.get("role") == WATCHER else ENGINE,
-            str(found.get("state")),
-            age,
+            state,
+            now - self._seen.setdefault((number, state), now),
             is_own=who == this_process(),
             is_orphaned=is_same_boot(who) and not is_alive(who),
             text=one_line(text) if isinstance(text, str) else "",
         )
-
-    def _now(self) -> float:
-        """The time by the clock of the file system: those of the machines may differ."""
-        file = self._folder / f".now.{os.getpid()}.{threading.get_native_id()}"
-        try:
-            with open(file, "w", opener=private):
-                pass
-            return file.stat().st_mtime
-        except OSError:
-            return 0.0  # every try seems to be new: nobody takes over from another sender
-        finally:
-            with suppress(OSError):
-                file.unlink()
 
 
 def is_delivery(name: str) -> bool:

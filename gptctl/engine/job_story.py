@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gptctl.engine.addresses import FIRST_STEP, START
+from gptctl.engine.addresses import FIRST_STEP
 from gptctl.engine.contract import EVENTS
+from gptctl.engine.events import STARTED
 from gptctl.engine.file_reading import (
     is_time,
     is_whole,
@@ -21,7 +22,7 @@ from gptctl.engine.file_reading import (
     read_tail,
 )
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.notifications import MOST_ATTEMPTS, JobFacts, News, news_in
+from gptctl.engine.notifications import MOST_ATTEMPTS, JobFacts, News, elapsed, news_in
 from gptctl.engine.run_folder import RunFolder, newest_checkpoint
 
 MOST_EVENTS = 8 << 20  # bytes of new events that are read at once
@@ -58,24 +59,23 @@ class JobStory:
         """Everything that people may be told, oldest first."""
         self._events += self._own.new()
         found = news_in(self._events)
-        starts = [news for news in found if news.event == START]
-        if starts:
-            self._find_first_steps(starts[0].time)
+        began = next((event for event in self._events if event.get("event") == STARTED), None)
+        if began:
+            self._find_first_steps(began)
         told = sorted([*found, *self._first_steps.values()], key=lambda news: news.time)
         return [news for news in told if news.number < MOST_ATTEMPTS]
 
-    def _find_first_steps(self, began: float) -> None:
+    def _find_first_steps(self, began: Mapping[str, Any]) -> None:
         if not self._trainers:
             self._find_ranks(began)
             return
         for event in self._trainers.new():
-            attempt, moment = event.get("attempt"), event.get("time")
             # Several jobs of a chain write to the same file.
             is_ours = event.get("job") == self.plan.job_id
-            if event.get("event") in FIRST_STEP_EVENTS and is_ours and is_time(moment):
-                self._note(attempt, moment, began)
+            if event.get("event") in FIRST_STEP_EVENTS and is_ours:
+                self._note(event.get("attempt"), event, began)
 
-    def _find_ranks(self, began: float) -> None:
+    def _find_ranks(self, began: Mapping[str, Any]) -> None:
         """For programs whose steps are not known: that their ranks have started."""
         attempt = self.folder.attempts() - 1
         if attempt < 0 or attempt in self._first_steps:
@@ -83,13 +83,12 @@ class JobStory:
         for node in range(min(self.plan.nodes, 2)):
             file = self.folder.attempt(attempt) / f"ranks.{node}.jsonl"
             first = next(json_lines(read_bytes(file, RANK_EVENTS)), {})
-            if is_time(moment := first.get("time")):
-                self._note(attempt, moment, began)
+            self._note(attempt, first, began)
 
-    def _note(self, attempt: object, moment: float, began: float) -> None:
-        if is_whole(attempt, 0, 1 << 20):
-            seconds = max(0.0, moment - began)
-            news = News(FIRST_STEP, attempt, moment, seconds=seconds)
+    def _note(self, attempt: object, event: Mapping[str, Any], began: Mapping[str, Any]) -> None:
+        moment = event.get("time")
+        if is_whole(attempt, 0, 1 << 20) and is_time(moment):
+            news = News(FIRST_STEP, attempt, moment, seconds=elapsed(began, event))
             self._first_steps.setdefault(attempt, news)
 
     def facts(self) -> JobFacts:

@@ -24,7 +24,7 @@ STOPPING = "STOPPING"  # the scheduler stops the job, and has not said yet how i
 class News(NamedTuple):
     """Something that happened to a job, and that people are told."""
 
-    event: str  # one of TOLD
+    event: str  # one of addresses.TOLD
     number: int  # of the attempt; of a start or an end: how often the job had started before
     time: float
     state: str = ""
@@ -78,7 +78,8 @@ class _Story:
     """What is needed of earlier events to understand the next one."""
 
     def __init__(self) -> None:
-        self.runs, self.began = 0, 0.0
+        self.runs = 0
+        self.began: Mapping[str, Any] = {}  # the event of the first start
         self.failure: tuple[int, str] | None = None  # the attempt, and why it failed
         self.was_requeued = False
 
@@ -89,34 +90,47 @@ class _Story:
         why = one_line(reason, LONGEST_REASON) if isinstance(reason, str) else ""
         match event.get("event"):
             case log.STARTED:
-                self.runs, self.began = self.runs + 1, self.began or moment
+                self.runs, self.began = self.runs + 1, self.began or event
                 self.failure, self.was_requeued = None, False
                 yield News(START, self.runs - 1, moment)
             case log.FAILURE:
                 self.failure = attempt, why
             case log.ATTEMPT if self.failure:
-                yield self._failed(moment, "RESTARTED")
+                yield self._failed(event, "RESTARTED")
             case log.REQUEUE:
                 self.failure = self.failure or (attempt, why)
                 self.was_requeued = True
-                yield self._failed(moment, "REQUEUED")
+                yield self._failed(event, "REQUEUED")
             case log.END:
-                yield from self._ended(event.get("state"), why, moment)
+                yield from self._ended(event, why)
 
-    def _failed(self, moment: float, state: str) -> News:
+    def _failed(self, event: Mapping[str, Any], state: str) -> News:
         assert self.failure
         (attempt, why), self.failure = self.failure, None
-        return News(FAILURE, attempt, moment, state, why, self._seconds(moment))
+        return News(FAILURE, attempt, event["time"], state, why, elapsed(self.began, event))
 
-    def _ended(self, state: object, why: str, moment: float) -> Iterator[News]:
+    def _ended(self, event: Mapping[str, Any], why: str) -> Iterator[News]:
+        state = event.get("state")
         # Without a state, the scheduler is ending the job; after a requeue, it starts again.
         if state in FINAL or (state is None and not self.was_requeued):
             known = str(state) if state in FINAL else STOPPING
             number = max(0, self.runs - 1)
-            yield News(END, number, moment, known, why, self._seconds(moment))
+            yield News(END, number, event["time"], known, why, elapsed(self.began, event))
 
-    def _seconds(self, moment: float) -> float | None:
-        return max(0.0, moment - self.began) if self.began else None
+
+def elapsed(first: Mapping[str, Any], last: Mapping[str, Any]) -> float | None:
+    """The seconds between two events; by the steady clock, if both have that of one machine."""
+
+    def between(name: str) -> float | None:
+        begin, end = first.get(name), last.get(name)
+        return end - begin if is_time(begin) and is_time(end) else None
+
+    steady = between("clock") if first.get("host") == last.get("host") else None
+    # It starts again with the machine.
+    if steady is not None and steady >= 0:
+        return steady
+    passed = between("time")
+    return None if passed is None else max(0.0, passed)
 
 
 def ended_as(found: list[News], state: str, reason: str, now: float) -> News:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.engine.addresses import END, UnusableAddress, read_address, shown_address
+from gptctl.engine.address_reading import UnusableAddress, read_address, shown_address
+from gptctl.engine.addresses import END
 from gptctl.engine.deliveries import (
     DELIVERED,
     ENGINE,
@@ -40,9 +41,11 @@ from gptctl.engine.webhook import SendOutcome, send
 POLL = 1.0  # seconds between two looks at the story
 BUSY_POLL = 0.1  # while the last messages are sent
 TOO_OLD = 3600.0  # seconds after which nobody needs to be told any more
+FIRST_LOOK = 5.0  # seconds in which a notifier finds what happened before it began
 # Seconds that a watcher gives the engine to be the sender. Where it sees only copies of the
 # engine's records, it must be sure that the engine has stopped.
 PATIENCE, PATIENCE_WITH_COPY = 3.0, 90.0
+END_PATIENCE = 5.0  # seconds for which a watcher waits to see the end of a job
 MOST_TRIES_AT_END = 3  # of a watcher: a person waits for its end
 
 
@@ -121,7 +124,9 @@ class _Sender:
         self._environment, self._say = environment, say
         self._story = JobStory(view.folder, plan, view.output_dir)
         self._settled: set[str] = set()  # names of news
-        self._seen: dict[str, float] = {}  # when news were seen first
+        self._seen: dict[str, float] = {}  # when news were seen first, on the steady clock
+        self._deliveries: dict[str, Delivery] = {}  # by name of the news
+        self._began, self._closed = time.monotonic(), 0.0
         self.end: tuple[str, str, float] | None = None  # see `Notifier.end_as`
 
     def run(self, is_closing: threading.Event) -> None:
@@ -132,7 +137,7 @@ class _Sender:
                 # Before looking: what was written before the end is then seen in this round.
                 is_last = is_closing.is_set()
                 num_left = self._round(is_last)
-                if is_last and not num_left:
+                if is_last and not num_left and not self._awaits_end():
                     return
                 if is_last:
                     time.sleep(BUSY_POLL)
@@ -161,6 +166,17 @@ class _Sender:
     def _places(self) -> tuple[Path, LaunchPlan, str]:
         return self._view.folder, self._plan, self._view.output_dir
 
+    def _awaits_end(self) -> bool:
+        """Whether a watcher does not see the end yet of a job that has ended.
+
+        The engine records it after the result, and a copy of the record arrives later.
+        """
+        self._closed = self._closed or time.monotonic()
+        if self._view.role == ENGINE or self.end or self._has_engine_here():
+            return False
+        is_seen = any(news.event == END for news in self._story.news())
+        return not is_seen and time.monotonic() - self._closed < END_PATIENCE
+
     def _round(self, is_closing: bool) -> int:
         """Try to send what is due; return how much is left."""
         open_news = self._open_news()
@@ -181,7 +197,12 @@ class _Sender:
             if not any(news.event == END and news.number == own.number for news in found):
                 found.append(own)
         wanted = self._target.get("on") or ()
-        return [news for news in found if news.is_told(wanted) and now - news.time < TOO_OLD]
+        return [news for news in found if news.is_told(wanted) and self._is_recent(news, now)]
+
+    def _is_recent(self, news: News, now: float) -> bool:
+        seen = self._seen.setdefault(news.name, time.monotonic())
+        # What happens while this runs is new, whatever the clock says. For the rest it must do.
+        return seen - self._began > FIRST_LOOK or now - news.time < TOO_OLD
 
     def _has_engine_here(self) -> bool:
         """Whether the engine runs on this machine: what it cannot reach, nobody here can."""
@@ -222,8 +243,7 @@ class _Sender:
         if tries and not self._view.is_copy:
             return True
         patience = PATIENCE_WITH_COPY if self._view.is_copy and not self.end else PATIENCE
-        waited = time.monotonic() - self._seen.setdefault(news.name, time.monotonic())
-        return waited >= patience
+        return time.monotonic() - self._seen[news.name] >= patience
 
     def _send(self, news: News) -> SendOutcome:
         try:
@@ -234,7 +254,11 @@ class _Sender:
         return send(address, message_about(news, self._story.facts(), host))
 
     def _delivery(self, news: News) -> Delivery:
-        return Delivery(self._view.folder, news.name, self._number, self._view.role)
+        # The same one each time: it remembers how long a try has taken.
+        if news.name not in self._deliveries:
+            made = Delivery(self._view.folder, news.name, self._number, self._view.role)
+            self._deliveries[news.name] = made
+        return self._deliveries[news.name]
 
     def _name(self) -> str:
         try:

@@ -21,7 +21,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, quote_plus, unquote, urlsplit
 
-from gptctl.engine.addresses import APPRISE, DINGTALK, FEISHU, SLACK, WECOM, Address
+from gptctl.engine.address_reading import Address
+from gptctl.engine.addresses import APPRISE, DINGTALK, FEISHU, SLACK, WECOM
 from gptctl.engine.error_text import one_line
 from gptctl.engine.file_reading import parse_json
 from gptctl.engine.notifications import Message

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gptctl.engine.addresses import APPRISE, UnusableAddress, read_address
+from gptctl.engine.addresses import APPRISE
 from gptctl.spec.check import Checked
 from gptctl.spec.visible_gpus import count_visible_gpus
 from gptctl.text import count
@@ -169,6 +169,9 @@ def check_apprise_here(checked: Checked) -> Iterator[Finding]:
 
 def check_addresses_here(targets: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     """Warn about references that cannot be read here: a job inherits this environment."""
+    # Imported late: most jobs notify nobody.
+    from gptctl.engine.address_reading import UnusableAddress, read_address
+
     for target in targets:
         try:
             read_address(target, os.environ)
@@ -179,6 +182,8 @@ def check_addresses_here(targets: Iterable[Mapping[str, Any]]) -> Iterator[Findi
 
 def _kind_here(target: Mapping[str, Any]) -> str:
     """The kind of an address, which may follow from a URL that is named, not written."""
+    from gptctl.engine.address_reading import UnusableAddress, read_address
+
     try:
         return read_address(target, os.environ).kind
     except UnusableAddress:

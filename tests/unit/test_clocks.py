@@ -38,7 +38,6 @@ READERS_OF_CLOCKS = {
     "gptctl/cli/cost.py": "until when a running job has used its nodes",
     "gptctl/cli/follow.py": SHOWN,
     "gptctl/cli/notify.py": SHOWN,
-    "gptctl/engine/deliveries.py": "how long ago a claim was renewed, by the clock of its file system",
     "gptctl/engine/notifier.py": SHOWN,
     "gptctl/engine/webhook.py": "in the signature of a message, as its service demands",
     "gptctl/cli/prometheus.py": "until when a running job has used its nodes",

@@ -114,7 +114,7 @@ def test_replies_to_sbatch(monkeypatch, tmp_path: Path, code: int, out: str, sai
     done = CommandResult(code, out.encode(), f"{START_MARKER}\nsbatch: error: invalid account")
     monkeypatch.setattr(access, "run", lambda *words: done)
     monkeypatch.setattr(login_access, "submitted_comment", lambda *words: "")
-    plan, record = SimpleNamespace(secrets={}, secret_variables=()), SimpleNamespace(remote_dir="/r", token="t")
+    plan, record = SimpleNamespace(secret_variables=()), SimpleNamespace(remote_dir="/r", token="t")
     with pytest.raises(SlurmError) as error:
         access.sbatch(plan, record)  # type: ignore[arg-type]
     assert (error.value.detail, error.value.is_doubtful) == (said, is_doubtful)

@@ -135,6 +135,15 @@ def test_durations() -> None:
     ]  # fmt: skip
 
 
+def test_a_clock_that_is_set_does_not_change_a_duration() -> None:
+    """By an hour, in the middle of the job. On another machine there is no other clock."""
+    start = {"event": "started", "attempt": 0, "time": 9000.0, "clock": 50.0, "host": "a"}
+    end = {"event": "end", "attempt": 0, "time": 5400.0, "clock": 62.0, "host": "a", "state": "FAILED"}
+    assert news_in([start, end])[1].seconds == 12.0
+    assert news_in([start, {**end, "host": "b", "time": 9030.0}])[1].seconds == 30.0
+    assert news_in([start, {**end, "clock": "x"}])[1].seconds == 0.0
+
+
 class Run:
     """The folder of a job of the bundled trainer, and its story."""
 

@@ -189,7 +189,14 @@ def test_reading_a_config_loads_no_http_client() -> None:
     from tests.unit.test_architecture import loaded_by
 
     program = "from gptctl.spec.check import *\ncheck_config(Path('templates/configs/dp8.yaml'), [])"
-    assert not {"http.client", "ssl", "urllib.request", "hmac", "gptctl.engine.webhook"} & loaded_by(program)
+    assert not {
+        "http.client",
+        "ssl",
+        "urllib.request",
+        "hmac",
+        "gptctl.engine.webhook",
+        "gptctl.engine.notifications",
+    } & loaded_by(program)
 
 
 def test_check_config_needs_no_file(monkeypatch) -> None:

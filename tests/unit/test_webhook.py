@@ -17,7 +17,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from gptctl.engine.addresses import KINDS, Address, UnusableAddress, kind_of, read_address, shown_address, url_problem
+from gptctl.engine.address_reading import Address, UnusableAddress, read_address, shown_address
+from gptctl.engine.addresses import KINDS, kind_of, url_problem
 from gptctl.engine.notifications import Message, trial_message
 from gptctl.engine.webhook import SendOutcome, request_for, send
 from tests import webhooks

@@ -128,6 +128,7 @@ def test_the_verb_shows_what_each_server_answered(jobs: Jobs, hook: Webhook) -> 
     assert (wrong.returncode, "C014" in wrong.stderr) == (1, True)
 
 
+@pytest.mark.long
 def test_apprise_sends_what_gptctl_cannot(jobs: Jobs, hook: Webhook) -> None:
     """In a process of its own, from the engine's Python. Oracle: the JSON that apprise's own `json://` service posts."""
     pytest.importorskip("apprise")

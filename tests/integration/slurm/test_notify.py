@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -46,5 +47,6 @@ def test_a_watcher_sends_what_nodes_cannot(login: Login) -> None:
         words = login.quick("--wait", "-o", "Launch.notify={env: HOOK, on: [start, end]}", JOB_SECONDS="1")
         done = login.run(*words, HOOK=url)
         assert done.returncode == 0, done.stderr
+        time.sleep(0.5)  # the server writes down what it has got
         found = sorted(each.split(".", 1)[1] for each in ids())
     assert found == ["end.0", "start.0"], done.stderr
