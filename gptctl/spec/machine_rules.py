@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gptctl.engine.addresses import APPRISE
 from gptctl.spec.check import Checked
@@ -19,9 +19,11 @@ from gptctl.spec.visible_gpus import count_visible_gpus
 from gptctl.text import count
 from trainer.cache_folder import WHERE_TO_WRITE, cache_folders, can_write
 from trainer.config.corpora import weights_of
-from trainer.corpus.metadata import Metadata, common_tokenizer, metadata_at, misfit
 from trainer.errors import Finding, Rule, UserError
 from trainer.trackers import INSTALL, PACKAGES, missing_packages
+
+if TYPE_CHECKING:
+    from trainer.corpus.metadata import Metadata
 
 HAS_GPU = Rule(
     "S016", "the bundled trainer on this machine with device: gpu needs a GPU here", "notice"
@@ -143,12 +145,19 @@ def _check_data(checked: Checked, folder: str) -> Iterator[Finding]:
 def prepared_with(checked: Checked, folder: str) -> Metadata | None:
     """What is known of the tokenizer of prepared data. Raises UserError if there are several."""
     paths = _token_paths(checked, folder)
+    if not paths:
+        return None
+    # Here: most checks of a config see no prepared data.
+    from trainer.corpus.metadata import common_tokenizer, metadata_at
+
     return common_tokenizer(each for path in paths for each in metadata_at(path))
 
 
 def _check_tokenizer(checked: Checked, metadata: Metadata) -> Iterator[Finding]:
     assert checked.resolved is not None
     model, train = checked.resolved.run.Model, checked.resolved.run.Data.Train.dataset
+    from trainer.corpus.metadata import misfit
+
     if problem := misfit(metadata, model.vocab_size or 0):
         yield TOKENIZER.found("Model.vocab_size", model.vocab_size, *problem)
         return
