@@ -95,6 +95,9 @@ def _rows(
     from gptctl.jobs.costs import attempt_rows, cost_row, ledger_of_job, user_of
     from gptctl.jobs.costs import since as after
 
+    # Of jobs that are named, new records of other machines are copied first, as by `plot`.
+    for record in records if with_empty else ():
+        session.catch_up(record)
     now = time.time()
     states = report.states_of(records, session.backends, Deadline(3.0))
     found = []

@@ -89,7 +89,7 @@ def _section(name: str, a: Facts, b: Facts) -> Section:
     keys = sorted({*values[0], *values[1]}, key=lambda key: (not affects_training(key), key))
     compared = [ComparedValue(key, values[0].get(key), values[1].get(key)) for key in keys]
     lacking = (sorted(known[1] - known[0]), sorted(known[0] - known[1]))
-    # An older version had not all keys of today: a default is no difference.
+    # An older version had not all keys of today: a default is not a difference.
     shared = [each for each in compared if not _is_new_key(each)]
     return Section(name, shared, lacking, bool(known[0] | known[1]))
 

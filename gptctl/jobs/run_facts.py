@@ -132,7 +132,7 @@ def _values(found: Mapping[str, Any] | None, job: str) -> Values | None:
 
 
 def _value(value: Any, origin: str, job: str) -> Value:
-    """A value as it is compared: where a job has its own folder is no difference."""
+    """A value as it is compared: where a job has its own folder is not a difference."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return Value(value, origin, text.replace(job, "<job>") if job else text)
 

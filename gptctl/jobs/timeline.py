@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.engine.contract import ALIVE, EVENTS, LAST_STEP
-from gptctl.engine.events import ATTEMPT, END, FAILURE, STARTED
+from gptctl.engine.events import ATTEMPT, END, STARTED
 from gptctl.engine.file_reading import (
     is_time,
     is_whole,
@@ -220,7 +220,3 @@ def attempt_starts(timeline: Timeline) -> dict[int, float]:
             if event.name == name:
                 starts.setdefault(event.attempt, event.time)
     return dict(sorted(starts.items()))
-
-
-def failure_of(timeline: Timeline, attempt: int) -> Event | None:
-    return next(iter(timeline.of_attempt(attempt, FAILURE)), None)

@@ -23,7 +23,7 @@ def pace(folder: Path, record, now: float = NOW):
     [(3, False), (199, False), (1999, False), (2001, True), (-50, False)],
 )
 def test_a_training_seems_stuck_after_ten_usual_intervals(tmp_path: Path, silence: float, is_stuck: bool) -> None:
-    """A line every 100 steps of 2 s; a clock that was set back is no sign of a hang."""
+    """A line every 100 steps of 2 s; a clock that was set back does not mean a hang."""
     record = job(tmp_path)
     write(tmp_path, line(400, max_steps=1000, time=NOW - 200 - silence), line(500, max_steps=1000, time=NOW - silence))
     found = pace(tmp_path, record)

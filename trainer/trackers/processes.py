@@ -30,7 +30,7 @@ FLUSH_SECONDS = 20.0  # that all trackers together have at the end of a run
 ORPHAN_SECONDS = 30.0  # that a tracker has whose rank was killed
 OUTPUT = "trackers.log"  # what the packages print
 TOLD = 3  # exit code of a tracker that could not start, and reported why
-# A tracker is no rank, although a rank started it.
+# A tracker is not a rank, although a rank started it.
 OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
 NOT_VALUES = ("step", "max_steps")
 

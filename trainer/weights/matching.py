@@ -194,7 +194,7 @@ def _resolved(source: Source, sizes: Mapping[str, int], overrides: Sequence[Over
     try:
         return load(None, [*written, *overrides], Machines(1, 1)).run
     except UserError as error:
-        message = f"cannot import {source.where}: this is no valid model"
+        message = f"cannot import {source.where}: this is not a valid model"
         raise UserError(message, error.hint, error.exit_code, error.findings) from None
 
 
