@@ -36,15 +36,11 @@ HANG_STEPS = 3.0  # and so many times as long as a step
 
 
 class Segment(NamedTuple):
-    """A part of an attempt, and the account in which most of it is."""
+    """A part of an attempt, and the accounts that it is in."""
 
     began: float
     ended: float
     seconds: Mapping[str, float]  # by account; they add up to its length
-
-    @property
-    def account(self) -> str:
-        return max(self.seconds, key=lambda name: self.seconds[name], default=IDLE)
 
 
 class AttemptCosts(NamedTuple):
