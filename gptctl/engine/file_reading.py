@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeGuard
 
 LATEST_TIME = 1e11  # seconds since the epoch; some platforms have no date after the year 5000
 LARGEST = 16 << 20  # bytes; more than any record of a job has, and parsed within a second
+CHUNK = 1 << 20  # bytes that are read at once of a large file
 DEEPEST = 100  # levels of JSON; a config may have 32, which `written.json` wraps twice
 MOST_VALUES = 1_000_000  # in one text: empty lists need 30 times the memory of their text
 MOST_INVALID = 1000  # lines of a JSON-lines file; a killed writer leaves one or two
@@ -117,6 +118,30 @@ def read_tail(file: Path, most: int, start: int = 0) -> bytes:
     except OSError as error:
         notice_error(file, error)
         return b""
+
+
+def lines_of(file: Path, most: int, longest: int) -> Iterator[bytes]:
+    """Yield the whole lines of a file's last bytes, in little memory; skip those that are longer.
+
+    For files that are too large to be read at once.
+    """
+    rest, is_cut = b"", False
+    try:
+        with open(file, "rb", opener=open_at_once) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            # The first line is incomplete, unless it begins the file.
+            is_cut = size > most
+            stream.seek(max(0, size - most))
+            while data := stream.read(min(CHUNK, size - stream.tell())):
+                *lines, rest = (rest + data).split(b"\n")
+                yield from lines[1:] if is_cut else lines
+                is_cut = is_cut and not lines
+                if len(rest) > longest:
+                    rest, is_cut = b"", True
+    except OSError as error:
+        notice_error(file, error)
+    if rest and not is_cut:
+        yield rest
 
 
 def size_of(file: Path) -> int:
