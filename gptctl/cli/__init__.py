@@ -37,6 +37,10 @@ VERBS = {
         "status": ("jobs", "Show the state of a job."),
         "why": ("why", "Explain why a job waits, failed, or seems stuck."),
         "plot": ("plot", "Plot the loss, or another metric, of one or more jobs."),
+        "report": (
+            "report",
+            "Write an HTML report about one or more jobs, to look at in a browser.",
+        ),
         "cost": ("cost", "Show where the GPU hours of jobs went."),
         "diff": ("diff", "Compare two jobs: config, code, environment, data and metrics."),
         "trace": ("trace", "Summarise the profile of a job, and name its traces."),

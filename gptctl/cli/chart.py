@@ -1,10 +1,11 @@
-"""Curves as text, drawn by plotext. `thinned` and `legend` are pure; only `draw` needs plotext."""
+"""Curves as text, drawn by plotext. `legend` is pure; only `draw` needs plotext."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from gptctl.thinning import thinned
 from trainer.errors import OUT_OF_REACH, UserError
 
 COLOURS = (6, 3, 5, 2, 4, 1)  # of a terminal's first sixteen, which fit its background
@@ -32,7 +33,8 @@ def draw(title: str, curves: Sequence[Curve], size: ChartSize, coloured: bool) -
     plot.theme("clear")
     plot.plot_size(size.width, max(LEAST, size.height - len(curves)))
     for number, curve in enumerate(curves):
-        steps, values = thinned(curve, 4 * size.width)
+        points = thinned(list(zip(curve.steps, curve.values)), 4 * size.width)
+        steps, values = zip(*points)
         # Dots of braille make the finest curve, but all of them look alike.
         is_fine = coloured or len(curves) == 1
         marker = "braille" if is_fine else CHARACTERS[number % len(CHARACTERS)]
@@ -57,20 +59,6 @@ def _plotext() -> Any:
     if not hasattr(plotext, "clear_figure"):
         raise UserError("this version of plotext is not supported", hint, OUT_OF_REACH)
     return plotext
-
-
-def thinned(curve: Curve, most: int) -> tuple[list[int], list[float]]:
-    """Reduce a long curve to its lowest and highest value in each of many short ranges."""
-    points = list(zip(curve.steps, curve.values))
-    if len(points) > most:
-        length = -(-len(points) // max(1, most // 2))
-        parts = [points[start : start + length] for start in range(0, len(points), length)]
-        extremes = [
-            {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-            for part in parts
-        ]
-        points = [point for pair in extremes for point in sorted(pair)]
-    return [step for step, _ in points], [value for _, value in points]
 
 
 def step_ticks(curves: Sequence[Curve]) -> list[int]:

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from gptctl.jobs.store import JobRecord
 
 RECENT = "7d"
-# How the accounts are called in the table; the least interesting are left out first.
-HEADINGS = {
-    "compute": ("compute", 0),
-    "repeated": ("repeated", 1),
-    "wait": ("wait", 2),
-    "data": ("data", 5),
-    "checkpoint": ("saving", 6),
-    "evaluation": ("eval", 7),
-    "starting": ("starting", 3),
-    "hang": ("hang", 4),
-    "idle": ("idle", 5),
-    "unknown": ("unknown", 8),
+# Accounts in the order of columns; of those that do not fit, the highest number goes first.
+IMPORTANCE = {
+    "compute": 0,
+    "repeated": 1,
+    "wait": 2,
+    "data": 5,
+    "checkpoint": 6,
+    "evaluation": 7,
+    "starting": 3,
+    "hang": 4,
+    "idle": 5,
+    "unknown": 8,
 }
 
 
@@ -120,6 +120,7 @@ def _rows(
 
 def _print_attempts(row: dict[str, Any]) -> None:
     from gptctl.cli import ui
+    from gptctl.jobs.cost_text import hours_text
 
     columns = [Column("attempt"), *_columns(), Column("cause", "wrap", importance=9)]
     cells = []
@@ -128,7 +129,7 @@ def _print_attempts(row: dict[str, Any]) -> None:
         facts = {"allocation": allocation, "accounts": each["accounts"], "goodput": None}
         cells.append([each["attempt"], *_cells(facts), each["cause"] or ""])
     cells.append(["all", *_cells(row), ""])
-    queued = f"; queued {_hours_text(row['queued'])}" if row["queued"] >= 1 else ""
+    queued = f"; queued {hours_text(row['queued'])}" if row["queued"] >= 1 else ""
     again = f"; {row['repeated_steps']:,} steps repeated" if row["repeated_steps"] else ""
     ui.print_table(f"{row['job']}: {row['state']}{queued}{again}", columns, cells)
 
@@ -146,28 +147,19 @@ def _print_table(by: str, rows: list[tuple[str, dict[str, Any]]], total: dict[st
 
 
 def _columns() -> list[Column]:
-    accounts = [Column(name, importance=rank) for name, rank in HEADINGS.values()]
+    from gptctl.jobs.cost_text import SHORT_NAMES
+
+    accounts = [Column(SHORT_NAMES.get(n, n), importance=rank) for n, rank in IMPORTANCE.items()]
     return [Column("GPU time"), Column("goodput"), *accounts]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
+    from gptctl.jobs.cost_text import hours_text, share_text
+
     allocation, accounts = row["allocation"], row["accounts"]
     goodput = accounts["compute"] / allocation if allocation else None
     return [
-        _hours_text(allocation),
+        hours_text(allocation),
         "" if goodput is None else f"{goodput:.0%}",
-        *(_part(accounts[name], allocation) for name in HEADINGS),
+        *(share_text(accounts[name], allocation) for name in IMPORTANCE),
     ]
-
-
-def _part(seconds: float, allocation: float) -> str:
-    if seconds < 0.0005 * allocation or not allocation:
-        return ""
-    return f"{_hours_text(seconds)} {seconds / allocation:.0%}"
-
-
-def _hours_text(seconds: float) -> str:
-    """`4.2 h`; short times in minutes or seconds."""
-    if seconds >= 3600:
-        return f"{seconds / 3600:,.1f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"

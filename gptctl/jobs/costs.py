@@ -8,7 +8,7 @@ import pwd
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.file_reading import is_time, is_whole, read_json
@@ -26,10 +26,21 @@ MOST_GPUS = 1 << 26
 
 def ledger_of_job(record: JobRecord, state: str, store: Store, now: float) -> Ledger:
     """Account for a job, from its folder or from what was kept of it."""
+    return story_of_job(record, state, store, now).ledger
+
+
+class JobStory(NamedTuple):
+    """What happened in a job, and what its time went into."""
+
+    timeline: Timeline | None  # None: its folder was removed
+    ledger: Ledger
+
+
+def story_of_job(record: JobRecord, state: str, store: Store, now: float) -> JobStory:
     if not record.run_folder.is_dir():
-        return kept_ledger(record) or Ledger(record.id, 0.0, [])
+        return JobStory(None, kept_ledger(record) or Ledger(record.id, 0.0, []))
     timeline = timeline_of(record, is_over=state in FINAL)
-    return ledger_of(timeline, now, _reached_before(record, timeline, store))
+    return JobStory(timeline, ledger_of(timeline, now, _reached_before(record, timeline, store)))
 
 
 def _reached_before(record: JobRecord, timeline: Timeline, store: Store) -> int:

@@ -13,10 +13,8 @@ from typing import Any
 
 from gptctl.backends import Backends, JobState
 from gptctl.engine.cause import Cause
-from gptctl.engine.first_failure import tail
 from gptctl.engine.job_result import COMPLETED, PENDING, RUNNING, UNKNOWN
-from gptctl.engine.run_folder import RunFolder
-from gptctl.jobs.failures import Evidence, LogText, likely_cause, own_hint
+from gptctl.jobs.attempt_failures import latest_failure
 from gptctl.jobs.queue_words import in_words
 from gptctl.jobs.run_pace import run_pace
 from gptctl.jobs.state import state_of
@@ -79,30 +77,23 @@ def _pending(record: JobRecord, state: JobState, backends: Backends) -> Facts:
 
 def _ended(record: JobRecord, state: JobState, files: LogFiles) -> Facts:
     """Why a job ended that did not complete."""
-    folder = RunFolder(record.local_dir)
-    attempt, failure = failure_of(files, None, folder.is_complete(state.state), state.failure)
-    cause = failure.cause or state.failure
-    logs = _logs_of(record, folder, attempt, failure)
-    said = cause.text if cause else state.reason
-    how = (cause.exit, cause.signal) if cause else (None, None)
-    found = likely_cause(Evidence(state.state, said, logs, *how))
-    own = own_hint(said, "\n".join(log.text for log in logs[:1]))
-    fix = own or (found.signature.fix_for(bool(record.output_dir)) if found else "")
-    commands = found.signature.commands if found else ("gptctl logs {job} --failed",)
+    found = latest_failure(record, state, files)
+    signature = found.likely.signature if found.likely else None
+    commands = signature.commands if signature else ("gptctl logs {job} --failed",)
     return {
-        "explained": bool(found or own),
-        "failure": _failure_json(attempt, failure, cause),
+        "explained": found.is_explained,
+        "failure": _failure_json(found.attempt, found.failure, found.cause),
         "likely_cause": {
-            "code": found.signature.code if found else None,
-            "title": found.signature.title if found else None,
-            "cause": found.signature.cause if found else None,
-            "where": found.where if found else None,
-            "line": found.line if found else None,
-            "fix": fix,
+            "code": signature.code if signature else None,
+            "title": signature.title if signature else None,
+            "cause": signature.cause if signature else None,
+            "where": found.likely.where if found.likely else None,
+            "line": found.likely.line if found.likely else None,
+            "fix": found.fix,
         }
-        if found or own
+        if found.is_explained
         else None,
-        "commands": filled(commands, record, cause),
+        "commands": filled(commands, record, found.cause),
     }
 
 
@@ -115,25 +106,6 @@ def _failure_json(attempt: int, failure: Failure, cause: Cause | None) -> Facts 
     if cause is None and first:
         facts |= {"rank": first.rank, "node": first.node, "host": first.host, "how": first.how}
     return {"attempt": attempt, **facts, "followed": len(failure.cascade)}
-
-
-def _logs_of(
-    record: JobRecord, folder: RunFolder, attempt: int, failure: Failure
-) -> tuple[LogText, ...]:
-    """The ends of the logs that may explain a failure, the nearest to it first."""
-    logs = Path(record.log_dir) / f"attempt-{attempt}"
-    found = []
-    first = failure.first
-    if first:
-        text = tail(logs / f"workerlog.{first.rank}", first.log_start)
-        found.append(LogText(f"rank {first.rank}", text))
-    node = failure.first_node if first is None else first.node
-    if node is not None:
-        found.append(LogText(f"node {node}", tail(logs / f"node.{node}.log")))
-    # Of Slurm: before the first attempt it is one folder higher.
-    batch = logs if folder.attempts() else logs.parent
-    found.append(LogText("batch log", tail(batch / "batch.log")))
-    return tuple(log for log in found if log.text)
 
 
 def _recovered(record: JobRecord, files: LogFiles) -> Facts | None:

@@ -30,13 +30,14 @@ UNWANTED_NAMES = ("utils.py", "helpers.py", "common.py")
 LAYERS = (
     ("gptctl.__main__",),
     ("gptctl.cli",),
+    ("gptctl.pages",),
     ("gptctl.doctor", "gptctl.jobs"),
     ("gptctl.backends",),
     ("gptctl.remote", "gptctl.logs"),
     ("gptctl.jobs.store", "gptctl.jobs.submission_order", "gptctl.jobs.last_state"),
     ("gptctl.planning",),
     ("gptctl.spec",),
-    ("gptctl.engine", "gptctl.text", "gptctl.reporting", "gptctl"),
+    ("gptctl.engine", "gptctl.text", "gptctl.reporting", "gptctl.thinning", "gptctl"),
 )
 
 
