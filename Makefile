@@ -57,10 +57,12 @@ define AFTER_DEMO
 endef
 export AFTER_DEMO
 
-# shellcheck checks the scripts; tests/lab runs a real Slurm and real ssh hosts. As root on Debian, install what they need
+# shellcheck checks the scripts; tests/lab runs a real Slurm and real ssh hosts; a browser opens reports. As root on Debian, install what they need
 # without starting a daemon. Elsewhere, tests that need them are skipped and say why.
 LAB_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins slurmdbd munge mariadb-server \
                 openssh-server openssh-client iproute2 util-linux procps
+# A browser without a window looks at reports.
+BROWSER_PACKAGES := chromium chromium-driver
 .PHONY: tools
 tools:
 	@[ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null || exit 0; \
@@ -68,7 +70,7 @@ tools:
 	lacking() { for name; do [ "$$(dpkg-query -Wf '$${db:Status-Status}' "$$name" 2>&1)" = installed ] || echo "$$name"; done; }; \
 	install() { apt-get install -qq -y --no-install-recommends "$$@"; }; \
 	policy=/usr/sbin/policy-rc.d; \
-	for group in shellcheck "$(LAB_PACKAGES)"; do \
+	for group in shellcheck "$(LAB_PACKAGES)" "$(BROWSER_PACKAGES)"; do \
 	  set -- $$(lacking $$group); \
 	  [ $$# != 0 ] || continue; \
 	  echo "== installing $$*"; \

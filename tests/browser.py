@@ -107,7 +107,10 @@ def _port_of(driver: subprocess.Popen[str]) -> int:
 @contextmanager
 def browser_page(driver: str, folder: Path, width: int = 1280, is_phone: bool = False) -> Iterator[Page]:
     profile = folder / f"profile-{time.monotonic_ns()}"
-    options: dict[str, Any] = {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},900"]}
+    options: dict[str, Any] = {
+        "binary": CHROMIUM,
+        "args": [*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},900"],
+    }
     if is_phone:
         metrics = {"width": width, "height": 800, "pixelRatio": 2.0, "touch": True}
         options["mobileEmulation"] = {"deviceMetrics": metrics}

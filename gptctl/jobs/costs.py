@@ -26,21 +26,21 @@ MOST_GPUS = 1 << 26
 
 def ledger_of_job(record: JobRecord, state: str, store: Store, now: float) -> Ledger:
     """Account for a job, from its folder or from what was kept of it."""
-    return story_of_job(record, state, store, now).ledger
+    return times_of_job(record, state, store, now).ledger
 
 
-class JobStory(NamedTuple):
+class JobTimes(NamedTuple):
     """What happened in a job, and what its time went into."""
 
     timeline: Timeline | None  # None: its folder was removed
     ledger: Ledger
 
 
-def story_of_job(record: JobRecord, state: str, store: Store, now: float) -> JobStory:
+def times_of_job(record: JobRecord, state: str, store: Store, now: float) -> JobTimes:
     if not record.run_folder.is_dir():
-        return JobStory(None, kept_ledger(record) or Ledger(record.id, 0.0, []))
+        return JobTimes(None, kept_ledger(record) or Ledger(record.id, 0.0, []))
     timeline = timeline_of(record, is_over=state in FINAL)
-    return JobStory(timeline, ledger_of(timeline, now, _reached_before(record, timeline, store)))
+    return JobTimes(timeline, ledger_of(timeline, now, _reached_before(record, timeline, store)))
 
 
 def _reached_before(record: JobRecord, timeline: Timeline, store: Store) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gptctl.backends import Backends, JobState
 from gptctl.jobs.attempt_failures import FailedAttempt, failed_attempts
-from gptctl.jobs.costs import JobStory, story_of_job
+from gptctl.jobs.costs import JobTimes, times_of_job
 from gptctl.jobs.rank_map import RankMap, rank_map
 from gptctl.jobs.rank_times import rank_times
 from gptctl.jobs.report import known_states, status
@@ -26,7 +26,7 @@ class RunReport(NamedTuple):
     status: Mapping[str, Any] | None  # as `gptctl status --json`; None: of a file
     lineage: tuple[str, ...]  # oldest first
     rows: list[Row]
-    stories: list[JobStory]  # of each of its jobs, oldest first
+    jobs: list[JobTimes]  # of each of its jobs, oldest first
     ranks: RankMap | None
     failures: list[FailedAttempt]
     facts: Facts
@@ -44,7 +44,7 @@ def report_of_job(record: JobRecord, store: Store, backends: Backends, now: floa
         status(record, backends),
         tuple(each.id for each in oldest_first),
         rows,
-        [story_of_job(each, states[each.id].state, store, now) for each in oldest_first],
+        [times_of_job(each, states[each.id].state, store, now) for each in oldest_first],
         rank_map(times for each in oldest_first for times in rank_times(each)),
         _failures(oldest_first, states),
         job_facts(record),

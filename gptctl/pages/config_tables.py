@@ -9,13 +9,13 @@ from gptctl.jobs.config_differences import affects_training
 from gptctl.jobs.run_facts import SECTIONS, Facts, Value
 from gptctl.jobs.run_report import RunReport
 from gptctl.pages.markup import Markup, element, joined
-from gptctl.pages.tables import cut, folded, table
+from gptctl.pages.page_parts import cut, folded, table
 from gptctl.text import count, plain_value
 
 MOST_ROWS = 300  # of one table: a virtual environment may have thousands of packages
 MISSING = "–"
 CODE = "code"  # its values are digests, which tell people nothing: only names are shown
-UNCHANGED = ("default", "")  # origins of values that nobody set
+NOT_SET = ("default", "derived")  # how the origins begin of values that nobody wrote
 
 
 def differences(runs: Sequence[RunReport]) -> Markup | None:
@@ -37,7 +37,7 @@ def _set_keys(run: RunReport) -> Markup | None:
     rows = [
         (key, cut(plain_value(each.value)), each.origin)
         for key, each in values.items()
-        if each.origin not in UNCHANGED
+        if each.origin and not each.origin.startswith(NOT_SET)
     ]
     if not rows:
         return None

@@ -235,5 +235,5 @@ def _knots(run: int, rows: Sequence[Row], origin: int) -> Markup | None:
         return None
     some = [found[len(found) * number // MOST_KNOTS] for number in range(MOST_KNOTS)]
     kept = sorted({*(found if len(found) <= MOST_KNOTS else some), found[0], found[-1]})
-    text = " ".join(f"{step - origin},{tokens:.6g},{passed:.6g}" for step, tokens, passed in kept)
+    text = " ".join(f"{step - origin},{tokens:.9g},{passed:.6g}" for step, tokens, passed in kept)
     return element("div", {"class": "knots", "data-run": run, "data-knots": text, "hidden": True})

@@ -21,8 +21,8 @@ from gptctl.jobs.timeline import Event
 from gptctl.pages.config_tables import differences, everything
 from gptctl.pages.curves import COLOURS, charts
 from gptctl.pages.markup import Markup, element, joined
+from gptctl.pages.page_parts import cut, folded, pairs, section, table
 from gptctl.pages.rank_section import rank_section
-from gptctl.pages.tables import cut, folded, pairs, section, table
 from gptctl.pages.time_strip import time_strip
 from gptctl.text import clock_time, count, plain_value, some_of
 
@@ -160,16 +160,16 @@ def _tile(name: str, text: str) -> Markup | None:
 def _tiles(run: RunReport) -> Iterator[tuple[str, str]]:
     if run.status:
         cells = list_cells(dict(run.status))
-        done = f" ({cells['done']})" if cells["done"] else ""
-        yield "step", f"{cells['step']}{done}"
+        yield "step", cells["step"]
+        yield "done", "" if cells["done"] == "100%" else cells["done"]
     yield from _losses(run)
     if run.status:
         yield "tokens/s", cells["tokens/s"]
         yield "time", cells["time"]
         yield "left", cells["left"]
-    allocation = sum(story.ledger.allocation for story in run.stories)
+    allocation = sum(job.ledger.allocation for job in run.jobs)
     if allocation > 0:
-        ledgers = [story.ledger for story in run.stories]
+        ledgers = [job.ledger for job in run.jobs]
         yield "GPU time", hours_text(allocation)
         yield "goodput", f"{sum(each.gpu_seconds['compute'] for each in ledgers) / allocation:.0%}"
         repeated = sum(each.repeated_steps for ledger in ledgers for each in ledger.attempts)
@@ -199,11 +199,11 @@ def _facts(run: RunReport) -> Iterator[tuple[str, str]]:
 
 def _time(number: int, run: RunReport, several: int) -> Markup | None:
     """The attempts over time, and what they cost, as `gptctl cost` has it."""
-    strip = time_strip(run.stories)
+    strip = time_strip(run.jobs)
     if strip is None:
         return None
-    began = min(each.began for story in run.stories for each in story.ledger.attempts)
-    ended = max(each.ended for story in run.stories for each in story.ledger.attempts)
+    began = min(each.began for job in run.jobs for each in job.ledger.attempts)
+    ended = max(each.ended for job in run.jobs for each in job.ledger.attempts)
     return joined(
         _name(number, run) if several > 1 else None,
         strip,
@@ -218,7 +218,7 @@ def _moment(moment: float) -> Markup:
 
 
 def _used(run: RunReport) -> list[str]:
-    found = [each.seconds for story in run.stories for each in story.ledger.attempts]
+    found = [each.seconds for job in run.jobs for each in job.ledger.attempts]
     return [name for name in ACCOUNTS if any(each[name] > 0 for each in found)]
 
 
@@ -233,7 +233,7 @@ def _accounts_legend(run: RunReport) -> Markup:
 def _costs(run: RunReport) -> Markup:
     accounts = _used(run)
     heads = ["attempt", "GPU time", "goodput", *(SHORT_NAMES.get(n, n) for n in accounts), "cause"]
-    rows = [row for story in run.stories for row in _cost_rows(story.ledger, accounts, run)]
+    rows = [row for job in run.jobs for row in _cost_rows(job.ledger, accounts, run)]
     return table(heads, rows, "costs")
 
 
@@ -280,10 +280,7 @@ def _failure(found: Any, run: RunReport) -> Markup:
 
 def _events(run: RunReport) -> Markup | None:
     events = [
-        (event, story.ledger.job)
-        for story in run.stories
-        if story.timeline
-        for event in story.timeline.events
+        (event, job.ledger.job) for job in run.jobs if job.timeline for event in job.timeline.events
     ]
     if not events:
         return None

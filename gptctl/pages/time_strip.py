@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from gptctl.engine.events import FAILURE
-from gptctl.jobs.costs import JobStory
+from gptctl.jobs.costs import JobTimes
 from gptctl.jobs.ledger import ACCOUNTS, AttemptCosts
 from gptctl.logs.progress import duration
 from gptctl.pages.markup import Markup, element
@@ -43,8 +43,8 @@ class Stretch(NamedTuple):
         return self.left + (self.right - self.left) * min(1.0, max(0.0, part))
 
 
-def time_strip(stories: Sequence[JobStory]) -> Markup | None:
-    line = stretches(stories)
+def time_strip(jobs: Sequence[JobTimes]) -> Markup | None:
+    line = stretches(jobs)
     if not line:
         return None
     attempts = [each for each in line if each.costs]
@@ -68,16 +68,16 @@ def time_strip(stories: Sequence[JobStory]) -> Markup | None:
         ),
         *(_attempt_frame(each) for each in attempts),
         *(_gap(each) for each in line if not each.costs),
-        *_marks(stories, line),
+        *_marks(jobs, line),
     )
 
 
-def stretches(stories: Sequence[JobStory]) -> list[Stretch]:
+def stretches(jobs: Sequence[JobTimes]) -> list[Stretch]:
     """Lay out attempts by their length, with gaps that are cut short if they are long."""
     attempts = [
-        (each, story.ledger.job)
-        for story in stories
-        for each in story.ledger.attempts
+        (each, job.ledger.job)
+        for job in jobs
+        for each in job.ledger.attempts
         if each.ended > each.began
     ]
     total = sum(each.ended - each.began for each, _ in attempts)
@@ -125,12 +125,24 @@ def _columns(stretch: Stretch) -> Iterator[tuple[tuple[str, float], ...]]:
             for name, seconds in segment.seconds.items():
                 share = seconds * max(0.0, part) / length / width
                 sums[index][name] = sums[index].get(name, 0.0) + share
-    for each in sums:
-        largest = max(each, key=each.__getitem__, default="")
-        if largest and each[largest] > ALMOST_ALL:
-            yield ((largest, 1.0),)
-        else:
-            yield tuple((name, round(each[name], 2)) for name in ACCOUNTS if each.get(name, 0) > 0)
+    yield from map(_column, sums)
+
+
+def _column(shares: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """Shares that fill a column, rounded: equal neighbours become one area."""
+    total = sum(shares.values())
+    if total <= 0:
+        return ()
+    largest = max(shares, key=shares.__getitem__)
+    if shares[largest] > ALMOST_ALL * total:
+        return ((largest, 1.0),)
+    edges, above = [], 0.0
+    for name in ACCOUNTS:
+        if shares.get(name, 0.0) > 0:
+            top = round(above / total, 2)
+            above += shares[name]
+            edges.append((name, round(round(above / total, 2) - top, 2)))
+    return tuple(edges)
 
 
 def _attempt_frame(stretch: Stretch) -> Markup:
@@ -155,13 +167,13 @@ def _gap(stretch: Stretch) -> Markup:
     return element("path", {"class": "gap", "d": d}, element("title", None, text))
 
 
-def _marks(stories: Sequence[JobStory], line: Sequence[Stretch]) -> Iterator[Markup]:
+def _marks(jobs: Sequence[JobTimes], line: Sequence[Stretch]) -> Iterator[Markup]:
     for name, kind in MARKED.items():
         moments = [
             event.time
-            for story in stories
-            if story.timeline
-            for event in story.timeline.events
+            for job in jobs
+            if job.timeline
+            for event in job.timeline.events
             if event.name == name
         ]
         places = sorted({f"{x:.1f}" for x in _places(moments[-MOST_MARKS:], line)})

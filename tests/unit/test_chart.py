@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gptctl.cli.chart import ChartSize, Curve, draw, legend, step_ticks, thinned
+from gptctl.cli.chart import ChartSize, Curve, draw, legend, step_ticks
 from gptctl.jobs.resume import lineage
 from gptctl.jobs.run_metrics import each_attempt, file_rows, job_rows, whole_run
 from gptctl.logs.files import FileFilter
@@ -47,16 +47,6 @@ def test_a_falling_curve_falls() -> None:
 @pytest.mark.parametrize("curve", [Curve("a", [5], [2.0]), Curve("a", [1, 2], [0.0, 0.0])])
 def test_the_smallest_curves_are_drawn(curve: Curve) -> None:
     assert "at step" in draw("loss", [curve], ChartSize(40, 10), coloured=False)
-
-
-def test_a_long_curve_keeps_its_spikes() -> None:
-    values = [1.0] * 10_000
-    values[4321] = 99.0
-    steps, kept = thinned(Curve("a", range(10_000), values), 200)
-    assert len(kept) <= 200
-    assert kept[steps.index(4321)] == 99.0
-    assert steps == sorted(steps)
-    assert thinned(FLAT, 200) == (list(FLAT.steps), list(FLAT.values))
 
 
 def test_ticks_are_steps() -> None:

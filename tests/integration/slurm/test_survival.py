@@ -18,6 +18,7 @@ import pytest
 from tests.integration.slurm.login import TINY, Login, await_true, losses, ran
 from tests.lab import Lab
 from tests.ranks import run as run_ranks
+from tests.reported import Elements
 
 STEPS, SAVES = 200, 20
 KEYS = [f"Engine.max_steps={STEPS}", f"Engine.save_load.save_steps={SAVES}", "Engine.save_load.keep_last=2"]
@@ -100,6 +101,16 @@ class Training:
         assert row["accounts"]["unknown"] == 0
         return row["attempts"]
 
+    def assert_report(self, spans: list[dict[str, Any]]) -> None:
+        """The same attempts as in the ledger, as wide as they were long, and repeated steps where there are some."""
+        facts = self.login.json("report", self.job["job"], "--output", f"{self.job['run_dir']}/report.html")
+        found = Elements(Path(facts["file"]).read_text())
+        boxes = [float(str(each["width"])) for each in found.of("rect", "attempt")]
+        lengths = [each["ended"] - each["began"] for each in spans]
+        assert [box / sum(boxes) for box in boxes] == pytest.approx([each / sum(lengths) for each in lengths], abs=0.01)
+        assert bool(found.of("path", "account-repeated")) == any(each["repeated_steps"] for each in spans)
+        assert [each["data-metric"] for each in found.of("path", "line")].count("loss") == 1
+
     def said(self) -> str:
         return (self.login.folder / "said").read_text()
 
@@ -147,6 +158,7 @@ def test_preempted_twice(login: Login, undisturbed: dict[int, float], crashed: F
     assert login.batch_log(training.job).count("requeueing: the scheduler asked the job to stop") == 2
     assert "attempt 2" in training.said()
     spans = training.assert_ledger()
+    training.assert_report(spans)
     assert [each["repeated_steps"] for each in spans] == [0, 0, 0]
     # It had no nodes in between: the higher job had them.
     assert all(before["ended"] < after["began"] for before, after in pairwise(spans))
@@ -401,5 +413,6 @@ def test_a_rank_is_killed_and_a_node_crashes(undisturbed: dict[int, float], cras
         assert first % SAVES == 1
         assert last - 2 * SAVES < first <= last + 1
     spans = training.assert_ledger()
+    training.assert_report(spans)
     assert spans[0]["ended"] == spans[1]["began"], "in one allocation"
     assert re.search(r"rank 1 .*SIGKILL", spans[0]["cause"])
