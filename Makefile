@@ -117,6 +117,7 @@ bench: $(READY)
 	@$(BIN)/python tests/bench/follow.py
 	@$(BIN)/python tests/bench/training.py
 	@$(BIN)/python tests/bench/measuring.py
+	@$(BIN)/python tests/bench/report.py
 	@$(BIN)/python tests/bench/checkpoints.py
 	@$(BIN)/python tests/bench/export.py
 	@$(BIN)/python tests/bench/compiling.py

