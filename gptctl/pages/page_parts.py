@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from gptctl.pages.markup import Child, Markup, element
 
+STYLED = ("cause",)  # columns that have a style of their own
 CUT = 400  # characters of a value: whole files would hide the rest
 
 
@@ -17,13 +18,17 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Child]], kind: str = "")
             "tr",
             None,
             element("th", {"scope": "row"}, row[0]),
-            *(element("td", None, cell) for cell in row[1:]),
+            *(_cell(head, cell) for head, cell in zip(heads[1:], row[1:])),
         )
         for row in rows
     )
     inner = (element("thead", None, head), element("tbody", None, *body))
     whole = element("table", {"class": kind or None}, *inner)
     return element("div", {"class": "scroll"}, whole)
+
+
+def _cell(head: str, cell: Child) -> Markup:
+    return element("td", {"class": head if head in STYLED else None}, cell)
 
 
 def pairs(found: Iterable[tuple[str, str]]) -> Markup:

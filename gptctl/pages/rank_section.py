@@ -17,7 +17,7 @@ SCALE = (0.7, 0.9, 1.0, 1.1, 1.25, 1.5)
 def rank_section(found: RankMap | None) -> Markup | None:
     if found is None or found.num_ranks < 2:
         return None
-    return joined(_sentence(found), _picture(found), _scale())
+    return joined(_sentence(found), _picture(found))
 
 
 def _sentence(found: RankMap) -> Markup:
@@ -71,7 +71,7 @@ def _picture(found: RankMap) -> Markup:
     )
 
 
-def _scale() -> Markup:
+def colour_scale() -> Markup:
     """Colours with the ratios that they stand for."""
     boxes = []
     for ratio in SCALE:

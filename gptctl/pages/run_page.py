@@ -22,7 +22,7 @@ from gptctl.pages.config_tables import differences, everything
 from gptctl.pages.curves import COLOURS, charts
 from gptctl.pages.markup import Markup, element, joined
 from gptctl.pages.page_parts import cut, folded, pairs, section, table
-from gptctl.pages.rank_section import rank_section
+from gptctl.pages.rank_section import colour_scale, rank_section
 from gptctl.pages.time_strip import time_strip
 from gptctl.text import clock_time, count, plain_value, some_of
 
@@ -50,7 +50,7 @@ def page(runs: Sequence[RunReport], assets: Assets, now: float) -> str:
             element("div", {"class": "cards"}, *(_card(*each) for each in enumerate(runs))),
             section("Curves", charts([run.rows for run in runs])),
             section("Time", *(_time(*each, len(runs)) for each in enumerate(runs))),
-            section("Ranks", *_each(runs, lambda run: rank_section(run.ranks))),
+            section("Ranks", *_ranks(runs)),
             section("Failures", *_each(runs, _failures)),
             section("Events", *_each(runs, _events)),
             section("Config", differences(runs), *_each(runs, everything)),
@@ -89,6 +89,13 @@ def _each(runs: Sequence[RunReport], make: Any) -> Iterator[Markup]:
         made = make(run)
         if made and made.html:
             yield joined(_name(number, run) if len(runs) > 1 else None, made)
+
+
+def _ranks(runs: Sequence[RunReport]) -> Iterator[Markup]:
+    maps = list(_each(runs, lambda run: rank_section(run.ranks)))
+    yield from maps
+    if maps:
+        yield colour_scale()
 
 
 def _name(number: int, run: RunReport) -> Markup:

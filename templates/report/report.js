@@ -139,7 +139,9 @@
     for (const line of chart.lines) {
       line.shown = isShown(line)
         ? line.parts.map((part) => part.map(([step, y]) => [place(line.run, step), y, step])) : [];
-      line.curve = view.smooth ? line.shown.map(smoothed) : line.shown;
+      // A few evaluations need no smoothing, and would be far behind.
+      const isLong = line.shown.flat().length >= 50;
+      line.curve = view.smooth && isLong ? line.shown.map(smoothed) : line.shown;
       for (const [x, y] of line.curve.flat()) {
         if (x < left || x > right) continue;
         low = Math.min(low, y);
