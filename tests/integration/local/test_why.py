@@ -6,11 +6,14 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
+from gptctl.text import clean
 from tests.integration.local.causes import CASES, LAUNCHER, Case
 from tests.integration.local.test_causes import write_job
+from tests.reported import Elements
 from trainer.logline import TrainLine
 
 CODES = {
@@ -51,6 +54,19 @@ def fail(jobs, case: Case) -> str:
     return job
 
 
+def assert_reported(jobs, job: str, why: dict) -> None:
+    """The page of `gptctl report` tells the same failure, cause and fix, and the last lines of the log."""
+    written = json.loads(jobs.gptctl("report", job, "--json").stdout)
+    found = Elements(Path(written["file"]).read_text())
+    assert len(found.of("article", "failure")) == 1
+    text = " ".join(found.texts)
+    if likely := why["likely_cause"]:
+        assert likely["fix"] in text
+        assert (likely["cause"] or "") in text
+    last = json.loads(jobs.gptctl("logs", job, "--failed", "--json").stdout)["last_lines"]
+    assert not last or clean(last[-1]) in text
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -75,6 +91,7 @@ def test_the_likely_cause_of_real_failures(jobs, case: Case) -> None:
     assert text.returncode == code
     assert text.stdout.startswith(f"job {job}\n  state  FAILED: ")
     assert "\x1b" not in text.stdout
+    assert_reported(jobs, job, facts)
     # The hint of `status` is the fix, unless only the logs tell it.
     if case.name not in QUICK:
         assert jobs.status(job)["failure"]["hint"] == (likely and likely["fix"])
@@ -89,6 +106,10 @@ def test_a_job_that_waits_runs_and_completes(jobs) -> None:
     assert (facts["state"], code) == ("PENDING", 0)
     assert facts["waiting"]["reason"] == f"waits for {first} (1 of 1 in the queue)"
     assert "jobs that came before it" in facts["waiting"]["cause"]
+    # Nothing has been measured of either, and their reports say so.
+    for job, state in ((first, "running"), (second, "pending")):
+        found = Elements(jobs.gptctl("report", job, "--output", "-").stdout)
+        assert (len(found.of("span", state)), "No step has been logged yet." in found.texts) == (1, True)
     shown = jobs.gptctl("why", first)
     assert (shown.returncode, "it has logged no step yet" in shown.stdout) == (0, True)
     (jobs.folder / "go").touch()
