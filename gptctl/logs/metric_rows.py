@@ -76,17 +76,16 @@ def rows_in(
     before = (0, -1)
     for line in lines:
         numbers, writer = _numbers(line), line.get("job")
-        step = numbers.get("step", numbers.get(RESUMED_FROM, -1))
+        step: float = numbers.get("step", numbers.get(RESUMED_FROM, -1))
         # Jobs may share an output folder. Files of older versions do not tell who wrote a line.
         if 0 <= step < HIGHEST_STEP and (not job or writer in (None, job)):
-            numbers["step"] = int(step)
-            numbers["attempt"] = _attempt(before, numbers)
-            before = int(numbers["attempt"]), int(step)
-            row = {**numbers, **_speeds(numbers, world)}
+            before = _attempt(before, numbers), int(step)
+            own = {"attempt": before[0], "step": before[1]}
+            row = {**numbers, **own, **_speeds(numbers, world)}
             yield row if names is None else _needed(row, names)
 
 
-def _numbers(line: Mapping[str, Any]) -> Row:
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
     # One text per name for all rows; a damaged line has any number of them, of any length.
     return {
         intern(name): value
@@ -104,7 +103,7 @@ def _attempt(before: tuple[int, int], numbers: Row) -> int:
     if 0 <= numbers.get("attempt", -1) < MOST_ATTEMPTS:
         return int(numbers["attempt"])
     # Without gptctl nobody numbers them: steps that repeat are those of the next attempt.
-    is_next = numbers["step"] < before[1] or RESUMED_FROM in numbers
+    is_next = numbers.get("step", -1) < before[1] or RESUMED_FROM in numbers
     return before[0] + int(is_next)
 
 
