@@ -64,9 +64,6 @@ class Timeline(NamedTuple):
     rows: list[Row]  # of metrics.jsonl, every attempt's own, sorted by time
     last_steps: dict[int, LastStep]  # by attempt
 
-    def of_attempt(self, attempt: int, *names: str) -> list[Event]:
-        return [e for e in self.events if e.attempt == attempt and (not names or e.name in names)]
-
 
 class Clocks:
     """Times by the steady clocks of hosts: somebody may set the others while a job runs."""
