@@ -171,6 +171,7 @@ def test_without_progress_three_attempts_are_enough(desk: Desk) -> None:
     assert facts["reason"].endswith("; three attempts without a new checkpoint")
 
 
+@pytest.mark.long
 def test_the_copy_of_metrics_follows_a_restart(desk: Desk) -> None:
     """On resume the trainer takes the steps since its checkpoint out of its records. Oracle: the file on the host."""
     keys = ("Engine.max_steps=3000", "Engine.logging_freq=1", "Engine.save_load.save_steps=400")
@@ -188,7 +189,9 @@ def test_the_copy_of_metrics_follows_a_restart(desk: Desk) -> None:
     copy, names = Path(facts["run_dir"], "output", "metrics.jsonl"), f"{desk.run_root}/{job}/output/metrics"
     before = copy.read_bytes()
     desk.on("ssh1", "pkill -9 -f 'python -u .*[r]ank_log'")
-    desk.wait(job, "COMPLETED", seconds=90)
+    # Nobody looks until the new file is longer than the copy: its size alone shows nothing.
+    await_true(lambda: bool(desk.on("ssh1", f"ls {desk.run_root}/{job}/result.json 2> /dev/null")), 120)
+    desk.wait(job, "COMPLETED")
     rows = desk.json("logs", job, "--metrics")
     assert [row["step"] for row in rows] == list(range(1, 3001))
     assert desk.on("ssh1", f"cat {names}.repeated.jsonl").count("\n") > 50
