@@ -18,6 +18,7 @@ from gptctl.jobs.store import JobRecord
 from gptctl.jobs.timeline import MOST_ATTEMPTS, RANKS_UP
 from gptctl.logs.local_files import LocalLogFiles
 from gptctl.logs.metric_rows import HIGHEST_STEP
+from gptctl.text import count
 from trainer.event_names import (
     COMMITTED,
     EVALUATING,
@@ -57,6 +58,7 @@ def phase_of(record: JobRecord, now: float, logged: float | None) -> Facts | Non
         "after_failure": before is not None and before in failed,
         "seconds": max(0.0, round(now - moment, 3)),  # clocks of hosts may differ
         "ranks": ranks if is_whole(ranks, 1, 1 << 26) else None,
+        "world_size": record.world,
         "step": step if is_whole(step, 0, HIGHEST_STEP) else None,
     }
 
@@ -106,12 +108,12 @@ def phase_text(phase: Facts | None, age: str) -> str:
     """The phase for people; `age` is its age as text."""
     if phase is None:
         return ""
-    ranks, step = phase["ranks"], phase["step"]
+    ranks, world, step = phase["ranks"], phase["world_size"], phase["step"]
     text = _TEXTS[phase["name"]].format(
         ago=f"{age} ago",
         age=age,
         attempt=phase["attempt"],
-        ranks="1 rank" if ranks == 1 else f"{ranks or 'all'} ranks",
+        ranks=count(world, "rank") if ranks in (None, world) else f"{ranks} of {world} ranks",
         at="" if step is None else f" at step {step:,}",
     )
     if not phase["after_failure"] or not text.startswith("starting: "):

@@ -56,6 +56,8 @@ def test_each_part_of_a_start(record: JobRecord) -> None:
     assert shown(record, [], []) == ""  # a job of an older version
     assert shown(record, [STARTED], []) == "starting: nodes allocated 1 min ago"
     assert shown(record, [STARTED, BEGAN], []) == "starting: attempt 0 began 59 s ago"
+    ranks_start(record, 13, ranks=1)
+    assert shown(record, [STARTED, BEGAN], []) == "starting: 1 of 2 ranks up 13 s ago"
     ranks_start(record, 12)
     assert shown(record, [STARTED, BEGAN], []) == "starting: 2 ranks up 12 s ago"
     assert shown(record, [STARTED, BEGAN], [GROUP]) == "starting: process group formed 20 s ago"
