@@ -1,4 +1,7 @@
-"""Utilisation and memory of this rank's GPU, where nvidia-ml-py is installed."""
+"""Utilisation and memory of this rank's GPU, where nvidia-ml-py is installed.
+
+Nothing here may stop a training: what cannot be read is left out.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,27 @@ class GpuMonitor:
         self._library, self._handle = library, handle
 
     def read(self) -> dict[str, float]:
-        """The percentage of time in which a kernel ran, and used bytes; empty if unknown."""
-        with suppress(self._library.NVMLError):
+        """The percentage of time in which a kernel ran, and used bytes; without what is unknown."""
+        found: dict[str, float] = {}
+        # Each for itself: a part of a GPU (MIG) has no utilisation, and some GPUs share the memory
+        # of their host.
+        with suppress(Exception):
             rates = self._library.nvmlDeviceGetUtilizationRates(self._handle)
+            found["gpu_utilization"] = int(rates.gpu)
+        with suppress(Exception):
             memory = self._library.nvmlDeviceGetMemoryInfo(self._handle)
-            return {"gpu_utilization": rates.gpu, "gpu_memory": memory.used}
-        return {}
+            found["gpu_memory"] = int(memory.used)
+        return found
 
 
 def gpu_monitor(device: torch.device) -> GpuMonitor | None:
-    """The monitor of a GPU; None on a CPU, and without the package (the extra gpu)."""
+    """The monitor of a GPU; None on a CPU, and without the package (the extra gpu) or a driver."""
     if device.type != "cuda":
         return None
-    try:
+    # Any exception: other packages of this name raise others, and so do drivers that fail.
+    with suppress(Exception):
         import pynvml
-    except ImportError:
-        return None
-    with suppress(pynvml.NVMLError):
+
         pynvml.nvmlInit()
         # By UUID: CUDA_VISIBLE_DEVICES numbers the GPUs of a process in its own way.
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"

@@ -23,7 +23,7 @@ from trainer.config.sections import Model, RunConfig
 from trainer.corpus.metadata import FOLDER, copy_tokenizer
 from trainer.data.epochs import Position
 from trainer.errors import UserError
-from trainer.event_names import CHECKPOINT, COMMITTED
+from trainer.event_names import CHECKPOINT, COMMITTED, SAVING
 from trainer.events import Events
 from trainer.logline import length_line
 from trainer.mesh import PRIVATE_DISKS, Mesh
@@ -237,6 +237,7 @@ def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
     """
     if t.progress.step == checkpoints.saved_step:
         return
+    t.events.add(SAVING, step=t.progress.step)
     began = time.perf_counter()
     with t.metrics.clock.stalled("save"):
         _save(t, checkpoints, is_regular)

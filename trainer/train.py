@@ -26,7 +26,7 @@ from trainer.config.sections import RunConfig
 from trainer.data import LocalBatch, Reader, Start, open_data
 from trainer.environment import record_environment
 from trainer.errors import UserError
-from trainer.event_names import EVALUATION, FINISHED, FIRST_STEP, GROUP, STOP
+from trainer.event_names import EVALUATING, EVALUATION, FINISHED, FIRST_STEP, GROUP, STOP
 from trainer.events import Events
 from trainer.inference.generation import generate
 from trainer.inference.network import network_of
@@ -370,6 +370,7 @@ def evaluate(t: Training, name: str, first: int, iterations: int, is_whole: bool
     """
     if getattr(t.splits, name) is None or iterations == 0:
         return True
+    t.events.add(EVALUATING, step=t.progress.step, split=name)
     began, batches = time.perf_counter(), reader(t, name)
     total, count = torch.zeros((), dtype=torch.float64, device=t.mesh.device), 0
     epoch, _ = t.length.epoch_and_batch(t.progress.step - 1)

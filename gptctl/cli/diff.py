@@ -102,18 +102,19 @@ def run_of(session: Session, job: str) -> Run:
     """Read what is known of a job, or of the file of a run that gptctl did not start."""
     from gptctl.cli import ui
     from gptctl.jobs.comparison import Run
+    from gptctl.jobs.metric_differences import NEEDED
     from gptctl.jobs.resume import lineage
     from gptctl.jobs.run_facts import file_facts, job_facts
     from gptctl.jobs.run_metrics import file_rows, removed_steps, whole_run
 
     if os.path.isfile(job):
-        return Run(job, file_facts(Path(job)), file_rows(Path(job)))
+        return Run(job, file_facts(Path(job)), file_rows(Path(job), NEEDED))
     if "/" in job:
         raise UserError(f"{job} does not exist", "give a job, or the path of a file", WRONG_USAGE)
     record = session.find(job)
     session.catch_up(record)
     records = lineage(record, session.store)
-    rows = whole_run(records)
+    rows = whole_run(records, NEEDED)
     for note in removed_steps(records, rows):
         ui.say(note)
     if not record.run_folder.is_dir():

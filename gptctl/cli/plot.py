@@ -48,7 +48,7 @@ def plot(session: Session, jobs: tuple[str, ...], metrics: tuple[str, ...], as_j
     """
     from gptctl.cli import ui
 
-    runs = [run_of(session, job) for job in dict.fromkeys(jobs or (None,))]
+    runs = [run_of(session, job, metrics) for job in dict.fromkeys(jobs or (None,))]
     drawn = [
         curve
         for run in runs
@@ -61,18 +61,20 @@ def plot(session: Session, jobs: tuple[str, ...], metrics: tuple[str, ...], as_j
     for text in missing(runs, drawn, metrics):
         ui.say(text)
     if not drawn:
+        # All names are read only now: of a long run, all numbers need much memory.
+        runs = [run_of(session, run["job"], None) for run in runs]
         raise UserError("nothing to plot", available_metrics(runs), ANSWER_IS_NO)
     ui.print_exactly(chart_of(drawn, metrics))
 
 
-def run_of(session: Session, job: str | None) -> dict[str, Any]:
-    """Read the run of a job, or a file."""
+def run_of(session: Session, job: str | None, metrics: tuple[str, ...] | None) -> dict[str, Any]:
+    """Read these metrics of the run of a job, or of a file; None: all that there are."""
     from gptctl.cli import ui
     from gptctl.jobs.resume import lineage
     from gptctl.jobs.run_metrics import file_rows, removed_steps, whole_run
 
     if job is not None and os.path.isfile(job):
-        return {"job": job, "run": [job], "rows": file_rows(Path(job))}
+        return {"job": job, "run": [job], "rows": file_rows(Path(job), metrics)}
     if job is not None and "/" in job:
         raise UserError(f"{job} does not exist", "give a job, or the path of a file", WRONG_USAGE)
     record = session.find(job)
@@ -81,8 +83,8 @@ def run_of(session: Session, job: str | None) -> dict[str, Any]:
     session.catch_up(record)
     records = lineage(record, session.store)
     ids = [each.id for each in reversed(records)]
-    rows = whole_run(records)
-    for note in removed_steps(records, rows):
+    rows = whole_run(records, metrics)
+    for note in removed_steps(records, rows) if metrics else ():
         ui.say(note)
     return {"job": record.id, "run": ids, "rows": rows}
 

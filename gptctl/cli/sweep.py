@@ -312,7 +312,7 @@ def member_row(session: Session, member: SweepMember, metric: str) -> dict[str, 
     state = session.state_of(member.job)
     measured = [
         (each["step"], each[metric])
-        for each in whole_run(lineage(member.job, session.store))
+        for each in whole_run(lineage(member.job, session.store), (metric,))
         if is_number(each.get(metric))
     ]
     step, value = measured[-1] if measured else (None, None)
@@ -324,7 +324,7 @@ def draw(jobs: list[str], metric: str, session: Session) -> None:
     from gptctl.cli import ui
     from gptctl.cli.plot import chart_of, curves_of, run_of
 
-    curves = [curve for job in jobs for curve in curves_of(run_of(session, job), metric)]
+    curves = [curve for job in jobs for curve in curves_of(run_of(session, job, (metric,)), metric)]
     if curves:
         ui.print_exactly(chart_of(curves, (metric,)))
 

@@ -14,12 +14,14 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 LATEST_TIME = 1e11  # seconds since the epoch; some platforms have no date after the year 5000
 LARGEST = 16 << 20  # bytes; more than any record of a job has, and parsed within a second
 CHUNK = 1 << 20  # bytes that are read at once of a large file
+LONGEST_LINE = 1 << 20  # bytes; the longest record of a trainer has a thousandth of that
 DEEPEST = 100  # levels of JSON; a config may have 32, which `written.json` wraps twice
 MOST_VALUES = 1_000_000  # in one text: empty lists need 30 times the memory of their text
 MOST_INVALID = 1000  # lines of a JSON-lines file; a killed writer leaves one or two
@@ -205,11 +207,8 @@ def load_value(text: str | bytes, most_values: int = MOST_VALUES) -> Any:
     # Lone surrogates are valid in JSON, but can be neither printed nor written.
     if _SURROGATE.search(text):
         text = _ESCAPE.sub(lambda found: r"\ufffd" if found[1] else found[0], text)
-    hooks: dict[str, Any] = {"parse_constant": _refuse_constant}
-    if _may_have_large_numbers(text):
-        hooks |= {"parse_int": _integer, "parse_float": _float}
     try:
-        value = json.loads(text, **hooks)
+        value = (_careful if _may_have_large_numbers(text) else _decoder)().decode(text)
     except DamagedFile:
         raise
     except RecursionError:
@@ -227,12 +226,32 @@ def _may_have_large_numbers(text: str) -> bool:
     return any(each in digits for each in _LARGE_NUMBERS)
 
 
+@cache
+def _decoder() -> json.JSONDecoder:
+    # Making one takes longer than decoding a line.
+    return json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+@cache
+def _careful() -> json.JSONDecoder:
+    return json.JSONDecoder(parse_constant=_refuse_constant, parse_int=_integer, parse_float=_float)
+
+
 def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
     """Return the objects of a JSON-lines file; skip incomplete and invalid lines."""
+    return _objects(line[0] for line in _LINE.finditer(data))
+
+
+def records_of(file: Path, most: int, longest: int = LONGEST_LINE) -> Iterator[dict[str, Any]]:
+    """As `json_lines`, of the last bytes of a file of any size, in little memory."""
+    return _objects(line for line in lines_of(file, most, longest) if line.startswith(b"{"))
+
+
+def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     # One by one: whoever needs only a part of each must not keep all of them in memory.
     invalid = 0
-    for line in _LINE.finditer(data):
-        if (value := parse_json(line[0])) is not None:
+    for line in lines:
+        if (value := parse_json(line)) is not None:
             yield value
         elif (invalid := invalid + 1) > MOST_INVALID:
             return

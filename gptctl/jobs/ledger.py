@@ -7,8 +7,8 @@ account holds seconds of the job; times its GPUs they are GPU seconds.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from gptctl.engine.events import FAILURE
 from gptctl.engine.file_reading import is_whole
@@ -34,6 +34,9 @@ ACCOUNTS = (
 )  # fmt: skip
 LEAST_HANG = 10.0  # seconds without progress before a failure that count as a hang
 HANG_STEPS = 3.0  # and so many times as long as a step
+
+
+_Item = TypeVar("_Item", Event, Row)
 
 
 class Segment(NamedTuple):
@@ -89,13 +92,23 @@ class Ledger(NamedTuple):
 def ledger_of(timeline: Timeline, now: float, reached: int = 0) -> Ledger:
     """Account for a job; `reached`: the last step of the job that it continues, if it does."""
     attempts: list[AttemptCosts] = []
+    # Once for all: a damaged file can have thousands of attempts.
+    rows, events = _by_attempt(timeline.rows), _by_attempt(timeline.events)
     for span in _attempts(timeline, now):
-        costs = _attempt(timeline, span, reached)
+        own = rows.get(span.attempt, [])
+        costs = _attempt(timeline, span, events.get(span.attempt, []), own, reached)
         attempts.append(costs)
         last = timeline.last_steps.get(span.attempt)
-        steps = [row["step"] for row in timeline.rows if row["attempt"] == span.attempt]
-        reached = max([reached, *steps, *([last.step] if last else [])])
+        reached = max([reached, *(row["step"] for row in own), *([last.step] if last else [])])
     return Ledger(timeline.job, _queued(timeline, now), attempts)
+
+
+def _by_attempt(items: Iterable[_Item]) -> dict[int, list[_Item]]:
+    found: dict[int, list[_Item]] = {}
+    for item in items:
+        attempt = item.attempt if isinstance(item, Event) else item["attempt"]
+        found.setdefault(attempt, []).append(item)
+    return found
 
 
 class _Span(NamedTuple):
@@ -137,13 +150,14 @@ def _attempts(timeline: Timeline, now: float) -> list[_Span]:
     return spans
 
 
-def _attempt(timeline: Timeline, span: _Span, reached: int) -> AttemptCosts:
-    events = timeline.of_attempt(span.attempt)
-    rows = [
-        row
-        for row in timeline.rows
-        if row["attempt"] == span.attempt and is_number(row.get("step_time"))
-    ]
+def _attempt(
+    timeline: Timeline,
+    span: _Span,
+    events: Sequence[Event],
+    rows: Sequence[Row],
+    reached: int,
+) -> AttemptCosts:
+    rows = [row for row in rows if is_number(row.get("step_time"))]
     segments, repeated = _Accounting(span, events, rows, timeline.last_steps, reached).segments()
     return AttemptCosts(
         span.attempt, span.began, span.ended, span.gpus, _cause(events), repeated, segments
@@ -170,10 +184,12 @@ class _Accounting:
     ) -> None:
         self.span, self.events, self.rows, self.reached = span, events, rows, reached
         self.last = last_steps.get(span.attempt)
+        # Sorted by time, as all events: every step looks for its own.
+        self.stalls = [event for event in events if event.name in _STALLS]
+        self.stall_times = [event.time for event in self.stalls]
         self.found: list[Segment] = []
         self.at = span.began
         self.repeated = 0
-        self.stalls = sorted(_stalls_of(events))
 
     def segments(self) -> tuple[list[Segment], int]:
         first = self._first(FIRST_STEP)
@@ -247,10 +263,12 @@ class _Accounting:
     def _stalls(self, began: float, ended: float) -> dict[str, float]:
         """What the training waited for in this time, besides its steps."""
         seconds: dict[str, float] = {}
-        first = bisect_right(self.stalls, began, key=_moment_of)
-        last = bisect_right(self.stalls, ended, key=_moment_of)
-        for _, account, value in self.stalls[first:last]:
-            seconds[account] = seconds.get(account, 0.0) + min(value, ended - began)
+        first, after = (bisect_right(self.stall_times, moment) for moment in (began, ended))
+        for event in self.stalls[first:after]:
+            account = _STALLS[event.name]
+            value = event.facts.get("stall", event.facts.get("seconds"))
+            if is_number(value) and value > 0:
+                seconds[account] = seconds.get(account, 0.0) + min(value, ended - began)
         return _fitted(seconds, ended - began)
 
     def _finish(self) -> None:
@@ -285,19 +303,6 @@ def _resumed(first: Event) -> int:
 
 
 _STALLS = {CHECKPOINT: CHECKPOINTS, EVALUATION: EVALUATIONS}
-
-
-def _stalls_of(events: Iterable[Event]) -> Iterator[tuple[float, str, float]]:
-    """When the training had waited, for what, and for how many seconds."""
-    for event in events:
-        if account := _STALLS.get(event.name):
-            value = event.facts.get("stall", event.facts.get("seconds"))
-            if is_number(value) and value > 0:
-                yield event.time, account, value
-
-
-def _moment_of(stall: tuple[float, str, float]) -> float:
-    return stall[0]
 
 
 def _parts(row: Row | None, trained: float, steps: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ from gptctl.logs.metric_rows import Row, is_number
 SHOWN = 8  # steps at which both losses are shown
 # How the names of evaluations start; `eval_time` is none.
 EVALUATED = ("valid_loss", "test_loss", "eval_loss:", "eval_ppl:", "eval_adjusted_ppl:", "cloze_")
+NEEDED = ("ips_total", *EVALUATED)  # of the rows, besides their loss
 
 
 class LossAt(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gptctl.engine.file_reading import is_time
+from gptctl.jobs.job_phase import phase_text
 from gptctl.logs.progress import duration
 from gptctl.text import clock_time
 
@@ -49,7 +50,9 @@ def status_pairs(facts: Facts, now: float) -> list[tuple[str, str]]:
     left = progress.get("seconds_left")
     # A training of a million years has no date.
     until = f", about {clock_time(now + left)}" if left is not None and is_time(now + left) else ""
+    phase = facts.get("phase")
     return [
+        ("phase", phase_text(phase, age_text(phase["seconds"])) if phase else ""),
         ("step", f"{_step(progress, ' of ')}{done}"),
         ("loss", ", valid ".join(text for text in (cells["loss"], valid) if text)),
         ("speed", f"{cells['tokens/s']} tokens/s" if cells["tokens/s"] else ""),

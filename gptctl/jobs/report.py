@@ -15,10 +15,11 @@ from gptctl.backends import Backend, Backends, JobState
 from gptctl.deadline import Deadline
 from gptctl.engine.atomic_files import private_files
 from gptctl.engine.file_reading import read_json, read_text
-from gptctl.engine.job_result import FINAL, UNKNOWN
+from gptctl.engine.job_result import FINAL, RUNNING, UNKNOWN
 from gptctl.engine.rank_runs import rank_runs
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.history import History, facts_of
+from gptctl.jobs.job_phase import phase_of
 from gptctl.jobs.labels import LabelStore, tags_text
 from gptctl.jobs.last_state import last_state
 from gptctl.jobs.progress_text import status_pairs
@@ -162,8 +163,10 @@ def status(record: JobRecord, backends: Backends) -> dict[str, Any]:
     # Of a removed folder the history tells what is left.
     known = facts_of(record) | ({} if folder.path.is_dir() else History().facts(record))
     is_complete = folder.is_complete(facts["state"])
+    logged = (facts["progress"] or {}).get("updated")
     return {
         **facts,
+        "phase": phase_of(record, time.time(), logged) if facts["state"] == RUNNING else None,
         "gpus_per_node": record.per_node,
         **known,
         "ranks": rank_rows(record, attempt, is_complete) if attempt >= 0 else [],

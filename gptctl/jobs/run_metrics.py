@@ -9,26 +9,24 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from gptctl.engine.file_reading import read_tail
 from gptctl.jobs.evaluations import add_evaluations, evaluations_in, with_evaluations
 from gptctl.jobs.history import History
+from gptctl.jobs.recorded_files import recorded_rows, rows_of_file
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile, LocalLogFiles
-from gptctl.logs.metric_rows import Row, metric_rows, parse_metrics, run_rows
+from gptctl.logs.metric_rows import Row, metric_rows, run_rows
 from trainer.checkpoint_names import METRICS
 
-MOST_METRICS = 128 << 20  # bytes that are read: about four hundred thousand steps
 
-
-def whole_run(jobs: Sequence[JobRecord]) -> list[Row]:
+def whole_run(jobs: Sequence[JobRecord], names: tuple[str, ...] | None = None) -> list[Row]:
     """Return one row per step of a run; where steps overlap, the later job or attempt counts.
 
-    `jobs` are those of `resume.lineage`: the newest one first.
+    `jobs` are those of `resume.lineage`: the newest one first. `names`: how the names begin
+    of the numbers that are needed; None: all.
     """
-    rows = run_rows(
-        row for job in reversed(jobs) for row in job_rows(job, FileFilter(all_attempts=True))
-    )
+    every = FileFilter(all_attempts=True)
+    rows = run_rows(row for job in reversed(jobs) for row in job_rows(job, every, names))
     return with_evaluations(rows, jobs)
 
 
@@ -70,23 +68,21 @@ def _kept_step(record: JobRecord) -> int:
     return step if isinstance(step, int) else 0
 
 
-def job_rows(record: JobRecord, wanted: FileFilter) -> list[Row]:
+def job_rows(
+    record: JobRecord, wanted: FileFilter, names: tuple[str, ...] | None = None
+) -> list[Row]:
     """Return the rows of a job, from metrics.jsonl, or from its log lines if it has none."""
     is_of_ranks = wanted.ranks is not None or wanted.node is not None
-    found = [] if is_of_ranks else _recorded(record)
+    found = [] if is_of_ranks else recorded_rows(record, names)
     if found and wanted.attempt is not None:
         found = [row for row in found if row["attempt"] == wanted.attempt]
     elif not found:
         files = LocalLogFiles(Path(record.log_dir), record.run_folder)
         found = metric_rows(files, wanted)
-    return [{"job": record.id, **row} for row in found]
-
-
-def _recorded(record: JobRecord) -> list[Row]:
-    if not record.output_dir:
-        return []
-    data = read_tail(Path(record.output_dir, METRICS), MOST_METRICS)
-    return parse_metrics(data, record.id, record.world)
+    # Not copies: they would need as much memory again.
+    for row in found:
+        row["job"] = record.id
+    return found
 
 
 def each_attempt(rows: list[Row]) -> list[Row]:
@@ -99,11 +95,11 @@ def each_attempt(rows: list[Row]) -> list[Row]:
     ]
 
 
-def file_rows(path: Path) -> list[Row]:
+def file_rows(path: Path, names: tuple[str, ...] | None = None) -> list[Row]:
     """Return the rows of a file: a metrics.jsonl, or a log with lines in FleetX's style."""
     rows = metric_rows(LocalFile(path), FileFilter())
     if not rows:
-        rows = parse_metrics(read_tail(path, MOST_METRICS))
+        rows = rows_of_file(path, names=names)
     rows = run_rows(rows)
     if path.name != METRICS:
         return rows

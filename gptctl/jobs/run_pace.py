@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gptctl.engine.file_reading import read_json
+from gptctl.jobs.job_phase import phase_of
 from gptctl.jobs.store import JobRecord
 from gptctl.jobs.training_progress import TrainingProgress, progress_of, started_at
 from gptctl.logs.files import LogFiles
@@ -25,6 +26,7 @@ def run_pace(record: JobRecord, files: LogFiles, now: float) -> dict[str, Any]:
     limit = max(SHORTEST, SLOWER * usual) if usual else SILENT
     return {
         "progress": progress.as_json(now, is_running=True) if progress else None,
+        "phase": phase_of(record, now, progress.updated if progress else None),
         "duration": _age(started, now),
         "idle": idle,  # seconds since the last logged step, or without any, since the last log line
         "usual_interval": usual,  # seconds between two logged steps

@@ -10,25 +10,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gptctl.engine.contract import ALIVE, EVENTS, LAST_STEP
+from gptctl.engine.contract import ALIVE, LAST_STEP
 from gptctl.engine.events import ATTEMPT, END, STARTED
 from gptctl.engine.file_reading import (
     is_time,
     is_whole,
-    json_lines,
     read_json,
-    read_tail,
     read_text,
 )
 from gptctl.engine.rank_runs import RankRun, rank_runs
 from gptctl.engine.run_folder import RunFolder
+from gptctl.jobs.recorded_files import engine_events, recorded_rows, trainer_events
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.local_files import LocalLogFiles
-from gptctl.logs.metric_rows import HIGHEST_STEP, Row, is_number, parse_metrics
-from trainer.checkpoint_names import METRICS, REPEATED_METRICS
+from gptctl.logs.metric_rows import HIGHEST_STEP, Row, is_number
 
-MOST_BYTES = 16 << 20  # of a file of events: about a hundred thousand
-MOST_METRICS = 128 << 20  # about four hundred thousand steps
+NEEDED = ("time", "clock", "step_time", "reader_time", "wait_time")  # of metrics.jsonl
 MOST_ATTEMPTS = 10_000
 RESET = 1.0  # seconds by which a steady clock may seem to go back; more: the machine was restarted
 SUBMITTED, RANKS_UP, RANK_EXIT = "submitted", "ranks up", "rank exit"
@@ -67,9 +64,6 @@ class Timeline(NamedTuple):
     rows: list[Row]  # of metrics.jsonl, every attempt's own, sorted by time
     last_steps: dict[int, LastStep]  # by attempt
 
-    def of_attempt(self, attempt: int, *names: str) -> list[Event]:
-        return [e for e in self.events if e.attempt == attempt and (not names or e.name in names)]
-
 
 class Clocks:
     """Times by the steady clocks of hosts: somebody may set the others while a job runs."""
@@ -95,8 +89,8 @@ class Clocks:
 def timeline_of(record: JobRecord, is_over: bool) -> Timeline:
     """Read what is known of a job, from its files on this machine."""
     clocks, folder = Clocks(), RunFolder(record.local_dir)
-    own = _events_in(folder.path / EVENTS, clocks)
-    trainer = _trainer_events(record, clocks)
+    own = events_in(engine_events(record), clocks)
+    trainer = events_in(trainer_events(record), clocks)
     # Those that are there: a damaged folder may have any number in its name.
     attempts = folder.attempt_numbers()[-MOST_ATTEMPTS:]
     runs = {number: _runs(record, number) for number in attempts}
@@ -110,21 +104,14 @@ def timeline_of(record: JobRecord, is_over: bool) -> Timeline:
     return Timeline(record.id, record.created, [submitted, *events], allocations, rows, steps)
 
 
-def _events_in(file: Path, clocks: Clocks, job: str = "") -> list[Event]:
+def events_in(lines: Iterable[Mapping[str, Any]], clocks: Clocks) -> list[Event]:
     events = []
-    for fields in json_lines(read_tail(file, MOST_BYTES)):
+    for fields in lines:
         name, attempt, moment = fields.get("event"), fields.get("attempt"), clocks.time_of(fields)
-        is_own = not job or fields.get("job") in (None, job)
         attempt = attempt if is_whole(attempt, -1, MOST_ATTEMPTS) else 0
-        if is_own and isinstance(name, str) and moment is not None:
+        if isinstance(name, str) and moment is not None:
             events.append(Event(name[:100], moment, attempt, fields))
     return events
-
-
-def _trainer_events(record: JobRecord, clocks: Clocks) -> list[Event]:
-    if not record.output_dir:
-        return []
-    return _events_in(Path(record.output_dir, EVENTS), clocks, record.id)
 
 
 def _runs(record: JobRecord, attempt: int) -> list[RankRun]:
@@ -145,14 +132,7 @@ def _rank_events(attempt: int, runs: Iterable[RankRun]) -> Iterator[Event]:
 
 def _metrics(record: JobRecord, clocks: Clocks, hosts: Mapping[int, Any]) -> list[Row]:
     """Every recorded step, also those that were trained again later."""
-    if not record.output_dir:
-        return []
-    folder = Path(record.output_dir)
-    rows = [
-        row
-        for name in (REPEATED_METRICS, METRICS)
-        for row in parse_metrics(read_tail(folder / name, MOST_METRICS), record.id, record.world)
-    ]
+    rows = recorded_rows(record, NEEDED, with_repeated=True)
     rows = sorted((row for row in rows if is_time(row.get("time"))), key=lambda row: row["time"])
     for row in rows:
         host = hosts.get(row["attempt"])
@@ -195,7 +175,8 @@ def _allocations(
             seen = _moment(following.facts.get("seen")) if following else last_sign
             trained = [row["time"] for row in rows if start.time <= row["time"] < until]
             signs = [e.time for e in inside] + trained + ([seen] if seen else [])
-            end = min(until, max(sign for sign in signs if sign < until))
+            # None is before that if two starts have the same time.
+            end = min(until, max((sign for sign in signs if sign < until), default=start.time))
         gpus = _gpus(start.facts, record)
         found.append(Allocation(start.time, end, gpus, max(0, start.attempt)))
     return found

@@ -6,8 +6,6 @@ what was copied before.
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,30 +15,25 @@ from typing import Any, NamedTuple
 from gptctl.engine.file_reading import (
     is_time,
     json_lines,
-    open_at_once,
     read_bytes,
     read_json,
 )
 from gptctl.engine.job_result import FINAL, RUNNING
 from gptctl.engine.run_folder import RunFolder
+from gptctl.jobs.recorded_files import newest_rows, tail_of
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.lines import readable
 from gptctl.logs.metric_rows import (
     Row,
     is_number,
     parse_lines,
-    parse_metrics,
     row_of_line,
     run_rows,
 )
 from gptctl.logs.progress import RECENT
-from trainer.checkpoint_names import METRICS
 
-METRICS_TAIL = 8 << 10  # bytes: about twenty-five steps
-LOG_TAIL = 64 << 10  # of a script's log, which may have other lines between its steps
+LOG_TAIL = 64 << 10  # bytes of a script's log, which may have other lines between its steps
 HEAD = 1 << 10  # bytes: the first line of a file
-CHUNK = 1 << 20  # of a file that is searched from its end
-MOST_SEARCHED = 64 << 20  # bytes of it: about two hundred thousand steps
 # How scripts call the number of their steps: on their command line, alone or as a config key.
 _TOTAL = re.compile(
     r"(?:--|.*\.|)(?:max[-_]steps|max[-_]train[-_]steps|train[-_]iters|total[-_]steps)", re.ASCII
@@ -142,59 +135,16 @@ def _step_time(row: Row) -> float | None:
 
 def _last_rows(record: JobRecord) -> tuple[list[Row], float]:
     if record.output_dir:
-        file = Path(record.output_dir, METRICS)
-        data, changed = _tail(file, METRICS_TAIL)
-        rows = run_rows(parse_metrics(data, record.id, record.world))
-        if not rows and data:
-            # The jobs of a chain share the file: later ones have written since.
-            data = _tail_of_job(file, record.id)
-            rows = run_rows(parse_metrics(data, record.id, record.world))
-        return rows, changed
+        return newest_rows(record)
     attempt = RunFolder(record.local_dir).attempts() - 1
     # Most scripts log on the first rank, some on the last.
     for rank in dict.fromkeys((0, record.world - 1)):
         file = Path(record.log_dir, f"attempt-{attempt}", f"workerlog.{rank}")
-        data, changed = _tail(file, LOG_TAIL)
+        data, changed = tail_of(file, LOG_TAIL)
         lines = parse_lines(map(readable, data.split(b"\n")))
         if rows := run_rows(row_of_line(line, attempt) for line in lines):
             return rows, changed
     return [], 0.0
-
-
-def _tail(file: Path, size: int) -> tuple[bytes, float]:
-    """Return the last bytes of a file, and when it was changed."""
-    try:
-        with open(file, "rb", opener=open_at_once) as stream:
-            status = os.fstat(stream.fileno())
-            data = os.pread(stream.fileno(), size, max(0, status.st_size - size))
-    except OSError:
-        return b"", 0.0
-    # The first line is incomplete, unless this is the whole file.
-    return data if status.st_size <= size else data.partition(b"\n")[2], status.st_mtime
-
-
-def _tail_of_job(file: Path, job: str) -> bytes:
-    """Return the last lines of a job in a file to which later jobs have written, too."""
-    mark = f'"job": {json.dumps(job)}'.encode()
-    try:
-        with open(file, "rb", opener=open_at_once) as stream:
-            start = stream.seek(0, os.SEEK_END)
-            # Not further: a damaged file may be of any size.
-            last = max(0, start - MOST_SEARCHED)
-            while start > last:
-                start = max(0, start - CHUNK)
-                stream.seek(start)
-                # A line may begin in this chunk and end in the one after it.
-                chunk = stream.read(CHUNK + HEAD)
-                if (found := chunk.rfind(mark)) >= 0:
-                    end = start + found + len(mark)
-                    first = max(0, end - METRICS_TAIL)
-                    stream.seek(first)
-                    data = stream.read(end - first + HEAD)
-                    return data.partition(b"\n")[2] if first else data
-    except OSError:
-        pass
-    return b""
 
 
 def configured_steps(record: JobRecord) -> int | None:

@@ -7,7 +7,9 @@ metrics.jsonl; rows from log lines in FleetX's style have fewer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from sys import intern
 from typing import Any, TypeGuard
 
 from gptctl.engine.file_reading import json_lines
@@ -27,6 +29,9 @@ from trainer.logline import (
 
 NO_STEPS = "no step has been logged yet; scripts need log lines in FleetX's style"
 HIGHEST_STEP = 10**12  # more is not a step, whatever a script or a host sends
+MOST_ATTEMPTS = 1 << 31
+MOST_NAMES, LONGEST_NAME = 200, 64  # of numbers in a line; the trainer writes thirty
+_ALWAYS = ("step", "attempt", "loss", "speed", RESUMED_FROM)  # what `run_rows` and others rely on
 Row = dict[str, Any]
 
 _FORMATS = {
@@ -53,29 +58,53 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def parse_metrics(data: bytes, job: str = "", world: int = 1) -> list[Row]:
-    """Parse metrics.jsonl, oldest line first, without the lines of other jobs.
+    """Parse the text of a metrics.jsonl; see `rows_in`."""
+    return list(rows_in(json_lines(data), job, world))
 
-    `run_rows` drops what a later attempt trained again.
+
+def rows_in(
+    lines: Iterable[Mapping[str, Any]],
+    job: str = "",
+    world: int = 1,
+    names: tuple[str, ...] | None = None,
+) -> Iterator[Row]:
+    """Make rows of the lines of metrics.jsonl, oldest first, without those of other jobs.
+
+    `names`: how the names begin of the numbers that are needed; None: all. `run_rows` drops what a
+    later attempt trained again.
     """
-    rows: list[Row] = []
-    for line in json_lines(data):
-        numbers = {name: value for name, value in line.items() if is_number(value)}
-        step, writer = numbers.get("step", numbers.get(RESUMED_FROM, -1)), line.get("job")
+    before = (0, -1)
+    for line in lines:
+        numbers, writer = _numbers(line), line.get("job")
+        step: float = numbers.get("step", numbers.get(RESUMED_FROM, -1))
         # Jobs may share an output folder. Files of older versions do not tell who wrote a line.
         if 0 <= step < HIGHEST_STEP and (not job or writer in (None, job)):
-            numbers["step"] = int(step)
-            numbers["attempt"] = _attempt(rows, numbers)
-            rows.append({**numbers, **_speeds(numbers, world)})
-    return rows
+            before = _attempt(before, numbers), int(step)
+            own = {"attempt": before[0], "step": before[1]}
+            row = {**numbers, **own, **_speeds(numbers, world)}
+            yield row if names is None else _needed(row, names)
 
 
-def _attempt(rows: Sequence[Row], numbers: Row) -> int:
-    if "attempt" in numbers:
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    # One text per name for all rows; a damaged line has any number of them, of any length.
+    return {
+        intern(name): value
+        for name, value in islice(line.items(), MOST_NAMES)
+        if is_number(value) and len(name) <= LONGEST_NAME
+    }
+
+
+def _needed(row: Row, names: tuple[str, ...]) -> Row:
+    return {name: value for name, value in row.items() if name in _ALWAYS or name.startswith(names)}
+
+
+def _attempt(before: tuple[int, int], numbers: Row) -> int:
+    """`before`: attempt and step of the row before this one."""
+    if 0 <= numbers.get("attempt", -1) < MOST_ATTEMPTS:
         return int(numbers["attempt"])
     # Without gptctl nobody numbers them: steps that repeat are those of the next attempt.
-    before = rows[-1] if rows else {"attempt": 0, "step": -1}
-    is_next = numbers["step"] < before["step"] or RESUMED_FROM in numbers
-    return int(before["attempt"]) + int(is_next)
+    is_next = numbers.get("step", -1) < before[1] or RESUMED_FROM in numbers
+    return before[0] + int(is_next)
 
 
 def _speeds(numbers: Row, world: int) -> Row:

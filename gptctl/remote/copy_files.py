@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from gptctl.remote.sftp import RemoteFile
+from gptctl.engine.file_reading import open_at_once, read_tail
+from gptctl.remote.sftp import RemoteFile, SftpReader
+
+OVERLAP = 256  # bytes: less than a line of metrics, whose time no other line has
 
 
 class Part(NamedTuple):
@@ -40,6 +44,32 @@ def resume(copy: BinaryIO, size: int) -> int:
     if copy.tell() > size:
         copy.truncate(0)
     return os.fstat(copy.fileno()).st_size
+
+
+def continue_copy(files: SftpReader, part: Part) -> bool:
+    """Append what is new of a file; return False if the copy is of another file of its name.
+
+    The copy and the file must have the same bytes before the place where the copy ends.
+    """
+    # Whatever is here under its name must not block: other jobs on this host wait meanwhile.
+    with open(part.local, "ab", opener=open_at_once) as copy:
+        start = os.fstat(copy.fileno()).st_size
+        if start >= part.size:
+            return start == part.size
+        known = read_tail(part.local, OVERLAP)
+        with (
+            files.open(part.remote) as source,
+            closing(source.chunks(start - len(known), part.size)) as chunks,
+        ):
+            found = b""
+            while len(found) < len(known) and (data := next(chunks, b"")):
+                found += data
+            if not found.startswith(known):
+                return False
+            copy.write(found[len(known) :])
+            for data in chunks:
+                copy.write(data)
+    return True
 
 
 def copy_rest(

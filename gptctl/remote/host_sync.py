@@ -28,13 +28,13 @@ from gptctl.engine.contract import (
     UNRECOVERABLE_FILE,
 )
 from gptctl.engine.deliveries import is_of_engine
-from gptctl.engine.file_reading import open_at_once, parse_json, size_of
+from gptctl.engine.file_reading import parse_json, size_of
 from gptctl.engine.job_result import Result, parse_result
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.jobs.store import JobRecord
 from gptctl.remote.answers import is_answer
 from gptctl.remote.connection import NETWORK_ERRORS, CommandResult
-from gptctl.remote.copy_files import Part, copy_rest, is_up_to_date, resume
+from gptctl.remote.copy_files import Part, continue_copy, is_up_to_date
 from gptctl.remote.file_owners import BATCH_LOG, FIRST, FileOwners, saver_by_name
 from gptctl.remote.host_error import NOT_ASKED, HostError
 from gptctl.remote.limits import MAX_ATTEMPTS, MAX_LOGS, room_in, shares
@@ -369,14 +369,17 @@ def is_synced(name: str) -> bool:
 
 
 def _append(files: SftpReader, part: Part) -> None:
-    """Continue the copy from its end."""
+    """Continue the copy from its end, or copy the file again if it was replaced on the host."""
     part.local.parent.mkdir(parents=True, exist_ok=True)
-    # Whatever is here under its name must not block: other jobs on this host wait meanwhile.
-    with open(part.local, "ab", opener=open_at_once) as copy:
-        start = resume(copy, part.size)
-        if start < part.size:
-            with files.open(part.remote) as source:
-                copy_rest(source, copy, start, part.size)
+    if continue_copy(files, part):
+        return
+    # The trainer rewrites its records when it resumes. Until the new copy is complete, the old one
+    # is shown; if there is no time for all of it, the next command continues it.
+    again = part._replace(local=part.local.with_name(f"{part.local.name}.again"))
+    if not continue_copy(files, again):
+        again.local.unlink()  # of yet another file
+        continue_copy(files, again)
+    os.replace(again.local, part.local)
 
 
 def _replace(files: SftpReader, part: Part) -> None:

@@ -12,7 +12,7 @@ import os
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -319,7 +319,7 @@ class RemoteFile:
         """Return the first bytes of the file, at most this many."""
         return b"".join(self.chunks(0, most))
 
-    def chunks(self, start: int, end: int) -> Iterator[bytes]:
+    def chunks(self, start: int, end: int) -> Generator[bytes, None, None]:
         """Return the bytes from `start` to `end`, or to the end of the file."""
         requests: deque[tuple[int, int, int]] = deque()  # number, offset, size
         at = start

@@ -56,7 +56,7 @@ READERS_OF_CLOCKS = {
     "gptctl/jobs/report.py": SHOWN,
     "gptctl/jobs/store.py": "jobs of older versions; files that no living process is named after",
     "gptctl/jobs/sweeps.py": "sweeps of older versions",
-    "gptctl/jobs/training_progress.py": SHOWN,
+    "gptctl/jobs/recorded_files.py": SHOWN,
     "gptctl/jobs/why.py": "how long a job has been silent, which is shown",
     "gptctl/logs/lines.py": "what a user asks for with --since",
     "gptctl/logs/local_files.py": "the same",

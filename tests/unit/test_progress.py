@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from gptctl.engine.job_result import COMPLETED, FAILED, PENDING, RUNNING
 from gptctl.jobs.progress_text import list_cells, status_pairs
+from gptctl.jobs.recorded_files import METRICS_TAIL
 from gptctl.jobs.store import JobRecord
-from gptctl.jobs.training_progress import METRICS_TAIL, progress_facts, steps_of_arguments
+from gptctl.jobs.training_progress import progress_facts, steps_of_arguments
 from gptctl.logs.metric_rows import metric_table, parse_metrics, run_rows
 from trainer.logline import TrainLine, evaluation_line
 

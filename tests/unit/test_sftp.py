@@ -17,6 +17,8 @@ import pytest
 
 from gptctl.deadline import Deadline
 from gptctl.remote import sftp
+from gptctl.remote.copy_files import Part
+from gptctl.remote.host_sync import _append
 from gptctl.remote.sftp import Fields, InvalidReply, OutOfTime, ReadFailed, SftpReader, TooManyEntries
 
 SERVER = "/usr/lib/openssh/sftp-server"
@@ -56,6 +58,36 @@ def test_files_arrive_as_they_are(tmp_path: Path) -> None:
             assert b"".join(source.chunks(70_000, len(content))) == content[70_000:]
             assert b"".join(source.chunks(len(content) - 10, 1 << 60)) == content[-10:]
         assert files.stat(f"{tmp_path}/large").size == len(content)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 40])
+@pytest.mark.parametrize("grows", [False, True], ids=["shorter", "longer"])
+def test_a_file_that_was_replaced_is_copied_again(tmp_path: Path, kept: int, grows: bool) -> None:
+    """As the trainer does on resume: it keeps the first lines, and goes on from there. Oracle: the file, byte for byte.
+    A copy that was interrupted is continued, unless the file was replaced once more."""
+    file, copy = tmp_path / "metrics.jsonl", tmp_path / "here" / "metrics.jsonl"
+
+    def lines(first: int, last: int, name: str) -> str:
+        return "".join(f'{{"step": {step}, "loss": "{name}", "time": {step / 7}}}\n' for step in range(first, last))
+
+    def copied(size: int | None = None) -> str:
+        _append(files, Part(str(file), copy, file.stat().st_size if size is None else size, 0))
+        return copy.read_text()
+
+    with served() as files:
+        file.write_text(lines(0, 50, "a"))
+        assert copied(1001) == file.read_text()[:1001]
+        assert copied() == file.read_text()
+        file.write_text(lines(0, kept, "a") + lines(kept, 5000 if grows else 45, "b"))
+        # The command that began this copy had no time for all of it.
+        copy.with_name("metrics.jsonl.again").write_text(file.read_text()[:700])
+        assert copied() == file.read_text()
+        copy.with_name("metrics.jsonl.again").write_text(lines(0, 30, "of yet another file"))
+        file.write_text(lines(0, kept, "a") + lines(kept, 6000, "c"))
+        assert copied() == file.read_text()
+        file.write_text(file.read_text() + "more\n")
+        assert copied() == file.read_text()
+    assert os.listdir(copy.parent) == ["metrics.jsonl"]
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import signal
 import socket
@@ -89,20 +90,46 @@ def bad_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return replace
 
 
+class Web:
+    """A proxy for all of the web. At an address of its own: other tests connect to any port of 127.0.0.1, and a client that
+    keeps trying to reach a server of the past would count as a call."""
+
+    def __init__(self) -> None:
+        host = f"127.{random.randint(16, 254)}.{random.randint(1, 254)}.{random.randint(1, 254)}"
+        self._server = socket.create_server((host, 0))
+        self._server.setblocking(False)
+        self.url = f"http://{host}:{self._server.getsockname()[1]}"
+
+    def calls(self) -> list[str]:
+        """The first line that each caller sent, who still waits for an answer or is gone."""
+        lines = []
+        with suppress(BlockingIOError):
+            while True:
+                connection, _ = self._server.accept()
+                with connection:
+                    connection.settimeout(5)
+                    lines.append(connection.recv(4096).decode(errors="replace").partition("\r\n")[0])
+        return lines
+
+    def close(self) -> None:
+        self._server.close()
+
+
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch):
-    """A proxy for all of the web, which nobody may connect to. Settings of the user are not seen."""
+    """A proxy that nobody may connect to. Settings of the user are not seen."""
     for name in [name for name in os.environ if name.startswith(("WANDB_", "SWANLAB_", "MLFLOW_", "PYTEST_", "CI"))]:
         monkeypatch.delenv(name)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        for name in ("http_proxy", "https_proxy", "all_proxy"):
-            for spelled in (name, name.upper()):
-                monkeypatch.setenv(spelled, f"http://127.0.0.1:{server.getsockname()[1]}")
-        server.setblocking(False)
-        yield server
+    proxy = Web()
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        for spelled in (name, name.upper()):
+            monkeypatch.setenv(spelled, proxy.url)
+    for spelled in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(spelled, raising=False)
+    yield proxy
+    proxy.close()
 
 
-@pytest.mark.long  # once in a whole run, something called the proxy: not explained yet
 def test_offline_trackers_have_each_record(tmp_path: Path, monkeypatch, web) -> None:
     """Oracles: the records; readers of each format that are not the writers; and a proxy that is never called."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -133,8 +160,41 @@ def test_offline_trackers_have_each_record(tmp_path: Path, monkeypatch, web) -> 
     assert {item.key: item.value_json for item in run.config.update}["Data"] == '{"split":[949,50,1]}'
     assert "seed: 1" in (swanlab_file.parent / "files" / "config.yaml").read_text()
     assert parameters == {"Global.seed": "1", "Global.device": "cpu", "Data.split": "[949, 50, 1]"}
-    with pytest.raises(BlockingIOError):
-        web.accept()
+    assert web.calls() == []
+
+
+IN_A_POD = """
+import builtins, io, os
+TOKEN, real_exists, real_open = "/var/run/secrets/kubernetes.io/serviceaccount/token", os.path.exists, builtins.open
+os.path.exists = lambda path: path == TOKEN or real_exists(path)
+builtins.open = lambda path, *rest, **more: io.StringIO("token") if path == TOKEN else real_open(path, *rest, **more)
+import ssl
+ssl.create_default_context = lambda **more: None
+"""
+
+
+def test_offline_wandb_asks_no_kubernetes(tmp_path: Path, monkeypatch, web) -> None:
+    """In a pod, wandb sends the pod's own token to find out its image. Made-up: the token, which only root could place.
+    Oracles: the proxy, which sees the request of wandb's own function."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "sitecustomize.py").write_text(IN_A_POD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    for name, value in (("SERVICE_HOST", "10.0.0.1"), ("PORT_443_TCP_PORT", "443")):
+        monkeypatch.setenv(f"KUBERNETES_{name}", value)
+    monkeypatch.setenv("HOSTNAME", "pod")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    asking = "from wandb import util; util.image_id_from_k8s()"
+    with subprocess.Popen([sys.executable, "-c", asking]) as process:
+        calls: list[str] = []
+        eventually(lambda: bool(calls.extend(web.calls()) or calls))
+        process.wait(10)
+    assert [call.split()[:2] for call in calls] == [["CONNECT", "10.0.0.1:443"]]
+    log = Lines()
+    trackers = Trackers(("wandb",), a_run(tmp_path), log)
+    trackers.record(RECORDS[0])
+    trackers.close(0)
+    assert [line.split()[:3] for line in log.lines] == [["info", "tracker", "wandb:"]]
+    assert web.calls() == []
 
 
 @pytest.mark.long
@@ -227,7 +287,7 @@ def test_earlier_curves_are_copied_only_from_files(tmp_path: Path, no_torch) -> 
 
 
 BAD = {
-    "raise RuntimeError('no key abcdefghij\\x1b[31m')": "tracker wandb is off: no key …?[31m",
+    "raise RuntimeError('no key abcdefghij or klmnopqrst\\x1b[31m')": "tracker wandb is off: no key … or …?[31m",
     "raise SystemExit(3)": "tracker wandb is off: 3",
     "import os; os.kill(os.getpid(), 9)": "",
 }
@@ -237,6 +297,7 @@ BAD = {
 def test_a_package_that_fails(tmp_path: Path, bad_package, monkeypatch, text: str, expected: str) -> None:
     """The oracle is the other tracker: it has all records. What is said has no secret and no control sequence."""
     monkeypatch.setenv("WANDB_API_KEY", "abcdefghij")
+    monkeypatch.setenv("hub_passwd", "klmnopqrst")  # named as `secret_names.py` knows it
     bad_package(f"print('noise'); {text}")
     # Python runs this in every process, before anything of ours.
     (tmp_path / "packages" / "sitecustomize.py").write_text("print('noise'); print([])")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import signal
 import sys
@@ -19,13 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from trainer.secret_names import looks_secret
 from trainer.trackers.processes import ORPHAN_SECONDS, TOLD
 from trainer.trackers.tracked_run import TrackedRun, Tracker
 
 # A rank is asked to stop by a signal, which Slurm sends to all processes of a job.
 OF_RANKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LONGEST_REASON = 300
-_SECRET = re.compile(r"KEY|TOKEN|PASSWORD|SECRET")
 
 
 class Reports:
@@ -124,7 +123,7 @@ def reason(error: BaseException) -> str:
     """The first line of an error, without the values of secrets."""
     text = " ".join(str(error).split()) or type(error).__name__
     for name, value in os.environ.items():
-        if len(value) >= 8 and _SECRET.search(name):
+        if len(value) >= 8 and looks_secret(name):
             text = text.replace(value, "…")
     text = "".join(character if character.isprintable() else "?" for character in text)
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}…"

@@ -6,6 +6,7 @@ import netrc
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Literal
 from urllib.parse import urlsplit
 
 from trainer.trackers.tracked_run import PROJECT, TrackedRun
@@ -17,9 +18,13 @@ class Wandb:
     def __init__(self, run: TrackedRun) -> None:
         # It would report its errors to another service, also offline.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        given = os.environ.get("WANDB_MODE")
+        own: Literal["online", "offline"] = "online" if _has_key() else "offline"
+        if (given or own) != "online":
+            # In a pod it would ask Kubernetes for its image, and send the pod's token for that.
+            os.environ.setdefault("WANDB_DOCKER", "")
         import wandb
 
-        given = os.environ.get("WANDB_MODE")
         self._run = wandb.init(
             id=run.id,
             name=os.environ.get("WANDB_NAME") or run.id,
@@ -28,7 +33,7 @@ class Wandb:
             config=dict(run.config),
             allow_val_change=True,  # a job that continues another may change keys
             resume="allow",
-            mode=None if given else "online" if _has_key() else "offline",
+            mode=None if given else own,
             # The output is in the job's log, and the code in its run folder.
             settings=wandb.Settings(console="off", disable_git=True, disable_code=True),
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+
+import pytest
 
 from gptctl.engine.processes import processes_of
 from tests.integration.local.test_jobs import SMALL
@@ -50,6 +53,28 @@ def test_a_stopped_rank_is_named_and_ended(jobs) -> None:
     assert "rank      : 3 (local_rank: 3)" in (logs / "node.0.log").read_text().split("Root Cause")[1]
     assert all("in run_steps" in (logs / f"stacks.{rank}").read_text() for rank in range(3))
     assert "T (stopped)" in (logs / "stacks.3").read_text()
+
+
+@pytest.mark.long
+def test_the_time_of_a_hang_is_in_its_account(jobs) -> None:
+    """Oracle: this test's own clock, from the signal that stops a rank to the end of the job."""
+    limit = 16.0  # less than ten seconds without a step do not count as a hang
+    jobs.gptctl("init")
+    asked = [word.replace("4", "2") if word == "4" else word for word in ASKED]
+    job = jobs.submit(*asked, "-o", f"Distributed.timeout_minutes={limit / 60}")
+    jobs.await_text(job, 0, "global step 5,", seconds=90)
+    os.kill(jobs.pid(job, 1), signal.SIGSTOP)
+    began = time.monotonic()
+    assert jobs.wait(job, 90) == "FAILED"
+    passed = time.monotonic() - began
+    (row,) = json.loads(jobs.gptctl("cost", job, "--json").stdout)["rows"]
+    (attempt,) = row["attempts"]
+    seconds = {name: part / attempt["gpus"] for name, part in attempt["accounts"].items()}
+    assert attempt["gpus"] == 2
+    assert 10 < limit - 3 < seconds["hang"] <= passed + 1
+    assert sum(seconds.values()) == pytest.approx(attempt["ended"] - attempt["began"], abs=0.01)
+    assert seconds["unknown"] == 0
+    assert seconds["idle"] < passed - seconds["hang"] + 2
 
 
 def test_the_traceback_of_the_rank_that_failed_comes_first(jobs) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -168,3 +169,33 @@ def test_without_progress_three_attempts_are_enough(desk: Desk) -> None:
     facts = desk.wait(job["job"], "FAILED")
     assert facts["attempts"] == 3
     assert facts["reason"].endswith("; three attempts without a new checkpoint")
+
+
+@pytest.mark.long
+def test_the_copy_of_metrics_follows_a_restart(desk: Desk) -> None:
+    """On resume the trainer takes the steps since its checkpoint out of its records. Oracle: the file on the host."""
+    keys = ("Engine.max_steps=3000", "Engine.logging_freq=1", "Engine.save_load.save_steps=400")
+    asked = desk.train("--nodes", "1", "--gpus-per-node", "1", "--max-restarts", "1", keys=keys)
+    job = json.loads(desk.run(*asked, "--json").stdout)["job"]
+    step = 0
+
+    def has_begun_the_next_part() -> bool:
+        nonlocal step
+        step = (desk.json("status", job)["progress"] or {}).get("step", 0)
+        return step > 400 and step % 400 > 100
+
+    await_true(has_begun_the_next_part, 60)
+    facts = desk.json("status", job)
+    copy, names = Path(facts["run_dir"], "output", "metrics.jsonl"), f"{desk.run_root}/{job}/output/metrics"
+    before = copy.read_bytes()
+    desk.on("ssh1", "pkill -9 -f 'python -u .*[r]ank_log'")
+    # Nobody looks until the new file is longer than the copy: its size alone shows nothing.
+    await_true(lambda: bool(desk.on("ssh1", f"ls {desk.run_root}/{job}/result.json 2> /dev/null")), 120)
+    desk.wait(job, "COMPLETED")
+    rows = desk.json("logs", job, "--metrics")
+    assert [row["step"] for row in rows] == list(range(1, 3001))
+    assert desk.on("ssh1", f"cat {names}.repeated.jsonl").count("\n") > 50
+    text = desk.on("ssh1", f"cat {names}.jsonl")
+    assert copy.read_text() == text
+    assert not text.encode().startswith(before)
+    assert list(copy.parent.glob("*.again")) == []
