@@ -1,0 +1,138 @@
+"""Gathers snapshots for `gptctl top`: states from backends, everything else from files.
+
+States are asked for in one call for all jobs, and not more often than a scheduler can bear. They
+may take long; files never wait for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+from gptctl.backends import Backends, JobState
+from gptctl.deadline import Deadline
+from gptctl.engine.error_text import one_line
+from gptctl.engine.job_result import UNKNOWN
+from gptctl.jobs.job_reading import JobReader, JobReading, rank_log
+from gptctl.jobs.last_state import last_state
+from gptctl.jobs.past_reading import past_reading, was_submitted
+from gptctl.jobs.report import known_states
+from gptctl.jobs.state import is_final, may_run
+from gptctl.jobs.store import JobRecord, Store
+from gptctl.jobs.top_snapshot import TopSnapshot, detail_of, summary_of
+from trainer.errors import UserError
+
+ASK_EVERY = 6.0  # seconds between two questions to a scheduler: at most ten a minute
+ANSWER_WITHIN = 20.0  # seconds that hosts and schedulers have to answer
+RECENT = 30  # jobs that are shown
+MOST_NOTES = 3
+
+
+class Wanted(NamedTuple):
+    """What the next snapshot should have besides all jobs."""
+
+    job: str | None = None
+    rank: int | None = None
+
+
+class TopCollector:
+    """Two threads use it: one calls `ask`, which may block, the other `snapshot`."""
+
+    def __init__(
+        self, store: Store, backends: Backends, only: JobRecord | None, at: float | None
+    ) -> None:
+        self._store, self._backends, self._only, self._at = store, backends, only, at
+        self._records: list[JobRecord] = []
+        self._states: dict[str, JobState] = {}
+        self._readers: dict[tuple[str, bool], JobReader] = {}
+        self._final: dict[str, JobReading] = {}  # of jobs that do not change any more
+        self._notes: list[str] = []
+        self._lock = threading.Lock()
+
+    def note(self, text: str) -> None:
+        """Take what a backend says: it must not write to the screen itself."""
+        with self._lock:
+            self._notes = [*self._notes, one_line(text, 200)][-MOST_NOTES:]
+
+    def ask(self) -> None:
+        """Ask for the states of all jobs that have not ended."""
+        records = [self._only] if self._only else self._store.records(RECENT)
+        left = [each for each in records if not self._is_settled(each)]
+        found = known_states(left, self._backends, Deadline(ANSWER_WITHIN))
+        self._states |= found
+        self._records = records
+
+    def _is_settled(self, record: JobRecord) -> bool:
+        return record.id in self._states and is_final(self._states[record.id])
+
+    def following(self, record: JobRecord) -> AbstractContextManager[None]:
+        """Copy new log lines of a job from its hosts, as `logs --follow` does."""
+        if self._at is not None or not self._backends.knows(record.kind):
+            return nullcontext()
+        return self._backends.of(record.kind).following(record)
+
+    def record_of(self, job: str) -> JobRecord | None:
+        return next((each for each in self._records if each.id == job), None)
+
+    def cancel(self, job: str) -> str:
+        """Stop a job; return what to tell the user. Takes as long as the job needs to save."""
+        record = self.record_of(job)
+        try:
+            if record is None or not may_run(record, self._backends):
+                return f"{job} has ended already"
+            self._backends.of(record.kind).cancel(record, now=False)
+        except UserError as error:
+            return one_line(f"{job}: {error.message}", 200)
+        return f"{job} has been stopped"
+
+    def snapshot(self, wanted: Wanted) -> TopSnapshot:
+        now = time.time() if self._at is None else self._at
+        records = [each for each in self._records if each.id in self._states]
+        readings = [self._reading(record) for record in records]
+        if self._at is not None:
+            readings = [each for each in readings if was_submitted(each, now)]
+        shown = [summary_of(self._at_moment(each), now) for each in readings]
+        chosen = next((each.record for each in readings if each.record.id == wanted.job), None)
+        detail = detail_of(self._detailed(chosen, wanted.rank), now) if chosen else None
+        is_past = self._at is not None
+        return TopSnapshot(now, is_past, tuple(reversed(shown)), detail, tuple(self._notes))
+
+    def _at_moment(self, reading: JobReading) -> JobReading:
+        return reading if self._at is None else past_reading(reading, self._at)
+
+    def _reading(self, record: JobRecord) -> JobReading:
+        state = _shown_state(record, self._states[record.id])
+        known = self._final.get(record.id)
+        if known and known.state == state:
+            return known
+        reading = self._reader(record, is_detailed=False).read(state)
+        if is_final(state) or self._at is not None:
+            self._final[record.id] = reading
+            del self._readers[record.id, False]
+        return reading
+
+    def _detailed(self, record: JobRecord, rank: int | None) -> JobReading:
+        # Of one job at a time: the rows of each take some memory.
+        for key in [key for key in self._readers if key[1] and key[0] != record.id]:
+            del self._readers[key]
+        reader = self._reader(record, is_detailed=True)
+        reading = reader.read(_shown_state(record, self._states[record.id]), rank)
+        if self._at is None:
+            return reading
+        log = rank_log(record, rank, self._at) if rank is not None else None
+        past = past_reading(reading, self._at)
+        return past._replace(ranks=reader.past_ranks(self._at), log=log)
+
+    def _reader(self, record: JobRecord, is_detailed: bool) -> JobReader:
+        key = record.id, is_detailed
+        if key not in self._readers:
+            self._readers[key] = JobReader(record, self._store, is_detailed)
+        return self._readers[key]
+
+
+def _shown_state(record: JobRecord, state: JobState) -> JobState:
+    """While nobody tells the state, the last known one and why."""
+    last = last_state(record) if state.state == UNKNOWN else None
+    return JobState(last.state, f"last known; {state.reason}") if last else state
