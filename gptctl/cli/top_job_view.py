@@ -96,7 +96,7 @@ def _chart(name: str, curve: MetricCurve, width: int, height: int) -> list[Style
         return [line_of(Styled(name, "title")), line_of(missing)]
     lines = _drawn(name, curve, width, height)
     # The picture is of one colour: the axis is read as text, too.
-    return lines and [line_of(Styled(text, "notice")) for text in lines]
+    return [line_of(Styled(text, "notice")) for text in lines] if lines else None
 
 
 # Keys are drawn at once: the picture changes only with the steps.

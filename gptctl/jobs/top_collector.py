@@ -73,6 +73,15 @@ class TopCollector:
             return nullcontext()
         return self._backends.of(record.kind).following(record)
 
+    def catch_up(self) -> None:
+        """Copy what the one job has written on other machines since it was looked at last."""
+        if self._only and self._only.run_folder.is_dir() and self._backends.knows(self._only.kind):
+            try:
+                for text in self._backends.of(self._only.kind).catch_up(self._only):
+                    self.note(text)
+            except UserError as error:  # what was copied before is shown in any case
+                self.note(error.message)
+
     def record_of(self, job: str) -> JobRecord | None:
         return next((each for each in self._records if each.id == job), None)
 
