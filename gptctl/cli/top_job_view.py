@@ -18,11 +18,13 @@ from gptctl.cli.top_lines import (
 )
 from gptctl.cli.top_rank_grid import rank_lines
 from gptctl.jobs.top_snapshot import JobDetail, JobSummary, MetricCurve, sparks
-from gptctl.logs.progress import duration
+from gptctl.logs.progress import duration, evaluation_text, step_text
 from gptctl.text import clock_time, count, size_text
 from trainer.errors import UserError
+from trainer.logline import PREFIX, parse_evaluation_line, parse_train_line
 
-SMALLEST_CHART = 9  # lines; a lower one has no room for its axis
+SMALLEST_CHART = 8  # lines; a lower one has no room for its axis
+BESIDE_CHARTS = 10  # lines that everything else needs
 WIDE = 120  # columns from which on events and log are side by side
 NARROWEST_PAIR = 60  # columns for two charts side by side
 TALLEST_CHART = 18
@@ -32,7 +34,9 @@ def job_lines(detail: JobDetail, scroll: int, width: int, height: int) -> list[S
     """Everything about a job, in exactly as many lines as there are, or less."""
     head = header(detail.summary, detail)
     left = height - len(head)
-    charts = chart_lines(detail, width, min(TALLEST_CHART, max(0, left * 2 // 5)))
+    # A small window gets small charts, a very small one a line for each.
+    room = SMALLEST_CHART if left >= SMALLEST_CHART + BESIDE_CHARTS else 0
+    charts = chart_lines(detail, width, min(TALLEST_CHART, max(room, left * 2 // 5)))
     left -= len(charts)
     # A thousand ranks fit into eight lines of a wide window, and into few of a small one.
     ranks = rank_lines(detail, width, max(3, min(10, left // 3)))[:left]
@@ -41,20 +45,21 @@ def job_lines(detail: JobDetail, scroll: int, width: int, height: int) -> list[S
 
 
 def header(job: JobSummary, detail: JobDetail) -> list[StyledLine]:
-    state = Styled(job.state, state_style(job.state))
-    done = "" if job.percent is None else f"{job.percent}%"
-    left = "" if job.left is None else f"{duration(job.left)} left"
-    step = f"step {steps_text(job)}" if job.step is not None else ""
     speed = number(job.tokens_per_second, ",.0f")
-    first = [done, step, left, f"{speed} tokens/s" if speed else ""]
-    lines = [line_of(Styled(job.job, "title"), "  ", state, *_joined(first))]
+    first = [
+        "" if job.percent is None else f"{job.percent}%",
+        f"step {steps_text(job)}" if job.step is not None else "",
+        "" if job.left is None else f"{duration(job.left)} left",
+        f"{speed} tokens/s" if speed else "",
+        f"loss {number(job.loss, '.4f')}" if job.loss is not None else "",
+    ]
+    lines = [line_of(Styled(job.state, state_style(job.state)), *_joined(first))]
     valid = number(job.valid_loss, ".4f")
     memory = detail.gpu_memory or detail.memory
     second = [
         f"{count(job.world, 'rank')} on {job.cluster}",
         "" if job.duration is None else f"time {duration(job.duration)}",
-        f"loss {number(job.loss, '.4f')}" if job.loss is not None else "",
-        f"valid {valid}" if valid else "",
+        f"valid loss {valid}" if valid else "",
         f"goodput {percent(job.goodput)}" if job.goodput is not None else "",
         f"memory {size_text(int(memory))}" if memory else "",
     ]
@@ -70,7 +75,9 @@ def _joined(texts: Sequence[str]) -> list[Styled]:
 
 def chart_lines(detail: JobDetail, width: int, height: int) -> list[StyledLine]:
     """The curves of the loss and of tokens/s."""
-    curves = (("loss", detail.loss), ("tokens/s", detail.tokens_per_second))
+    if not detail.loss.steps and not detail.tokens_per_second.steps:
+        return [line_of(Styled("no step has been logged yet", "dim"))]
+    curves = (("loss", detail.loss), scaled("tokens/s", detail.tokens_per_second))
     if height < SMALLEST_CHART or width < NARROWEST_PAIR:
         return _small_charts(curves, width)
     left, right = (_chart(name, curve, (width - 2) // 2, height) for name, curve in curves)
@@ -79,11 +86,20 @@ def chart_lines(detail: JobDetail, width: int, height: int) -> list[StyledLine]:
     return side_by_side(left, right, width)
 
 
+def scaled(name: str, curve: MetricCurve) -> tuple[str, MetricCurve]:
+    """With short numbers at the axis."""
+    high = max(curve.values, default=0.0)
+    for size, word in ((1e6, "million "), (1e3, "thousand ")):
+        if high >= 10 * size:
+            return word + name, curve._replace(values=tuple(v / size for v in curve.values))
+    return name, curve
+
+
 def _small_charts(curves: Sequence[tuple[str, MetricCurve]], width: int) -> list[StyledLine]:
     """A line for each curve, where there is no room for more, and without plotext."""
     return [
         line_of(
-            Styled(f"{name:<9}", "title"),
+            Styled(f"{name:<18}" if len(name) > 9 else f"{name:<9}", "title"),
             Styled(spark(sparks(curve.values, max(8, width - 12))) or "-", "notice"),
         )
         for name, curve in curves
@@ -92,8 +108,7 @@ def _small_charts(curves: Sequence[tuple[str, MetricCurve]], width: int) -> list
 
 def _chart(name: str, curve: MetricCurve, width: int, height: int) -> list[StyledLine] | None:
     if not curve.steps:
-        missing = Styled("no step has been logged yet", "dim")
-        return [line_of(Styled(name, "title")), line_of(missing)]
+        return [line_of(Styled(f"no {name}", "dim"))]
     lines = _drawn(name, curve, width, height)
     # The picture is of one colour: the axis is read as text, too.
     return [line_of(Styled(text, "notice")) for text in lines] if lines else None
@@ -102,14 +117,13 @@ def _chart(name: str, curve: MetricCurve, width: int, height: int) -> list[Style
 # Keys are drawn at once: the picture changes only with the steps.
 @lru_cache(maxsize=8)
 def _drawn(name: str, curve: MetricCurve, width: int, height: int) -> tuple[str, ...] | None:
-    size = ChartSize(width, height)
+    # The label of the axis and the legend are left out: the header has the newest numbers.
+    size = ChartSize(width, height + 2)
     try:
         text = draw(name, [Curve(name, curve.steps, curve.values)], size, coloured=False)
     except UserError:  # plotext is missing
         return None
-    # The label of the axis is left out: the legend says that these are steps.
-    lines = [line for line in text.rstrip("\n").split("\n") if line.strip() != "step"]
-    return tuple(lines)
+    return tuple(text.rstrip("\n").split("\n")[:-2])
 
 
 def _stories(detail: JobDetail, scroll: int, width: int, height: int) -> list[StyledLine]:
@@ -138,9 +152,24 @@ def log_lines(detail: JobDetail, scroll: int, height: int) -> list[StyledLine]:
         return []
     if detail.log is None:
         return [line_of(Styled("log", "title"), Styled("  left/right or a number: a rank", "dim"))]
-    texts = [line.text for line in detail.log.lines]
+    texts = [short_line(line.text, detail.summary.total or 0) for line in detail.log.lines]
     end = len(texts) - min(scroll, max(0, len(texts) - (height - 1)))
     above = f", {scroll} lines further up" if end < len(texts) else ""
     shown = texts[max(0, end - (height - 1)) : end] or ["nothing yet"]
     title = line_of(Styled(f"log of rank {detail.log.rank}", "title"), Styled(above, "dim"))
     return [title, *(line_of(text) for text in shown)]
+
+
+def short_line(text: str, total: int) -> str:
+    """A line of a log without what the whole screen says already."""
+    if line := parse_train_line(text):
+        body = step_text(line, total)
+    elif evaluation := parse_evaluation_line(text):
+        body = evaluation_text(evaluation, total)
+    else:
+        body = PREFIX.sub("", f"{text} ").strip()
+    prefix = PREFIX.match(f"{text} ")
+    if not prefix:
+        return body
+    level = "" if prefix[2] == "INFO" else f"{prefix[2]}: "
+    return f"{prefix[1]}  {level}{body}"

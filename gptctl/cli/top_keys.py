@@ -74,11 +74,11 @@ def pressed(look: Looking, key: str, character: str | None, snapshot: TopSnapsho
         return _rank_typed(look, character, snapshot)
     look = look._replace(digits="")
     if character in ("q", "f", "/", "c", "?"):
-        return _command(look, character)
+        return _command(look, character, snapshot.is_past)
     return _moved(look, key, snapshot)
 
 
-def _command(look: Looking, character: str) -> Looking:
+def _command(look: Looking, character: str, is_past: bool) -> Looking:
     job = look.opened or look.selected
     match character:
         case "q":
@@ -87,7 +87,7 @@ def _command(look: Looking, character: str) -> Looking:
             return look._replace(follows=not look.follows, scroll=0)
         case "/" if not look.opened:
             return look._replace(is_typing=True)
-        case "c" if job:
+        case "c" if job and not is_past:
             return look._replace(asks_about=job)
         case "?":
             return look._replace(shows_help=True)

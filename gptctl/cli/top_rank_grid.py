@@ -21,10 +21,10 @@ def rank_lines(detail: JobDetail, width: int, height: int) -> list[StyledLine]:
     ranks, median = detail.ranks, detail.median_ms
     if ranks is None or median is None:
         return [line_of(Styled("ranks", "title"), Styled(f"  {_missing(detail)}", "dim"))]
-    title = f"{count(len(ranks.own_ms), 'rank')}, median {median:,.1f} ms at step {ranks.step:,}"
+    title = f"median {median:,.1f} ms without waiting for others, step {ranks.step:,}"
     cells, group = grouped(ranks.own_ms, median, room_of(width, len(ranks.own_ms), height - 2))
     each = f"; a cell is {group} ranks, the slowest counts" if group > 1 else ""
-    head = line_of(Styled("ranks", "title"), f"  {title}{each}")
+    head = line_of(Styled(count(len(ranks.own_ms), "rank"), "title"), f"  {title}{each}")
     return [head, slow_line(detail.slowest, width), *grid(cells, group, width)][:height]
 
 

@@ -51,7 +51,7 @@ def title(snapshot: TopSnapshot, look: Looking, width: int) -> StyledLine:
     when = when if look.follows or snapshot.is_past else f"stopped at {clock}, f follows"
     # A narrow window has the name of the verb on its own command line.
     about = totals(visible(snapshot, look.filter)) if look.opened is None else look.opened
-    left = line_of(Styled("gptctl top", "title"), f"  {about}")
+    left = line_of(Styled("gptctl top", "title"), "  ", Styled(about, "title" * bool(look.opened)))
     space = width - sum(text_width(part.text) for part in left) - text_width(when)
     return (*left, Styled(" " * max(2, space)), Styled(when, "" if look.follows else "warn"))
 
@@ -66,5 +66,6 @@ def footer(snapshot: TopSnapshot, look: Looking) -> StyledLine:
         return (Styled(snapshot.notes[-1], "warn"),)
     keys = JOB_KEYS if look.opened else KEYS
     keys = keys.removeprefix("Esc back  ") if look.is_single else keys
+    keys = keys.replace("c cancel  ", "") if snapshot.is_past else keys
     kept = f"filter: {look.filter}  " if look.filter and not look.opened else ""
     return line_of(Styled(kept, "notice"), Styled(keys, "dim"))
