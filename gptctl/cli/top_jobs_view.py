@@ -15,14 +15,19 @@ from gptctl.text import count
 
 LARGE = 1e9
 LONGEST_JOB = 28
-LEAST_SPARK = 8
+LONGEST_CELL = 20
+LEAST_CURVE = 8  # columns
 
 
 class Field(NamedTuple):
+    """A column of numbers, as wide as its widest cell."""
+
     name: str
-    width: int
     text: Callable[[JobSummary], str]
     importance: int  # 0: always shown; the others are added in this order while there is room
+
+    def width(self, jobs: Sequence[JobSummary]) -> int:
+        return max(len(self.name), *(min(LONGEST_CELL, text_width(self.text(job))) for job in jobs))
 
 
 def number(value: float | None, form: str) -> str:
@@ -43,13 +48,13 @@ def steps_text(job: JobSummary) -> str:
 
 
 FIELDS = (
-    Field("done", 4, lambda job: "" if job.percent is None else f"{job.percent}%", 0),
-    Field("step", 15, steps_text, 4),
-    Field("left", 10, lambda job: "" if job.left is None else duration(job.left), 1),
-    Field("time", 10, lambda job: "" if job.duration is None else duration(job.duration), 6),
-    Field("tokens/s", 11, lambda job: number(job.tokens_per_second, ",.0f"), 2),
-    Field("goodput", 7, lambda job: percent(job.goodput), 3),
-    Field("loss", 8, lambda job: number(job.loss, ".4f"), 1),
+    Field("done", lambda job: "" if job.percent is None else f"{job.percent}%", 0),
+    Field("step", steps_text, 4),
+    Field("left", lambda job: "" if job.left is None else duration(job.left), 1),
+    Field("time", lambda job: "" if job.duration is None else duration(job.duration), 5),
+    Field("tokens/s", lambda job: number(job.tokens_per_second, ",.0f"), 2),
+    Field("goodput", lambda job: percent(job.goodput), 3),
+    Field("loss", lambda job: number(job.loss, ".4f"), 1),
 )
 STATE = 9  # the width of RUNNING, PENDING and most others
 
@@ -64,7 +69,7 @@ def jobs_lines(
     reason = current.reason if current else ""
     rows = max(1, height - 1 - (2 if reason else 0))
     name = min(LONGEST_JOB, max(8, *(text_width(job.job) for job in jobs)))
-    fields = fitting(width - name - STATE - 2 * 2)
+    fields = fitting(jobs, width - name - STATE - 2)
     position = jobs.index(current) if current else 0
     first = max(0, min(position - rows // 2, len(jobs) - rows))
     lines = [heading(name, fields, width)]
@@ -76,31 +81,31 @@ def jobs_lines(
     return lines
 
 
-def fitting(width: int) -> list[Field]:
-    """The fields for which there is room beside a curve."""
+def fitting(jobs: Sequence[JobSummary], width: int) -> list[tuple[Field, int]]:
+    """The fields for which there is room beside a curve, with their widths."""
     shown = [field for field in FIELDS if not field.importance]
     for level in sorted({field.importance for field in FIELDS} - {0}):
-        more = [field for field in FIELDS if field.importance in (0, level) or field in shown]
-        if sum(field.width + 2 for field in more) + LEAST_SPARK <= width:
+        more = [field for field in FIELDS if field.importance == level or field in shown]
+        if sum(2 + field.width(jobs) for field in more) + 2 + LEAST_CURVE <= width:
             shown = more
-    return shown
+    return [(field, field.width(jobs)) for field in shown]
 
 
-def heading(name: int, fields: Sequence[Field], width: int) -> StyledLine:
+def heading(name: int, fields: Sequence[tuple[Field, int]], width: int) -> StyledLine:
     cells = [padded("job", name), padded("state", STATE)]
-    cells += [padded(field.name, field.width, to_right=True) for field in fields]
+    cells += [padded(field.name, size, to_right=True) for field, size in fields]
     return (Styled(padded("  ".join([*cells, "curve"]), width), "dim"),)
 
 
-def row(job: JobSummary, name: int, fields: Sequence[Field], width: int) -> StyledLine:
+def row(job: JobSummary, name: int, fields: Sequence[tuple[Field, int]], width: int) -> StyledLine:
     parts = [
         Styled(padded(job.job, name) + "  "),
         Styled(padded(job.state, STATE), state_style(job.state)),
     ]
     # Where there are no numbers to follow, the reason says more.
     shown = fields if job.state in (RUNNING, COMPLETED) or not job.reason else fields[:1]
-    for field in shown:
-        parts.append(Styled("  " + padded(field.text(job), field.width, to_right=True)))
+    for field, size in shown:
+        parts.append(Styled("  " + padded(field.text(job), size, to_right=True)))
     if shown is not fields:
         return (*parts, Styled(f"  {job.reason}", "dim"))
     room = width - sum(text_width(part.text) for part in parts) - 2
