@@ -139,7 +139,7 @@ def run_plainly(collector: TopCollector, look: Looking, interval: float) -> None
     from gptctl.jobs.top_collector import Wanted
 
     newest: list[TopSnapshot] = []
-    feed = TopFeed(collector, interval, lambda snapshot: newest.append(snapshot))
+    feed = TopFeed(collector, interval, newest.append, lambda: None)
     feed.want(Wanted(look.opened, look.rank if look.opened else None))
     feed.start()
     collector.note(NO_TEXTUAL)

@@ -36,7 +36,7 @@ class TopApp(App[None]):
         super().__init__(ansi_color=True)
         self.look, self.snapshot = look, None
         self._newest: TopSnapshot | None = None
-        self.feed = TopFeed(collector, interval, self._take)
+        self.feed = TopFeed(collector, interval, self._take, self._end)
 
     snapshot: TopSnapshot | None
 
@@ -52,6 +52,10 @@ class TopApp(App[None]):
         # Called by the thread that reads.
         if self.is_running:
             self.call_later(self._show, snapshot)
+
+    def _end(self) -> None:
+        if self.is_running:
+            self.call_later(self.exit)
 
     def _show(self, snapshot: TopSnapshot) -> None:
         self._newest = snapshot

@@ -21,10 +21,16 @@ if TYPE_CHECKING:
 
 class TopFeed:
     def __init__(
-        self, collector: TopCollector, interval: float, show: Callable[[TopSnapshot], None]
+        self,
+        collector: TopCollector,
+        interval: float,
+        show: Callable[[TopSnapshot], None],
+        end: Callable[[], None],
     ) -> None:
+        """`show` and `end` are called by other threads; `end` if one of them has failed."""
         from gptctl.jobs.top_collector import Wanted
 
+        self._end = end
         self._collector, self._interval, self._show = collector, interval, show
         self._wanted = Wanted()
         self._wake, self._ended = threading.Event(), threading.Event()
@@ -60,6 +66,7 @@ class TopFeed:
         except Exception as error:  # shown by the main thread, when the screen is its own again
             self.problem = error
             self.stop()
+            self._end()
 
     def _ask(self) -> None:
         from gptctl.jobs.top_collector import ASK_EVERY
