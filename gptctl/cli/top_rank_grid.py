@@ -13,7 +13,7 @@ from gptctl.text import count
 
 # Below so many times the median: character and style. Half of all ranks are below 1.
 LEVELS = ((1.1, "·", "good"), (1.25, "o", ""), (1.5, "O", "warn"), (float("inf"), "#", "bad"))
-LEGEND = "· <1.1  o <1.25  O <1.5  # ≥1.5 × median"
+LEGEND = "· <1.1  o <1.25  O <1.5  # slower"
 
 
 def rank_lines(detail: JobDetail, width: int, height: int) -> list[StyledLine]:
@@ -40,7 +40,7 @@ def slow_line(slowest: Sequence[SlowRank], width: int) -> StyledLine:
         return line_of(Styled("none is slow", "good"), legend)
     texts = [_named(each) for each in slowest]
     # As many names as there is room for; the slowest comes first.
-    while len(texts) > 1 and len("slow: " + ", ".join(texts)) > width:
+    while len(texts) > 1 and len("slow: " + ", ".join(texts) + legend.text) > width:
         texts.pop()
     style = "bad" if slowest[0].ratio >= LEVELS[2][0] else "warn"
     return line_of(Styled("slow: " + ", ".join(texts), style), legend)
