@@ -6,8 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gptctl.cli.table_layout import text_width
-from gptctl.cli.top_lines import Styled, StyledLine, chosen, line_of, padded, spark, state_style
+from gptctl.cli.top_lines import (
+    Styled,
+    StyledLine,
+    cells,
+    chosen,
+    line_of,
+    padded,
+    spark,
+    state_style,
+)
 from gptctl.engine.job_result import COMPLETED, RUNNING
 from gptctl.jobs.top_snapshot import JobSummary
 from gptctl.logs.progress import duration
@@ -27,7 +35,7 @@ class Field(NamedTuple):
     importance: int  # 0: always shown; the others are added in this order while there is room
 
     def width(self, jobs: Sequence[JobSummary]) -> int:
-        return max(len(self.name), *(min(LONGEST_CELL, text_width(self.text(job))) for job in jobs))
+        return max(len(self.name), *(min(LONGEST_CELL, cells(self.text(job))) for job in jobs))
 
 
 def number(value: float | None, form: str) -> str:
@@ -68,7 +76,7 @@ def jobs_lines(
     current = next((job for job in jobs if job.job == selected), None)
     reason = current.reason if current else ""
     rows = max(1, height - 1 - (2 if reason else 0))
-    name = min(LONGEST_JOB, max(8, *(text_width(job.job) for job in jobs)))
+    name = min(LONGEST_JOB, max(8, *(cells(job.job) for job in jobs)))
     fields = fitting(jobs, width - name - STATE - 2)
     position = jobs.index(current) if current else 0
     first = max(0, min(position - rows // 2, len(jobs) - rows))
@@ -108,7 +116,7 @@ def row(job: JobSummary, name: int, fields: Sequence[tuple[Field, int]], width: 
         parts.append(Styled("  " + padded(field.text(job), size, to_right=True)))
     if shown is not fields:
         return (*parts, Styled(f"  {job.reason}", "dim"))
-    room = width - sum(text_width(part.text) for part in parts) - 2
+    room = width - sum(cells(part.text) for part in parts) - 2
     return (*parts, Styled("  " + spark(job.losses[-room:] if room > 0 else ()), "notice"))
 
 

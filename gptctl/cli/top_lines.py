@@ -5,6 +5,7 @@ Whoever draws them decides on colours: `top` is drawn in two ways.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,10 @@ _STATES |= dict.fromkeys(("CANCELLED", "STOPPED"), "stopped")
 _STATES |= dict.fromkeys(("LOST", "UNKNOWN", "PREEMPTED"), "warn")
 
 
+# Letters of Latin scripts, frames, blocks and braille: one column each.
+_NARROW = re.compile("[\x20-\x7e\xa1-\xac\xae-\u017f\u2010-\u2027\u2500-\u25ff\u2800-\u28ff]*")
+
+
 class Styled(NamedTuple):
     text: str
     style: str = ""  # a key of STYLES
@@ -49,11 +54,17 @@ def plain_text(line: Iterable[Styled]) -> str:
     return "".join(part.text for part in line)
 
 
+def cells(text: str) -> int:
+    """How many columns a text takes."""
+    # Almost every text is narrow, and looking up each character would cost most of the time.
+    return len(text) if _NARROW.fullmatch(text) else text_width(text)
+
+
 def cut(text: str, width: int) -> str:
     """The start of a text in so many columns, with `…` if anything is missing."""
     # Everything that is drawn comes through here: what a job wrote must not control a terminal.
     text = clean(text).replace("\t", " ").replace("\n", " ")
-    if len(text) < 2 * width and text_width(text) <= width:
+    if len(text) < 2 * width + 1 and cells(text) <= width:
         return text
     taken, room = [], width - 1
     for character in text:
@@ -67,7 +78,7 @@ def cut(text: str, width: int) -> str:
 def padded(text: str, width: int, to_right: bool = False) -> str:
     """A text in exactly so many columns."""
     text = cut(text, width)
-    space = " " * (width - text_width(text))
+    space = " " * (width - cells(text))
     return space + text if to_right else text + space
 
 
@@ -78,7 +89,7 @@ def fit(line: Iterable[Styled], width: int) -> StyledLine:
         if room <= 0:
             break
         shown = cut(text, room)
-        room -= text_width(shown)
+        room -= cells(shown)
         found.append(Styled(shown, style))
     return (*found, Styled(" " * room)) if room > 0 else tuple(found)
 

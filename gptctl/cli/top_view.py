@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from gptctl.cli.table_layout import text_width
 from gptctl.cli.top_job_view import job_lines
 from gptctl.cli.top_jobs_view import jobs_lines, totals
 from gptctl.cli.top_keys import HELP, Looking, settled, visible
-from gptctl.cli.top_lines import Styled, StyledLine, line_of, page
+from gptctl.cli.top_lines import Styled, StyledLine, cells, line_of, page
 from gptctl.jobs.top_snapshot import TopSnapshot
 from gptctl.text import clock_time
 
@@ -52,7 +51,7 @@ def title(snapshot: TopSnapshot, look: Looking, width: int) -> StyledLine:
     # A narrow window has the name of the verb on its own command line.
     about = totals(visible(snapshot, look.filter)) if look.opened is None else look.opened
     left = line_of(Styled("gptctl top", "title"), "  ", Styled(about, "title" * bool(look.opened)))
-    space = width - sum(text_width(part.text) for part in left) - text_width(when)
+    space = width - sum(cells(part.text) for part in left) - cells(when)
     return (*left, Styled(" " * max(2, space)), Styled(when, "" if look.follows else "warn"))
 
 

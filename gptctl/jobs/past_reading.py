@@ -16,10 +16,6 @@ from gptctl.jobs.timeline import Allocation, LastStep, Timeline
 from gptctl.logs.metric_rows import Row, run_rows
 
 
-def was_submitted(reading: JobReading, moment: float) -> bool:
-    return reading.record.created <= moment
-
-
 def past_reading(reading: JobReading, moment: float) -> JobReading:
     """The job at a moment. After its last record it is as it is now."""
     if moment >= _last_change(reading):
@@ -64,13 +60,19 @@ def past_state(reading: JobReading, moment: float) -> JobState:
     state = reading.state
     if _was_over(reading, moment):
         return state
-    has_nodes = any(
-        each.began <= moment and (each.ended is None or moment < each.ended)
-        for each in reading.timeline.allocations
-    )
-    word = RUNNING if has_nodes else PENDING
+    word = RUNNING if _has_nodes(reading, moment) else PENDING
     # The reason is that of now: it says nothing about then.
     return state if word == state.state else JobState(word)
+
+
+def _has_nodes(reading: JobReading, moment: float) -> bool:
+    begun = [each for each in reading.timeline.allocations if each.began <= moment]
+    if not begun:
+        return False
+    # Of a job without events only its result tells when its last nodes were given back.
+    is_last = len(begun) == len(reading.timeline.allocations)
+    until = max(begun[-1].ended or 0.0, reading.ended or 0.0) if is_last else begun[-1].ended
+    return begun[-1].ended is None or moment < (until or 0.0)
 
 
 def _was_over(reading: JobReading, moment: float) -> bool:

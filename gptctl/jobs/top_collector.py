@@ -17,11 +17,12 @@ from gptctl.engine.error_text import one_line
 from gptctl.engine.job_result import UNKNOWN
 from gptctl.jobs.job_reading import JobReader, JobReading, rank_log
 from gptctl.jobs.last_state import last_state
-from gptctl.jobs.past_reading import past_reading, was_submitted
+from gptctl.jobs.past_reading import past_reading
+from gptctl.jobs.rank_times import RankTimes
 from gptctl.jobs.report import known_states
 from gptctl.jobs.state import is_final, may_run
 from gptctl.jobs.store import JobRecord, Store
-from gptctl.jobs.top_snapshot import TopSnapshot, detail_of, summary_of
+from gptctl.jobs.top_snapshot import JobSummary, TopSnapshot, detail_of, summary_of
 from trainer.errors import UserError
 
 ASK_EVERY = 6.0  # seconds between two questions to a scheduler: at most ten a minute
@@ -48,6 +49,8 @@ class TopCollector:
         self._states: dict[str, JobState] = {}
         self._readers: dict[tuple[str, bool], JobReader] = {}
         self._final: dict[str, JobReading] = {}  # of jobs that do not change any more
+        self._past: tuple[object, TopSnapshot] | None = None
+        self._past_ranks: dict[str, RankTimes | None] = {}
         self._notes: list[str] = []
         self._lock = threading.Lock()
 
@@ -57,7 +60,9 @@ class TopCollector:
             self._notes = [*self._notes, one_line(text, 200)][-MOST_NOTES:]
 
     def ask(self) -> None:
-        """Ask for the states of all jobs that have not ended."""
+        """Ask for the states of all jobs that have not ended; of the past, once."""
+        if self._at is not None and self._records:
+            return
         records = [self._only] if self._only else self._store.records(RECENT)
         left = [each for each in records if not self._is_settled(each)]
         found = known_states(left, self._backends, Deadline(ANSWER_WITHIN))
@@ -97,19 +102,30 @@ class TopCollector:
         return f"{job} has been stopped"
 
     def snapshot(self, wanted: Wanted) -> TopSnapshot:
+        """What is known now. The past does not change: it is read once."""
+        key = wanted, len(self._records)
+        if self._at is None or self._past is None or self._past[0] != key:
+            self._past = key, self._gathered(wanted)
+        return self._past[1]._replace(notes=tuple(self._notes))
+
+    def _gathered(self, wanted: Wanted) -> TopSnapshot:
         now = time.time() if self._at is None else self._at
         records = [each for each in self._records if each.id in self._states]
-        readings = [self._reading(record) for record in records]
-        if self._at is not None:
-            readings = [each for each in readings if was_submitted(each, now)]
-        shown = [summary_of(self._at_moment(each), now) for each in readings]
-        chosen = next((each.record for each in readings if each.record.id == wanted.job), None)
-        detail = detail_of(self._detailed(chosen, wanted.rank), now) if chosen else None
-        is_past = self._at is not None
-        return TopSnapshot(now, is_past, tuple(reversed(shown)), detail, tuple(self._notes))
+        records = [each for each in records if self._at is None or each.created <= now]
+        chosen = next((each for each in records if each.id == wanted.job), None)
+        detail = None
+        if chosen:
+            detail = detail_of(self._detailed(chosen, wanted.rank), now)
+        shown = [
+            # What was read of the chosen job is not read again.
+            detail.summary if detail and record is chosen else self._summary(record, now)
+            for record in records
+        ]
+        return TopSnapshot(now, self._at is not None, tuple(reversed(shown)), detail)
 
-    def _at_moment(self, reading: JobReading) -> JobReading:
-        return reading if self._at is None else past_reading(reading, self._at)
+    def _summary(self, record: JobRecord, now: float) -> JobSummary:
+        reading = self._reading(record)
+        return summary_of(reading if self._at is None else past_reading(reading, self._at), now)
 
     def _reading(self, record: JobRecord) -> JobReading:
         state = _shown_state(record, self._states[record.id])
@@ -131,8 +147,11 @@ class TopCollector:
         if self._at is None:
             return reading
         log = rank_log(record, rank, self._at) if rank is not None else None
+        # Another rank of the same job needs the large file no second time.
+        if record.id not in self._past_ranks:
+            self._past_ranks[record.id] = reader.past_ranks(self._at)
         past = past_reading(reading, self._at)
-        return past._replace(ranks=reader.past_ranks(self._at), log=log)
+        return past._replace(ranks=self._past_ranks[record.id], log=log)
 
     def _reader(self, record: JobRecord, is_detailed: bool) -> JobReader:
         key = record.id, is_detailed

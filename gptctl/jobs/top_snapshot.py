@@ -139,7 +139,7 @@ def summary_of(reading: JobReading, now: float) -> JobSummary:
         facts.get("valid_loss"),
         facts.get("tokens_per_second"),
         reading.goodput,
-        sparks([row["loss"] for row in reading.run if is_number(row.get("loss"))]),
+        sparks([loss for row in reading.run if (loss := row.get("loss")) is not None]),
     )
 
 
@@ -170,9 +170,9 @@ def detail_of(reading: JobReading, now: float) -> JobDetail:
 
 
 def curve_of(rows: Sequence[Row], name: str) -> MetricCurve:
-    points = [(row["step"], row[name]) for row in rows if is_number(row.get(name))]
-    steps, values = zip(*points) if points else ((), ())
-    return MetricCurve(steps, values)
+    # The readers of rows keep only finite numbers.
+    steps = tuple([row["step"] for row in rows if row.get(name) is not None])
+    return MetricCurve(steps, tuple([row[name] for row in rows if row.get(name) is not None]))
 
 
 def slow_ranks(ranks: RankTimes, per_node: int, hosts: Sequence[str]) -> tuple[SlowRank, ...]:

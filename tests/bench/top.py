@@ -48,7 +48,10 @@ def make_job(folder: Path) -> Path:
     for node in range(NODES):
         starts = [{"event": "start", "rank": 8 * node + local, "node": node, "time": began} for local in range(8)]
         (run / "attempt-0" / f"ranks.{node}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in starts))
-    events = [{"event": "started", "time": began, "nodes": NODES, "per_node": 8}, {"event": "attempt", "time": began, "attempt": 0}]
+    events = [
+        {"event": "started", "time": began, "nodes": NODES, "per_node": 8},
+        {"event": "attempt", "time": began, "attempt": 0},
+    ]
     (run / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
     first = {"event": "first step", "time": began + 1, "attempt": 0, "resumed": 0}
     (output / "events.jsonl").write_text(json.dumps(first) + "\n")
@@ -72,7 +75,9 @@ def write_steps(output: Path, began: float, first: int, count: int) -> None:
             }  # fmt: skip
             who = {"job": "gpt-3f9a2c", "attempt": 0, "time": began + step, "clock": step}
             metrics.write(json.dumps({**facts, **who}) + "\n")
-            times.write(f'{{"step": {step}, "time": {began + step}, "attempt": 0, "job": "gpt-3f9a2c", "own_ms": {numbers}}}\n')
+            times.write(
+                f'{{"step": {step}, "time": {began + step}, "attempt": 0, "job": "gpt-3f9a2c", "own_ms": {numbers}}}\n'
+            )
 
 
 def watch(folder: Path, words: list[str], seconds: float) -> Watched:

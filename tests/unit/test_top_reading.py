@@ -242,3 +242,26 @@ def test_cancel_says_what_happened(tmp_path: Path, store: Store) -> None:
     collector.ask()
     assert collector.cancel("gpt-1") == "gpt-1 has ended already"
     assert collector.cancel("gpt-none") == "gpt-none has ended already"
+
+
+def test_the_past_is_read_once(job: JobRecord, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(job.output_dir, "metrics.jsonl").write_text("".join(row(step) for step in range(1, 9)))
+    times = "".join(
+        json.dumps({"step": step, "own_ms": [step, 2.0], "time": 1000.0 + step}) + "\n" for step in range(1, 9)
+    )
+    Path(job.output_dir, "rank_times.jsonl").write_text(times)
+    record = job._replace(created=900.0)
+    collector = TopCollector(store, Backends(print), record, 1004.5)
+    collector.ask()
+    reads = []
+    original = job_reading.rank_times
+    monkeypatch.setattr(job_reading, "rank_times", lambda record: reads.append(1) or original(record))
+    for wanted in (Wanted("gpt-1", 0), Wanted("gpt-1", 1), Wanted("gpt-1", 0)):
+        found = collector.snapshot(wanted).detail
+        assert found
+        assert found.ranks
+        assert (found.summary.step, found.ranks.step, found.ranks.own_ms) == (4, 4, [4, 2.0])
+    assert len(reads) == 1
+    assert (
+        TopCollector(store, Backends(print), job._replace(created=2000.0), 1004.5).snapshot(Wanted("gpt-1")).jobs == ()
+    )
