@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 INTERVAL = 2.0  # seconds between two pictures
 PLAIN_SIZE = (120, 60)  # columns and lines of a snapshot in a pipe
-NO_TEXTUAL = "without keys: pip install 'gptctl[ui]' adds them; Ctrl-C ends"
 
 
 @click.command(
@@ -113,6 +112,8 @@ def print_once(collector: TopCollector, look: Looking, as_json: bool) -> None:
     lines = [title(snapshot, look, width), *body_lines(snapshot, look, width, height)]
     for line in lines:
         ui.print_text(plain_text(line).rstrip())
+    for note in snapshot.notes:
+        ui.say(f"note: {note}")
 
 
 def has_textual() -> bool:
@@ -138,11 +139,10 @@ def run_plainly(collector: TopCollector, look: Looking, interval: float) -> None
     from gptctl.cli.top_view import top_lines
     from gptctl.jobs.top_collector import Wanted
 
-    newest: list[TopSnapshot] = []
+    look, newest = look._replace(has_keys=False), list["TopSnapshot"]()
     feed = TopFeed(collector, interval, newest.append, lambda: None)
     feed.want(Wanted(look.opened, look.rank if look.opened else None))
     feed.start()
-    collector.note(NO_TEXTUAL)
     with ui.live_lines() as draw:
         while not feed.problem:
             del newest[:-1]

@@ -26,6 +26,7 @@ class Looking(NamedTuple):
 
     selected: str | None = None
     opened: str | None = None  # the job that is shown in full
+    has_keys: bool = True
     is_single: bool = False  # a job was named on the command line: there is no list
     filter: str = ""
     is_typing: bool = False  # the filter

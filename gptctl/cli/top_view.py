@@ -11,6 +11,7 @@ from gptctl.text import clock_time
 
 LEAST_HEIGHT = 3
 KEYS = "up/down choose  Enter open  / filter  f stop  c cancel  ? help  q quit"
+NO_KEYS = "Ctrl-C ends; for keys: pip install 'gptctl[ui]'"
 JOB_KEYS = "Esc back  left/right rank  up/down scroll  f stop  c cancel  ? help  q quit"
 
 
@@ -63,6 +64,8 @@ def footer(snapshot: TopSnapshot, look: Looking) -> StyledLine:
         return line_of(Styled(f"/{look.filter}", "title"), Styled("▏  Enter keeps  Esc clears"))
     if snapshot.notes:
         return (Styled(snapshot.notes[-1], "warn"),)
+    if not look.has_keys:
+        return (Styled(NO_KEYS, "dim"),)
     keys = JOB_KEYS if look.opened else KEYS
     keys = keys.removeprefix("Esc back  ") if look.is_single else keys
     keys = keys.replace("c cancel  ", "") if snapshot.is_past else keys

@@ -29,6 +29,7 @@ ASK_EVERY = 6.0  # seconds between two questions to a scheduler: at most ten a m
 ANSWER_WITHIN = 20.0  # seconds that hosts and schedulers have to answer
 RECENT = 30  # jobs that are shown
 MOST_NOTES = 3
+NOTE_SECONDS = 15.0  # for which a note is shown
 
 
 class Wanted(NamedTuple):
@@ -51,13 +52,13 @@ class TopCollector:
         self._final: dict[str, JobReading] = {}  # of jobs that do not change any more
         self._past: tuple[object, TopSnapshot] | None = None
         self._past_ranks: dict[str, RankTimes | None] = {}
-        self._notes: list[str] = []
+        self._notes: list[tuple[float, str]] = []  # when it came, and what it says
         self._lock = threading.Lock()
 
     def note(self, text: str) -> None:
         """Take what a backend says: it must not write to the screen itself."""
         with self._lock:
-            self._notes = [*self._notes, one_line(text, 200)][-MOST_NOTES:]
+            self._notes = [*self._notes, (time.monotonic(), one_line(text, 200))][-MOST_NOTES:]
 
     def ask(self) -> None:
         """Ask for the states of all jobs that have not ended; of the past, once."""
@@ -106,7 +107,8 @@ class TopCollector:
         key = wanted, len(self._records)
         if self._at is None or self._past is None or self._past[0] != key:
             self._past = key, self._gathered(wanted)
-        return self._past[1]._replace(notes=tuple(self._notes))
+        oldest = time.monotonic() - NOTE_SECONDS
+        return self._past[1]._replace(notes=tuple(x for when, x in self._notes if when > oldest))
 
     def _gathered(self, wanted: Wanted) -> TopSnapshot:
         now = time.time() if self._at is None else self._at
