@@ -25,11 +25,11 @@ def test_a_job_is_watched_and_stopped(jobs) -> None:
     """Opened in the list, followed by its steps, stopped by a key. Its record says that it was cancelled."""
     jobs.gptctl("init")
     job = jobs.submit(*SMALL, "-o", "Engine.max_steps=100000", "-o", "Engine.logging_freq=5", "--gpus-per-node", "1")
-    run = Run(GPTCTL, "top", cwd=jobs.folder, GPTCTL_HOME=str(jobs.folder / "home"))
+    run = Run(GPTCTL, "top", cwd=jobs.folder)
     run.read_until(job)
     run.press(b"\r")
     run.read_until("log of rank 0")
-    run.read_until("tokens/s")  # of the first steps
+    run.read_until("/100000  loss")  # a line of its log
     run.press(b"c")
     run.read_until(f"stop {job}?")
     run.press(b"y")
