@@ -13,7 +13,7 @@ HELP = (
     ("up, down", "choose a job; in a job: scroll its log"),
     ("Enter, Esc", "open the chosen job; back to all jobs"),
     ("left, right", "choose the rank whose log is shown; or type its number"),
-    ("f", "stop and follow: while stopped, nothing moves"),
+    ("f", "pause and follow: while paused, nothing moves"),
     ("/", "show only jobs that contain a text: id, state, cluster or reason"),
     ("c", "stop a job, after asking; the trainer saves a checkpoint first"),
     ("?", "show and hide this help"),

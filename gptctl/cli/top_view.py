@@ -10,9 +10,9 @@ from gptctl.jobs.top_snapshot import TopSnapshot
 from gptctl.text import clock_time
 
 LEAST_HEIGHT = 3
-KEYS = "up/down choose  Enter open  / filter  f stop  c cancel  ? help  q quit"
+KEYS = "up/down choose  Enter open  / filter  f pause  c cancel  ? help  q quit"
 NO_KEYS = "Ctrl-C ends; for keys: pip install 'gptctl[ui]'"
-JOB_KEYS = "Esc back  left/right rank  up/down scroll  f stop  c cancel  ? help  q quit"
+JOB_KEYS = "Esc back  left/right rank  up/down scroll  f pause  c cancel  ? help  q quit"
 
 
 def top_lines(
@@ -48,7 +48,7 @@ def _missing(snapshot: TopSnapshot) -> str:
 def title(snapshot: TopSnapshot, look: Looking, width: int) -> StyledLine:
     day, clock = clock_time(snapshot.time).split()
     when = f"as at {day} {clock}" if snapshot.is_past else clock
-    when = when if look.follows or snapshot.is_past else f"stopped at {clock}, f follows"
+    when = when if look.follows or snapshot.is_past else f"paused at {clock}, f follows"
     # A narrow window has the name of the verb on its own command line.
     about = totals(visible(snapshot, look.filter)) if look.opened is None else look.opened
     left = line_of(Styled("gptctl top", "title"), "  ", Styled(about, "title" * bool(look.opened)))

@@ -123,7 +123,7 @@ def test_questions_and_modes_are_on_the_screen() -> None:
     assert screen(shown, Looking())[-1] == "gpt-3f9a2c has been stopped"
     assert screen(shown, Looking(asks_about="gpt-3f9a2c"))[-1].startswith("stop gpt-3f9a2c?")
     assert screen(shown, Looking(is_typing=True, filter="run"))[-1].startswith("/run")
-    assert "stopped at" in screen(shown, Looking(follows=False))[0]
+    assert "paused at" in screen(shown, Looking(follows=False))[0]
     assert "as at 2026-" in screen(snapshot(summary(), is_past=True), Looking())[0]
     assert "no job contains this text" in screen(shown, Looking(filter="nothing"))[1]
 
