@@ -51,6 +51,7 @@ def top(session: Session, job: str | None, at: str | None, interval: float, as_j
     Without JOB: the 30 newest jobs; Enter opens one. Keys need `pip install 'gptctl[ui]'`; `?`
     shows them. In a pipe, or with --json, one snapshot is printed.
     """
+    from gptctl.cli import ui
     from gptctl.cli.top_keys import Looking
     from gptctl.engine.atomic_files import private_files
 
@@ -60,7 +61,7 @@ def top(session: Session, job: str | None, at: str | None, interval: float, as_j
     look = Looking(opened=record.id if record else None, is_single=record is not None)
     # Around all threads: the umask belongs to the process, not to a thread.
     with private_files():
-        if as_json or not sys.stdout.isatty():
+        if as_json or not sys.stdout.isatty() or not ui.TerminalScreen().is_in_place:
             print_once(collector, look, as_json)
         elif sys.stdin.isatty() and has_textual():
             run_app(collector, look, interval)

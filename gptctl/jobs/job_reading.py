@@ -28,11 +28,14 @@ from gptctl.logs.lines import Clock, readable
 from gptctl.logs.metric_rows import Row
 from trainer.checkpoint_names import RANK_TIMES
 
-LIST_BYTES, JOB_BYTES = 4 << 20, 16 << 20  # of metrics: ten and forty thousand steps
+# Of metrics, in a list and in full: bytes that are read, and steps that are kept.
+LIST_BYTES, LIST_ROWS = 4 << 20, 2000
+JOB_BYTES, JOB_ROWS = 16 << 20, 12_000
 LOG_BYTES, PAST_LOG_BYTES = 16 << 10, 4 << 20
 LOG_LINES = 60
 LONGEST_LINE = 400  # characters of a log line: no window is wider
 SLOW_EVERY = 10.0  # seconds between two readings of what is expensive
+NEWS_EVERY = 1.0  # the same after a new event
 SLOW_SHARE = 50  # and so many times as long as the last one took: at most 2 % of a core
 
 
@@ -70,10 +73,13 @@ class JobReader:
 
     def __init__(self, record: JobRecord, store: Store, is_detailed: bool = False) -> None:
         self.record, self.is_detailed, self._store = record, is_detailed, store
-        self._rows = LiveRows(record, JOB_BYTES if is_detailed else LIST_BYTES)
+        most = (JOB_BYTES, JOB_ROWS) if is_detailed else (LIST_BYTES, LIST_ROWS)
+        self._rows = LiveRows(record, *most)
         self._timeline: Timeline | None = None
+        self._state: JobState | None = None
         self._signature: object = None
-        self._due = 0.0
+        self._version = -1
+        self._began, self._took = 0.0, 0.0  # of the last reading of what is expensive
         self._total: int | None = None
         self._reached: int | None = None
         self._goodput: float | None = None
@@ -108,15 +114,17 @@ class JobReader:
 
     def _current_timeline(self, state: JobState) -> Timeline:
         """Events, attempts and all rows: read again when the job has a new event."""
-        signature = (state.state, *map(_size, self._event_files()), self._rows.version)
-        is_new_state = not isinstance(self._signature, tuple) or self._signature[0] != state.state
-        is_due = signature != self._signature and time.monotonic() >= self._due
-        if self._timeline is None or is_new_state or is_due:
-            began = time.monotonic()
+        signature = (state, *map(_size, self._event_files()))
+        is_new, passed = signature != self._signature, time.monotonic() - self._began
+        least = NEWS_EVERY if is_new else SLOW_EVERY
+        is_due = passed >= max(least, SLOW_SHARE * self._took)
+        has_news = is_new or self._version != self._rows.version or state.state not in FINAL
+        if self._timeline is None or self._state != state or (has_news and is_due):
+            self._began, self._state = time.monotonic(), state
+            self._signature, self._version = signature, self._rows.version
             self._timeline = timeline_of(self.record, state.state in FINAL, self._rows.rows)
             self._read_slow_parts(self._timeline)
-            self._signature, took = signature, time.monotonic() - began
-            self._due = began + max(SLOW_EVERY, SLOW_SHARE * took)
+            self._took = time.monotonic() - self._began
         return self._timeline
 
     def _read_slow_parts(self, timeline: Timeline) -> None:

@@ -6,6 +6,7 @@ account holds seconds of the job; times its GPUs they are GPU seconds.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -169,6 +170,9 @@ class _Accounting:
     ) -> None:
         self.span, self.events, self.rows, self.reached = span, events, rows, reached
         self.last = last_steps.get(span.attempt)
+        # Sorted by time: a long job has thousands, and each of its steps asks for a few.
+        self.stalls = sorted((e for e in events if e.name in _STALLS), key=lambda e: e.time)
+        self.stall_times = [event.time for event in self.stalls]
         self.found: list[Segment] = []
         self.at = span.began
         self.repeated = 0
@@ -245,12 +249,12 @@ class _Accounting:
     def _stalls(self, began: float, ended: float) -> dict[str, float]:
         """What the training waited for in this time, besides its steps."""
         seconds: dict[str, float] = {}
-        for event in self.events:
-            facts, account = event.facts, _STALLS.get(event.name)
-            if account and began < event.time <= ended:
-                value = facts.get("stall", facts.get("seconds"))
-                if is_number(value) and value > 0:
-                    seconds[account] = seconds.get(account, 0.0) + min(value, ended - began)
+        inside = slice(bisect_right(self.stall_times, began), bisect_right(self.stall_times, ended))
+        for event in self.stalls[inside]:
+            account = _STALLS[event.name]
+            value = event.facts.get("stall", event.facts.get("seconds"))
+            if is_number(value) and value > 0:
+                seconds[account] = seconds.get(account, 0.0) + min(value, ended - began)
         return _fitted(seconds, ended - began)
 
     def _finish(self) -> None:

@@ -15,7 +15,6 @@ from gptctl.logs.metric_rows import Row, parse_lines, parse_metrics, row_of_line
 from trainer.checkpoint_names import METRICS, REPEATED_METRICS
 from trainer.logline import RESUMED_FROM
 
-MOST_ROWS = 12_000
 # What views and the ledger use; a row of the file has twice as much.
 NAMES = frozenset(
     "job attempt step time clock loss valid_loss max_steps speed step_time reader_time wait_time "
@@ -26,8 +25,9 @@ NAMES = frozenset(
 class LiveRows:
     """Reads what is new in the files of one job."""
 
-    def __init__(self, record: JobRecord, most_bytes: int) -> None:
-        self._record, self._most = record, most_bytes
+    def __init__(self, record: JobRecord, most_bytes: int, most_rows: int) -> None:
+        """`most_bytes` are read at once, `most_rows` are kept of each file."""
+        self._record, self._most, self._most_rows = record, most_bytes, most_rows
         self._files: dict[Path, AppendedFile] = {}
         self._found: dict[Path, list[Row]] = {}
         self._run: list[Row] = []
@@ -77,7 +77,7 @@ class LiveRows:
         rows = self._found[file.path]
         parsed = self._parsed(data)
         rows += [{name: row[name] for name in row.keys() & NAMES} for row in parsed]
-        if len(rows) > MOST_ROWS:
+        while len(rows) > self._most_rows:
             # Every second one of the older half: recent steps are looked at more closely.
             half = len(rows) // 2
             rows[:half] = rows[:half:2]

@@ -26,6 +26,7 @@ from gptctl.jobs.top_snapshot import JobSummary, TopSnapshot, detail_of, summary
 from trainer.errors import UserError
 
 ASK_EVERY = 6.0  # seconds between two questions to a scheduler: at most ten a minute
+FIRST_WITHIN = 3.0  # seconds that the first picture waits for answers, as `list` does
 ANSWER_WITHIN = 20.0  # seconds that hosts and schedulers have to answer
 RECENT = 30  # jobs that are shown
 MOST_NOTES = 3
@@ -49,7 +50,8 @@ class TopCollector:
         self._records: list[JobRecord] = []
         self._states: dict[str, JobState] = {}
         self._readers: dict[tuple[str, bool], JobReader] = {}
-        self._final: dict[str, JobReading] = {}  # of jobs that do not change any more
+        # Of jobs that do not change any more; their rows would take much memory.
+        self._final: dict[str, tuple[JobState, JobSummary]] = {}
         self._past: tuple[object, TopSnapshot] | None = None
         self._past_ranks: dict[str, RankTimes | None] = {}
         self._notes: list[tuple[float, str]] = []  # when it came, and what it says
@@ -66,7 +68,9 @@ class TopCollector:
             return
         records = [self._only] if self._only else self._store.records(RECENT)
         left = [each for each in records if not self._is_settled(each)]
-        found = known_states(left, self._backends, Deadline(ANSWER_WITHIN))
+        # A host that is down must not keep the first picture waiting.
+        limit = ANSWER_WITHIN if self._records else FIRST_WITHIN
+        found = known_states(left, self._backends, Deadline(limit))
         self._states |= found
         self._records = records
 
@@ -126,19 +130,16 @@ class TopCollector:
         return TopSnapshot(now, self._at is not None, tuple(reversed(shown)), detail)
 
     def _summary(self, record: JobRecord, now: float) -> JobSummary:
-        reading = self._reading(record)
-        return summary_of(reading if self._at is None else past_reading(reading, self._at), now)
-
-    def _reading(self, record: JobRecord) -> JobReading:
         state = _shown_state(record, self._states[record.id])
         known = self._final.get(record.id)
-        if known and known.state == state:
-            return known
+        if known and known[0] == state:
+            return known[1]
         reading = self._reader(record, is_detailed=False).read(state)
+        found = summary_of(reading if self._at is None else past_reading(reading, self._at), now)
         if is_final(state) or self._at is not None:
-            self._final[record.id] = reading
+            self._final[record.id] = state, found
             del self._readers[record.id, False]
-        return reading
+        return found
 
     def _detailed(self, record: JobRecord, rank: int | None) -> JobReading:
         # Of one job at a time: the rows of each take some memory.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gptctl.backends import Backends, JobState
-from gptctl.jobs import appended_file, job_reading, live_rows
+from gptctl.jobs import appended_file, job_reading
 from gptctl.jobs.appended_file import AppendedFile
 from gptctl.jobs.costs import ledger_of_job
 from gptctl.jobs.job_reading import JobReader
@@ -93,7 +93,7 @@ def test_rows_are_those_of_plot(job: JobRecord) -> None:
     """In whatever pieces they arrive; also when a later attempt trains steps again."""
     file = Path(job.output_dir, "metrics.jsonl")
     text = "".join([row(step) for step in (1, 2, 3, 4)] + [row(step, attempt=1) for step in (3, 4, 5)])
-    rows = LiveRows(job, 1 << 20)
+    rows = LiveRows(job, 1 << 20, 1000)
     with file.open("a") as stream:
         for start in range(0, len(text), 97):
             stream.write(text[start : start + 97])
@@ -104,9 +104,8 @@ def test_rows_are_those_of_plot(job: JobRecord) -> None:
     assert len(rows.rows) == 7
 
 
-def test_old_steps_are_thinned_out(job: JobRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_rows, "MOST_ROWS", 1000)
-    file, rows = Path(job.output_dir, "metrics.jsonl"), LiveRows(job, 1 << 20)
+def test_old_steps_are_thinned_out(job: JobRecord) -> None:
+    file, rows = Path(job.output_dir, "metrics.jsonl"), LiveRows(job, 1 << 20, 1000)
     with file.open("a") as stream:
         for start in range(1, 10_001, 100):
             stream.write("".join(row(step) for step in range(start, start + 100)))
