@@ -115,6 +115,7 @@ gpu: $(READY)
 bench: $(READY)
 	@$(BIN)/python tests/bench/startup.py
 	@$(BIN)/python tests/bench/follow.py
+	@$(BIN)/python tests/bench/top.py
 	@$(BIN)/python tests/bench/training.py
 	@$(BIN)/python tests/bench/measuring.py
 	@$(BIN)/python tests/bench/report.py

@@ -52,8 +52,9 @@ def add_job(
     for step, is_verified in verified.items():
         save_verified(output, step, is_verified)
     where = {"local_dir": str(run), "log_dir": str(run / "logs"), "output_dir": str(output)}
-    values = {"cluster": "local", "kind": "local", "handle": {"pid": 1}, **where, **facts}
-    record = JobRecord(name, "gpt", created, nodes=1, per_node=1, world=1, token=f"token-{name}", **values)
+    size = {"nodes": 1, "per_node": 1, "world": 1}
+    values = {"cluster": "local", "kind": "local", "handle": {"pid": 1}, **size, **where, **facts}
+    record = JobRecord(name, "gpt", created, token=f"token-{name}", **values)
     store = Store(root / "home")
     assert store.add(record)
     store.accept(record)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptctl.cli.chart import ChartSize
 from gptctl.cli.table_layout import Column, as_columns, broken_name, fitted, wrapped
+from gptctl.cli.top_lines import STYLES, StyledLine
 from gptctl.reporting import Progress
 from gptctl.text import CONTROL, clean
 from trainer.errors import Finding, UserError
@@ -24,6 +25,7 @@ from trainer.errors import Finding, UserError
 if TYPE_CHECKING:
     from gptctl.spec.check import Checked
 
+Picture = Callable[[int, int], Sequence[StyledLine]]  # of so many columns and lines
 LARGEST_CHART = ChartSize(160, 40)
 PAIR_MARGINS = 7  # characters around and between the two columns of `print_pairs`
 SAY_EVERY = 5.0  # seconds between two progress messages in a log
@@ -153,6 +155,28 @@ class TerminalScreen:
         # Log lines are written to the same buffer: using it directly keeps the order.
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()
+
+
+@contextmanager
+def live_lines() -> Iterator[Callable[[Picture], None]]:
+    """Fill the window with lines that change; it looks as before at the end. For terminals only."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = _console()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+
+        def draw(picture: Picture) -> None:
+            console.width, lines = terminal_width(), os.get_terminal_size(sys.stdout.fileno()).lines
+            # One line less: a full last line scrolls some terminals.
+            rows = [
+                Text.assemble(*((part.text, STYLES[part.style]) for part in row), no_wrap=True)
+                for row in picture(console.width, lines - 1)
+            ]
+            live.update(Group(*rows), refresh=True)
+
+        yield draw
 
 
 def has_colours() -> bool:

@@ -40,10 +40,10 @@ def times_of_job(record: JobRecord, state: str, store: Store, now: float) -> Job
     if not record.run_folder.is_dir():
         return JobTimes(None, kept_ledger(record) or Ledger(record.id, 0.0, []))
     timeline = timeline_of(record, is_over=state in FINAL)
-    return JobTimes(timeline, ledger_of(timeline, now, _reached_before(record, timeline, store)))
+    return JobTimes(timeline, ledger_of(timeline, now, reached_before(record, timeline, store)))
 
 
-def _reached_before(record: JobRecord, timeline: Timeline, store: Store) -> int:
+def reached_before(record: JobRecord, timeline: Timeline, store: Store) -> int:
     """The last step of the jobs that this one continues; 0 if it starts at step 0."""
     first = next((event for event in timeline.events if event.name == FIRST_STEP), None)
     if first is None or not first.facts.get("resumed"):

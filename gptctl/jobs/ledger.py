@@ -184,8 +184,8 @@ class _Accounting:
     ) -> None:
         self.span, self.events, self.rows, self.reached = span, events, rows, reached
         self.last = last_steps.get(span.attempt)
-        # Sorted by time, as all events: every step looks for its own.
-        self.stalls = [event for event in events if event.name in _STALLS]
+        # Sorted by time: a long job has thousands, and each of its steps asks for a few.
+        self.stalls = sorted((e for e in events if e.name in _STALLS), key=lambda e: e.time)
         self.stall_times = [event.time for event in self.stalls]
         self.found: list[Segment] = []
         self.at = span.began

@@ -86,8 +86,11 @@ class Clocks:
         return float(offset + clock)
 
 
-def timeline_of(record: JobRecord, is_over: bool) -> Timeline:
-    """Read what is known of a job, from its files on this machine."""
+def timeline_of(record: JobRecord, is_over: bool, known: list[Row] | None = None) -> Timeline:
+    """Read what is known of a job, from its files on this machine.
+
+    `known`: its rows, from a reader that has read the metrics already.
+    """
     clocks, folder = Clocks(), RunFolder(record.local_dir)
     own = events_in(engine_events(record), clocks)
     trainer = events_in(trainer_events(record), clocks)
@@ -98,7 +101,7 @@ def timeline_of(record: JobRecord, is_over: bool) -> Timeline:
     events = sorted([*own, *trainer, *ranks], key=lambda event: event.time)
     submitted = Event(SUBMITTED, record.created, -1, {})
     hosts = {event.attempt: event.facts.get("host") for event in trainer}
-    rows = _metrics(record, clocks, hosts)
+    rows = _on_clocks(_metrics(record) if known is None else known, clocks, hosts)
     allocations = _allocations(record, folder, events, rows, is_over)
     steps = {number: step for number in runs if (step := _last_step(folder, number))}
     return Timeline(record.id, record.created, [submitted, *events], allocations, rows, steps)
@@ -130,15 +133,20 @@ def _rank_events(attempt: int, runs: Iterable[RankRun]) -> Iterator[Event]:
             yield Event(RANK_EXIT, run.ended, attempt, facts)
 
 
-def _metrics(record: JobRecord, clocks: Clocks, hosts: Mapping[int, Any]) -> list[Row]:
+def _metrics(record: JobRecord) -> list[Row]:
     """Every recorded step, also those that were trained again later."""
-    rows = recorded_rows(record, NEEDED, with_repeated=True)
+    return recorded_rows(record, NEEDED, with_repeated=True)
+
+
+def _on_clocks(rows: Iterable[Row], clocks: Clocks, hosts: Mapping[int, Any]) -> list[Row]:
     rows = sorted((row for row in rows if is_time(row.get("time"))), key=lambda row: row["time"])
+    steady: list[Row] = []  # new rows: whoever reads on must find the old ones as they were
     for row in rows:
         host = hosts.get(row["attempt"])
         if isinstance(host, str) and is_number(row.get("clock")):
-            row["time"] = clocks.time_of(row, host)
-    return sorted(rows, key=lambda row: row["time"])
+            row = {**row, "time": clocks.time_of(row, host)}
+        steady.append(row)
+    return sorted(steady, key=lambda row: row["time"])
 
 
 def _last_step(folder: RunFolder, attempt: int) -> LastStep | None:

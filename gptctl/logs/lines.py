@@ -187,7 +187,7 @@ def _glog_seconds(moment: bytes, changed: float) -> float | None:
     return None
 
 
-def parse_since(text: str, now: float | None = None) -> float:
+def parse_since(text: str, now: float | None = None, option: str = "--since") -> float:
     """Parse `90s`, `5m`, `2h`, `1d` (ago), `07:30` (of the last 24 hours) or an ISO 8601 time."""
     now = time.time() if now is None else now
     if found := re.fullmatch(r"(\d{1,9})([smhd])", text.strip(), re.ASCII):
@@ -202,7 +202,7 @@ def parse_since(text: str, now: float | None = None) -> float:
         return datetime.fromisoformat(re.sub("Z$", "+00:00", text.strip())).timestamp()
     except (ValueError, OverflowError):
         raise UserError(
-            f"--since {text[:60]!r}: invalid time",
+            f"{option} {text[:60]!r}: invalid time",
             "write how long ago (90s, 5m, 2h, 1d), a time (07:30) or a date (2026-11-16T07:30)",
             WRONG_USAGE,
         ) from None

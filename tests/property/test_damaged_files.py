@@ -51,7 +51,7 @@ READERS = (
     "logs V --failed --json|logs V --list|logs V --metrics --json|logs V --errors|logs V --json|wait V --timeout 0|"
     "wait V --timeout 0 --json|rerun V --dry-run|resume V --dry-run|sweep list --json|sweep show|sweep show --json|"
     "sweep best --json|fetch V|plot V|diff V|diff V V --json|diff V V --all --code|stacks V|status|list --json|@queue|@admission|@ranks|"
-    "tag V --json|list --tag exp=lr --tag best --sort -loss --size|rm --older 0s --tag exp --dry-run --json|cost V|cost --json"
+    "tag V --json|list --tag exp=lr --tag best --sort -loss --size|rm --older 0s --tag exp --dry-run --json|cost V|cost --json|top|top V|top V --json|top --json|top V --at 1h --json"
 ).split("|")
 WRITERS = "tag V exp=wd --add seen|cancel V|cancel V --now|rm V --yes|rm V --here --yes|rm V --yes --json".split("|")
 

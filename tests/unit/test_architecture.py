@@ -21,8 +21,8 @@ TORCH_FREE = tuple(
     f"trainer.{name}"
     for name in "errors layout layout_rules config estimate memory tape rank_plan logit_chunks collectives logline durable checksums input_files rank_log cache_folder savings checkpoint_names corpus trace_files secret_names event_names trackers".split()
 )
-HEAVY = ("torch", "numpy", "rich", "jinja2", "submitit", "paramiko", "yaml", "plotext")
-ONE_FILE_EACH = ("rich", "jinja2", "submitit", "paramiko", "plotext")
+HEAVY = ("torch", "numpy", "rich", "jinja2", "submitit", "paramiko", "yaml", "plotext", "textual")
+ONE_FILE_EACH = ("rich", "jinja2", "submitit", "paramiko", "plotext", "textual")
 UNWANTED_NAMES = ("utils.py", "helpers.py", "common.py")
 
 # From the command line down to what runs on nodes: a module imports only from its own layer and from those below.

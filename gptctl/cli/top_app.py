@@ -1,0 +1,117 @@
+"""`gptctl top` in full screen: draws lines, passes on keys. Only this module imports textual."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import events
+from textual.app import App, ComposeResult
+from textual.binding import BindingType
+from textual.content import Content
+from textual.widgets import Static
+
+from gptctl.cli.top_feed import TopFeed
+from gptctl.cli.top_keys import Looking, pressed, settled
+from gptctl.cli.top_lines import STYLES, StyledLine
+from gptctl.cli.top_view import top_lines
+from gptctl.jobs.top_collector import TopCollector, Wanted
+from gptctl.jobs.top_snapshot import TopSnapshot
+
+# textual's names of the terminal's own colours.
+_STYLES = {
+    name: " ".join(f"ansi_{word}" if word in _COLOURS else word for word in style.split())
+    for _COLOURS in [("green", "cyan", "yellow", "red", "magenta")]
+    for name, style in STYLES.items()
+}
+
+
+class TopApp(App[None]):
+    CSS = "Screen { background: ansi_default; } Static { width: 100%; height: 100%; }"
+    ENABLE_COMMAND_PALETTE = False
+    # textual's own bindings (ctrl+q, ctrl+c) would answer before `on_key`.
+    BINDINGS: ClassVar[list[BindingType]] = []
+    INHERIT_BINDINGS = False
+
+    def __init__(self, collector: TopCollector, look: Looking, interval: float) -> None:
+        super().__init__(ansi_color=True)
+        self.look, self.snapshot = look, None
+        self._newest: TopSnapshot | None = None
+        self.feed = TopFeed(collector, interval, self._take, self._end)
+
+    snapshot: TopSnapshot | None
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="screen")
+
+    def on_mount(self) -> None:
+        self.theme = "ansi-dark"
+        self._want()
+        self.feed.start()
+
+    def _take(self, snapshot: TopSnapshot) -> None:
+        # Called by the thread that reads.
+        if self.is_running:
+            self.call_later(self._show, snapshot)
+
+    def _end(self) -> None:
+        if self.is_running:
+            self.call_later(self.exit)
+
+    def _show(self, snapshot: TopSnapshot) -> None:
+        self._newest = snapshot
+        # What somebody reads stays; notes come in any case.
+        if self.look.follows or self.snapshot is None:
+            self.snapshot = snapshot
+        else:
+            self.snapshot = self.snapshot._replace(notes=snapshot.notes)
+        self.draw()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.draw()
+
+    def on_key(self, event: events.Key) -> None:
+        event.stop()
+        if self.snapshot is None:
+            if event.key in ("q", "ctrl+c"):
+                self.close()
+            return
+        before = self.look
+        self.look = pressed(before, event.key, event.character, self.snapshot)
+        if self.look.quits:
+            self.close()
+            return
+        if self.look.stops:
+            self.feed.cancel(self.look.stops)
+        self._follow_look(before)
+        self.draw()
+
+    def _follow_look(self, before: Looking) -> None:
+        """Show the newest again where another job or rank is looked at."""
+        is_other = (before.opened, before.rank) != (self.look.opened, self.look.rank)
+        if is_other or (self.look.follows and not before.follows):
+            self.look = self.look._replace(follows=True)
+            self.snapshot = self._newest or self.snapshot
+        self._want()
+
+    def _want(self) -> None:
+        rank = self.look.rank if self.look.opened else None
+        self.feed.want(Wanted(self.look.opened, rank))
+
+    def draw(self) -> None:
+        if self.snapshot:
+            self.look = settled(self.look, self.snapshot)
+        lines = top_lines(self.snapshot, self.look, self.size.width, self.size.height)
+        self.query_one("#screen", Static).update(content_of(lines))
+
+    def close(self) -> None:
+        self.feed.stop()
+        self.exit()
+
+
+def content_of(lines: list[StyledLine]) -> Content:
+    # As pairs, never as markup: text of jobs may have brackets.
+    parts: list[str | tuple[str, str]] = []
+    for number, line in enumerate(lines):
+        parts += ["\n"] if number else []
+        parts += [(text, _STYLES[style]) if style else text for text, style in line]
+    return Content.assemble(*parts)

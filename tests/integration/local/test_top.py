@@ -1,0 +1,82 @@
+"""`gptctl top` on a real terminal (a pty), with a real job of one rank, and without textual. Oracles: the record of the
+job, and what a terminal is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from tests.integration.local.test_jobs import SMALL
+from tests.job_records import add_job
+from tests.terminal import GPTCTL, Run
+
+ALTERNATE, NORMAL = b"\x1b[?1049h", b"\x1b[?1049l"  # the screen of full-screen programs, and back
+
+
+def plain(run: Run) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", run.text)
+
+
+def test_a_job_is_watched_and_stopped(jobs) -> None:
+    """Opened in the list, followed by its steps, stopped by a key. Its record says that it was cancelled."""
+    jobs.gptctl("init")
+    job = jobs.submit(*SMALL, "-o", "Engine.max_steps=100000", "-o", "Engine.logging_freq=5", "--gpus-per-node", "1")
+    run = Run(GPTCTL, "top", cwd=jobs.folder)
+    run.read_until(job)
+    run.press(b"\r")
+    run.read_until("log of rank 0")
+    run.read_until("/100000  loss")  # a line of its log
+    run.press(b"c")
+    run.read_until(f"stop {job}?")
+    run.press(b"y")
+    run.read_until(f"{job} has been stopped")
+    run.press(b"q")
+    assert run.finish() == 0
+    assert ALTERNATE in run.shown
+    assert run.shown.rindex(NORMAL) > run.shown.rindex(ALTERNATE), "the terminal is as it was"
+    assert json.loads((jobs.run_dir(job) / "result.json").read_text())["state"] == "CANCELLED"
+    # As it was while it ran, and as it is now.
+    events = [
+        json.loads(line) for line in (jobs.run_dir(job) / "output" / "events.jsonl").read_text().splitlines() if line
+    ]
+    first = next(event["time"] for event in events if event["event"] == "first step")
+    at = datetime.fromtimestamp(first + 0.5).isoformat()
+    past = json.loads(jobs.gptctl("top", job, "--json", "--at", at).stdout)
+    assert past["detail"]["summary"]["state"] == "RUNNING"
+    assert past["detail"]["events"][-1]["text"].startswith(("first step", "checkpoint"))
+    now = json.loads(jobs.gptctl("top", job, "--json").stdout)
+    assert now["detail"]["summary"]["state"] == "CANCELLED"
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_without_textual(tmp_path: Path, columns: int) -> None:
+    """The same picture without keys; Ctrl-C ends it, and the screen is given back."""
+    add_job(tmp_path, "gpt-111111", loss=2.5)
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(
+        "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda name, *more: None if name == 'textual' else find(name, *more)\n"
+    )
+    where = {"GPTCTL_HOME": str(tmp_path / "home"), "PYTHONPATH": str(hidden)}
+    run = Run(GPTCTL, "top", cwd=tmp_path, columns=columns, **where)
+    run.read_until("gpt-111111")
+    run.read_until("Ctrl-C ends")
+    run.press(b"\x03")
+    assert run.finish() == 130
+    assert run.shown.rindex(NORMAL) > run.shown.rindex(ALTERNATE)
+    assert "COMPLETED" in plain(run)
+
+
+def test_in_a_small_window(tmp_path: Path) -> None:
+    """It is drawn again when the window changes."""
+    add_job(tmp_path, "gpt-111111", loss=2.5)
+    run = Run(GPTCTL, "top", "gpt-111111", cwd=tmp_path, columns=30, GPTCTL_HOME=str(tmp_path / "home"))
+    run.read_until("COMPLETED")
+    run.resize(100)
+    run.read_until("thousand" if "thousand" in run.text else "q quit")
+    run.press(b"q")
+    assert run.finish() == 0

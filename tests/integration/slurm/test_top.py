@@ -1,0 +1,81 @@
+"""`gptctl top` with a real Slurm: jobs that wait, run and end, and how often the controller is asked. Oracles: the counter of
+the lab's clients, and Slurm's own states."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import termios
+import threading
+import time
+
+import pytest
+
+from tests.integration.slurm.login import Login, await_true
+from tests.lab import Lab
+
+
+@pytest.fixture
+def login(lab: Lab) -> Login:
+    return Login(lab)
+
+
+def test_pending_running_and_ended_jobs(login: Login) -> None:
+    ended = login.submit_quick("--nodes", "1")
+    login.wait(ended["job"], "COMPLETED")
+    running = login.submit_quick("--nodes", "1", JOB_SECONDS="100")
+    pending = login.submit_quick("--sbatch", "begin=now+100")
+    login.wait(running["job"], "RUNNING")
+    before = len(login.lab.calls())
+    shown = json.loads(login.run("top", "--json").stdout)
+    assert [name for _, name in login.lab.calls()[before:]] == ["squeue"]
+    states = {job["job"]: job["state"] for job in shown["jobs"]}
+    assert states == {pending["job"]: "PENDING", running["job"]: "RUNNING", ended["job"]: "COMPLETED"}
+    reasons = {job["job"]: job["reason"] for job in shown["jobs"]}
+    assert reasons[pending["job"]].startswith("BeginTime, expected to start 20")
+    assert reasons[pending["job"]] in login.run("top", pending["job"]).stdout
+
+
+@pytest.mark.long
+def test_watching_asks_seldom(login: Login) -> None:
+    """At most 12 questions a minute in full screen, while jobs start and end, and one is opened."""
+    running = login.submit_quick("--nodes", "1", JOB_SECONDS="12")
+    login.submit_quick("--sbatch", "begin=now+100")
+    login.wait(running["job"], "RUNNING")
+    terminal, inside = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    login.env["TERM"] = "xterm-256color"
+    before, began = len(login.lab.calls()), time.monotonic()
+    process = login.start("top", stdin=inside, stdout=inside, stderr=inside)
+    os.close(inside)
+    shown = bytearray()
+    threading.Thread(target=_drain, args=(terminal, shown), daemon=True).start()
+    await_true(lambda: running["job"] in _text(shown), 20)
+    os.write(terminal, b"\x1b[B\r")
+    await_true(lambda: "log of rank 0" in _text(shown), 20)
+    time.sleep(20)
+    os.write(terminal, b"\x1b")
+    await_true(lambda: "COMPLETED" in _text(shown), 20)
+    minutes = (time.monotonic() - began) / 60
+    asked = [name for _, name in login.lab.calls()[before:]]
+    os.write(terminal, b"q")
+    assert process.wait(20) == 0
+    print(f"{len(asked) / minutes:.1f} questions a minute: {sorted(set(asked))}")
+    assert set(asked) == {"squeue"}
+    assert 2 <= len(asked) <= 12 * minutes + 1
+
+
+def _drain(terminal: int, shown: bytearray) -> None:
+    while True:
+        try:
+            shown += os.read(terminal, 1 << 16)
+        except OSError:  # the program has closed its terminal
+            return
+
+
+def _text(shown: bytearray) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="replace"))

@@ -1,0 +1,266 @@
+"""How `gptctl top` reads jobs. Oracles: what the tests wrote, and the readers of `plot` and `cost`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptctl.backends import Backends, JobState
+from gptctl.jobs import appended_file, job_reading
+from gptctl.jobs.appended_file import AppendedFile
+from gptctl.jobs.costs import ledger_of_job
+from gptctl.jobs.job_reading import JobReader
+from gptctl.jobs.live_rows import LiveRows
+from gptctl.jobs.run_metrics import whole_run
+from gptctl.jobs.store import JobRecord, Store
+from gptctl.jobs.timeline import Event
+from gptctl.jobs.top_collector import TopCollector, Wanted
+from gptctl.jobs.top_snapshot import detail_of, event_text, summary_of, told_events
+from tests.job_records import add_job
+
+RUNNING = JobState("RUNNING")
+
+
+def row(step: int, job: str = "gpt-1", **facts: Any) -> str:
+    values = {"step": step, "loss": 5.0 - step / 1000, "step_time": 0.1, "tokens_per_second": 1000.0, "attempt": 0}
+    return json.dumps({**values, "job": job, "time": 1000.0 + step, "max_steps": 500, **facts}) + "\n"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setenv("GPTCTL_HOME", str(tmp_path / "home"))
+    return Store(tmp_path / "home")
+
+
+@pytest.fixture
+def job(tmp_path: Path, store: Store) -> JobRecord:
+    return add_job(tmp_path, "gpt-1", "RUNNING")
+
+
+def test_only_new_lines_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    file = AppendedFile(path, 100)
+    assert file.new_lines() == (b"", False), "not there yet"
+    path.write_bytes(b"one\ntwo\nthr")
+    assert file.new_lines() == (b"one\ntwo\n", True)
+    assert file.new_lines() == (b"", False)
+    with path.open("ab") as stream:
+        stream.write(b"ee\nfour\n")
+    assert file.new_lines() == (b"three\nfour\n", False)
+    path.write_bytes(b"new\n")
+    assert file.new_lines() == (b"new\n", True), "shorter: another file"
+    (tmp_path / "other").write_bytes(b"replaced\n" * 2)
+    os.replace(tmp_path / "other", path)
+    assert file.new_lines() == (b"replaced\n" * 2, True)
+
+
+def test_of_a_large_file_the_end_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"".join(b"line %03d\n" % number for number in range(200)))
+    file = AppendedFile(path, 100)
+    assert file.new_lines().data == b"".join(b"line %03d\n" % number for number in range(189, 200))
+
+
+def test_an_endless_line_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appended_file, "LONGEST_LINE", 50)
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 5000)
+    file = AppendedFile(path, 100)
+    assert [file.new_lines().data for _ in range(3)] == [b""] * 3
+    assert file._offset == 5000
+    with path.open("ab") as stream:
+        stream.write(b"its end\nnext\n")
+    assert file.new_lines().data == b"next\n"
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "fifo"])
+def test_what_is_no_file_is_empty(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "file"
+    if kind == "folder":
+        path.mkdir()
+    if kind == "fifo":
+        os.mkfifo(path)
+    assert AppendedFile(path, 100).new_lines() == (b"", False)
+
+
+def test_rows_are_those_of_plot(job: JobRecord) -> None:
+    """In whatever pieces they arrive; also when a later attempt trains steps again."""
+    file = Path(job.output_dir, "metrics.jsonl")
+    text = "".join([row(step) for step in (1, 2, 3, 4)] + [row(step, attempt=1) for step in (3, 4, 5)])
+    rows = LiveRows(job, 1 << 20, 1000)
+    with file.open("a") as stream:
+        for start in range(0, len(text), 97):
+            stream.write(text[start : start + 97])
+            stream.flush()
+            rows.refresh()
+    expected = [(each["step"], each["attempt"], each["loss"]) for each in whole_run([job])]
+    assert [(each["step"], each["attempt"], each["loss"]) for each in rows.run] == expected
+    assert len(rows.rows) == 7
+
+
+def test_old_steps_are_thinned_out(job: JobRecord) -> None:
+    file, rows = Path(job.output_dir, "metrics.jsonl"), LiveRows(job, 1 << 20, 1000)
+    with file.open("a") as stream:
+        for start in range(1, 10_001, 100):
+            stream.write("".join(row(step) for step in range(start, start + 100)))
+            stream.flush()
+            rows.refresh()
+    assert len(rows.run) <= 1000
+    steps = [each["step"] for each in rows.run]
+    assert (steps[0], steps[-1]) == (1, 10_000)
+    assert steps[-100:] == list(range(9901, 10_001)), "recent ones are complete"
+
+
+def test_a_script_is_read_from_its_log(tmp_path: Path, store: Store) -> None:
+    script = add_job(tmp_path, "gpt-2", "RUNNING")._replace(output_dir="")
+    logs = Path(script.log_dir, "attempt-0")
+    logs.mkdir(parents=True)
+    line = (
+        "[2026-11-16 04:25:43,446] [    INFO] - global step 7, epoch: 0, batch: 6, loss: 1.820000000, avg_reader_cost: 0.00100 sec, "
+        "avg_batch_cost: 0.25000 sec, speed: 4.00 step/s, ips_total: 4096 tokens/s, ips: 2048 tokens/s, learning rate: 5.00000e-05\n"
+    )
+    (logs / "workerlog.0").write_text(line)
+    reading = JobReader(script, store, is_detailed=True).read(RUNNING, rank=0)
+    shown = detail_of(reading, time.time())
+    assert (shown.summary.step, shown.summary.loss, shown.summary.tokens_per_second) == (7, 1.82, 4096.0)
+    assert [each.text for each in shown.log.lines] == [" ".join(line.split())] if shown.log else False
+
+
+def test_goodput_is_that_of_cost(job: JobRecord, store: Store) -> None:
+    events = [{"event": "started", "time": 1000.0, "nodes": 1, "per_node": 1}, {"event": "end", "time": 1010.0}]
+    Path(job.local_dir, "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    first = {"event": "first step", "time": 1000.5, "attempt": 0, "resumed": 0}
+    Path(job.output_dir, "events.jsonl").write_text(json.dumps(first) + "\n")
+    Path(job.output_dir, "metrics.jsonl").write_text("".join(row(step, step_time=0.9) for step in range(1, 9)))
+    reading = JobReader(job, store).read(JobState("COMPLETED"))
+    expected = ledger_of_job(job, "COMPLETED", store, time.time()).goodput
+    assert expected
+    assert expected > 0.5
+    assert summary_of(reading, time.time()).goodput == pytest.approx(expected)
+
+
+GARBAGE = [b"", b"\0" * 5000, b"{" * 5000, os.urandom(20_000), b"[]\n" * 3000, b'{"step": 1e999, "time": -5}\n' * 50]
+GARBAGE += [
+    b'{"step": 3, "loss": "x", "time": [], "attempt": -7, "ips_total": {}}\n',
+    b'{"event": {}, "time": 1e400}\n' * 9,
+]
+GARBAGE += [
+    b'{"event": "rank exit", "attempt": 0, "time": 5, "rank": [1], "how": {"a": 1}}\n{"event": "\x1b[2J", "time": 7}\n'
+]
+GARBAGE += [b'{"step": 3, "own_ms": [1, 2], "time": 5}\n{"step": 4, "loss": 2.5, "time": 9e10, "max_steps": 0}\n']
+
+
+@pytest.mark.parametrize("data", GARBAGE)
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "LOST"])
+def test_damaged_files_are_no_error(tmp_path: Path, job: JobRecord, store: Store, data: bytes, state: str) -> None:
+    for name in ("metrics.jsonl", "metrics.repeated.jsonl", "rank_times.jsonl", "events.jsonl"):
+        Path(job.output_dir, name).write_bytes(data)
+    for name in ("events.jsonl", "config.json", "attempt-0/ranks.0.jsonl", "attempt-0/last-step", "alive.json"):
+        Path(job.local_dir, name).write_bytes(data)
+    logs = Path(job.log_dir, "attempt-0")
+    logs.mkdir(parents=True)
+    (logs / "workerlog.0").write_bytes(data)
+    for at in (None, 0.0, 5.0, time.time()):
+        collector = TopCollector(store, Backends(print), None, at)
+        collector.ask()
+        collector._states["gpt-1"] = JobState(state)
+        shown = collector.snapshot(Wanted("gpt-1", 0))
+        json.dumps(shown.as_json(), allow_nan=False)
+
+
+def test_a_huge_file_takes_little_memory(job: JobRecord, store: Store) -> None:
+    """Sparse: gigabytes of NULs, and rows at the end."""
+    for name in ("metrics.jsonl", "events.jsonl", "rank_times.jsonl"):
+        with Path(job.output_dir, name).open("wb") as stream:
+            stream.truncate(2 << 30)
+            stream.seek(0, 2)
+            stream.write(b"\n" + row(9).encode())
+    reader = JobReader(job, store, is_detailed=True)
+    began = time.process_time()
+    tracemalloc.start()
+    try:
+        assert reader.read(RUNNING).run[-1]["step"] == 9
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 << 20
+    assert time.process_time() - began < 5
+
+
+def test_expensive_parts_are_read_seldom(job: JobRecord, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = job_reading.timeline_of
+    monkeypatch.setattr(job_reading, "timeline_of", lambda *words: calls.append(1) or original(*words))
+    reader, file = JobReader(job, store), Path(job.output_dir, "metrics.jsonl")
+    for step in range(1, 20):
+        with file.open("a") as stream:
+            stream.write(row(step))
+        assert reader.read(RUNNING).run[-1]["step"] == step
+    assert len(calls) == 1
+    reader.read(JobState("COMPLETED"))
+    assert len(calls) == 2, "a new state is shown with all of its events"
+
+
+def test_a_job_without_a_folder(tmp_path: Path, store: Store) -> None:
+    gone = JobRecord("gpt-9", "gpt", 5.0, "x", "local", str(tmp_path / "no"), str(tmp_path / "no/logs"), 1, 1, 1)
+    reading = JobReader(gone, store, is_detailed=True).read(JobState("COMPLETED"), rank=0)
+    shown = detail_of(reading, 10.0)
+    assert (shown.summary.step, shown.summary.goodput, shown.events[0].text) == (None, None, "submitted")
+
+
+def test_a_thousand_exits_are_told_by_few() -> None:
+    exits = [Event("rank exit", 5.0, 0, {"rank": rank, "how": "SIGTERM"}) for rank in range(1000)]
+    well = [Event("rank exit", 6.0, 0, {"rank": 0, "how": "exit 0"})]
+    assert told_events([*exits, *well]) == exits[:3]
+    assert event_text(exits[0]) == "rank 0 exited: SIGTERM"
+    assert event_text(Event("of a newer version", 5.0, 0, {})) == "of a newer version"
+
+
+def test_all_jobs_newest_first(tmp_path: Path, store: Store) -> None:
+    for number in range(40):
+        add_job(tmp_path, f"gpt-{number:02}", days=float(40 - number))
+    collector = TopCollector(store, Backends(print), None, None)
+    collector.ask()
+    shown = collector.snapshot(Wanted())
+    assert [each.job for each in shown.jobs] == [f"gpt-{number:02}" for number in range(39, 9, -1)]
+    assert {each.state for each in shown.jobs} == {"COMPLETED"}
+    # Ended jobs are read once.
+    for each in range(10, 40):
+        assert (f"gpt-{each:02}", False) not in collector._readers
+
+
+def test_cancel_says_what_happened(tmp_path: Path, store: Store) -> None:
+    add_job(tmp_path, "gpt-1")
+    collector = TopCollector(store, Backends(print), None, None)
+    collector.ask()
+    assert collector.cancel("gpt-1") == "gpt-1 has ended already"
+    assert collector.cancel("gpt-none") == "gpt-none has ended already"
+
+
+def test_the_past_is_read_once(job: JobRecord, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(job.output_dir, "metrics.jsonl").write_text("".join(row(step) for step in range(1, 9)))
+    times = "".join(
+        json.dumps({"step": step, "own_ms": [step, 2.0], "time": 1000.0 + step}) + "\n" for step in range(1, 9)
+    )
+    Path(job.output_dir, "rank_times.jsonl").write_text(times)
+    record = job._replace(created=900.0)
+    collector = TopCollector(store, Backends(print), record, 1004.5)
+    collector.ask()
+    reads = []
+    original = job_reading.rank_times
+    monkeypatch.setattr(job_reading, "rank_times", lambda record: reads.append(1) or original(record))
+    for wanted in (Wanted("gpt-1", 0), Wanted("gpt-1", 1), Wanted("gpt-1", 0)):
+        found = collector.snapshot(wanted).detail
+        assert found
+        assert found.ranks
+        assert (found.summary.step, found.ranks.step, found.ranks.own_ms) == (4, 4, [4, 2.0])
+    assert len(reads) == 1
+    assert (
+        TopCollector(store, Backends(print), job._replace(created=2000.0), 1004.5).snapshot(Wanted("gpt-1")).jobs == ()
+    )
