@@ -19,7 +19,7 @@ MOST_GROUPS = 256  # rows of the table; beyond that each of them stands for seve
 NUM_SLOWEST = 5
 
 
-class SlowRank(NamedTuple):
+class RankRatio(NamedTuple):
     rank: int
     ratio: float  # its own time against that of the median rank, over all logged steps
 
@@ -31,7 +31,7 @@ class RankMap(NamedTuple):
     ranks_per_row: int
     steps: list[tuple[int, int]]  # of each column: the first and the last
     rows: list[list[float | None]]  # None: the rank did not exist then
-    slowest: list[SlowRank]  # the slowest one first
+    slowest: list[RankRatio]  # the slowest one first
 
 
 class _Bin:
@@ -104,9 +104,9 @@ def _added(one: list[float], other: list[float]) -> list[float]:
     return [*map(operator.add, longer, shorter), *longer[len(shorter) :]]
 
 
-def _slowest(total: list[float]) -> list[SlowRank]:
+def _slowest(total: list[float]) -> list[RankRatio]:
     usual = median(total)
     if len(total) < 2 or usual <= 0:
         return []
     ranks = sorted(range(len(total)), key=total.__getitem__, reverse=True)
-    return [SlowRank(rank, total[rank] / usual) for rank in ranks[:NUM_SLOWEST]]
+    return [RankRatio(rank, total[rank] / usual) for rank in ranks[:NUM_SLOWEST]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from pathlib import Path
@@ -171,9 +172,12 @@ def test_no_report_blames_the_rank_of_another_host(files: LocalLogFiles, tmp_pat
     assert list(file_reading.noticed) == [str(tmp_path / "attempt-0" / "ranks.1.jsonl")]
 
 
-def test_a_file_without_end_is_read_in_part() -> None:
+def test_a_file_without_end_is_read_in_part(request: pytest.FixtureRequest) -> None:
     """Megabytes of lines that say nothing, or of lines with large values, cost little more than a large real file."""
     real = line("start", 0, 0, padding="x" * 150) * MOST_EVENTS
+    # What other tests keep in memory must not be searched for garbage meanwhile.
+    gc.freeze()
+    request.addfinalizer(gc.unfreeze)
     began = time.process_time()
     assert len(rank_events(real)) == MOST_EVENTS
     cost_of_real = time.process_time() - began
