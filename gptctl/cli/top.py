@@ -13,6 +13,7 @@ from gptctl.cli.session import Session
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
+    from gptctl.cli.top_app import TopApp
     from gptctl.cli.top_keys import Looking
     from gptctl.jobs.top_collector import TopCollector
     from gptctl.jobs.top_snapshot import TopSnapshot
@@ -63,8 +64,8 @@ def top(session: Session, job: str | None, at: str | None, interval: float, as_j
     with private_files():
         if as_json or not sys.stdout.isatty() or not ui.TerminalScreen().is_in_place:
             print_once(collector, look, as_json)
-        elif sys.stdin.isatty() and has_textual():
-            run_app(collector, look, interval)
+        elif sys.stdin.isatty() and (app := app_of_textual()):
+            run_app(app(collector, look, interval))
         else:
             run_plainly(collector, look, interval)
 
@@ -117,16 +118,16 @@ def print_once(collector: TopCollector, look: Looking, as_json: bool) -> None:
         ui.say(f"note: {note}")
 
 
-def has_textual() -> bool:
-    from importlib.util import find_spec
+def app_of_textual() -> type[TopApp] | None:
+    """Return the program with keys; None if textual is missing, or too old."""
+    try:
+        from gptctl.cli.top_app import TopApp
+    except ImportError:
+        return None
+    return TopApp
 
-    return find_spec("textual") is not None
 
-
-def run_app(collector: TopCollector, look: Looking, interval: float) -> None:
-    from gptctl.cli.top_app import TopApp
-
-    app = TopApp(collector, look, interval)
+def run_app(app: TopApp) -> None:
     app.run()
     app.feed.stop()
     if app.feed.problem:

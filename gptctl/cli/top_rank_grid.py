@@ -23,8 +23,8 @@ def rank_lines(detail: JobDetail, width: int, height: int) -> list[StyledLine]:
         return [line_of(Styled("ranks", "title"), Styled(f"  {_missing(detail)}", "dim"))]
     title = f"median {median:,.1f} ms without waiting for others, step {ranks.step:,}"
     cells, group = grouped(ranks.own_ms, median, room_of(width, len(ranks.own_ms), height - 2))
-    each = f"; a cell is {group} ranks, the slowest counts" if group > 1 else ""
-    head = line_of(Styled(count(len(ranks.own_ms), "rank"), "title"), f"  {title}{each}")
+    each = f", {group} in a cell" if group > 1 else ""
+    head = line_of(Styled(count(len(ranks.own_ms), "rank"), "title"), f"{each}  {title}")
     return [head, slow_line(detail.slowest, width), *grid(cells, group, width)][:height]
 
 

@@ -67,7 +67,7 @@ def test_the_straggler_of_1024_ranks_is_named(width: int, height: int) -> None:
     assert any("slow: rank 517 on node 64 18.0 ms (1.79×)" in line for line in lines)
     assert sum(line.count("#") for line in lines if line.lstrip()[:1].isdigit()) == 1, "one cell"
     if width == 80:
-        assert any("a cell is " in line for line in lines), "what does not fit is grouped"
+        assert any("1,024 ranks, 8 in a cell  median" in line for line in lines), "what does not fit is grouped"
 
 
 def test_a_group_is_as_slow_as_its_slowest_rank() -> None:

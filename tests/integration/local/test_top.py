@@ -58,9 +58,7 @@ def test_without_textual(tmp_path: Path, columns: int) -> None:
     add_job(tmp_path, "gpt-111111", loss=2.5)
     hidden = tmp_path / "hidden"
     hidden.mkdir()
-    (hidden / "sitecustomize.py").write_text(
-        "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda name, *more: None if name == 'textual' else find(name, *more)\n"
-    )
+    (hidden / "sitecustomize.py").write_text("import sys\nsys.modules['textual'] = None\n")
     where = {"GPTCTL_HOME": str(tmp_path / "home"), "PYTHONPATH": str(hidden)}
     run = Run(GPTCTL, "top", cwd=tmp_path, columns=columns, **where)
     run.read_until("gpt-111111")
@@ -74,7 +72,9 @@ def test_without_textual(tmp_path: Path, columns: int) -> None:
 def test_in_a_small_window(tmp_path: Path) -> None:
     """It is drawn again when the window changes."""
     add_job(tmp_path, "gpt-111111", loss=2.5)
-    run = Run(GPTCTL, "top", "gpt-111111", cwd=tmp_path, columns=30, GPTCTL_HOME=str(tmp_path / "home"))
+    run = Run(
+        GPTCTL, "top", "gpt-111111", "--interval", "0.5", cwd=tmp_path, columns=30, GPTCTL_HOME=str(tmp_path / "home")
+    )
     run.read_until("COMPLETED")
     run.resize(100)
     run.read_until("thousand" if "thousand" in run.text else "q quit")
