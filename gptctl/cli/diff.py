@@ -108,13 +108,13 @@ def run_of(session: Session, job: str) -> Run:
     from gptctl.jobs.run_metrics import file_rows, removed_steps, whole_run
 
     if os.path.isfile(job):
-        return Run(job, file_facts(Path(job)), file_rows(Path(job), NEEDED))
+        return Run(job, file_facts(Path(job)), file_rows(Path(job), NEEDED, ui.say))
     if "/" in job:
         raise UserError(f"{job} does not exist", "give a job, or the path of a file", WRONG_USAGE)
     record = session.find(job)
     session.catch_up(record)
     records = lineage(record, session.store)
-    rows = whole_run(records, NEEDED)
+    rows = whole_run(records, NEEDED, ui.say)
     for note in removed_steps(records, rows):
         ui.say(note)
     if not record.run_folder.is_dir():

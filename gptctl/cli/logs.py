@@ -205,9 +205,11 @@ def show_file(path: str, options: dict[str, Any]) -> int:
             f"{path} is a file, not a job", "--follow and --failed need a job", WRONG_USAGE
         )
     if options["metrics"]:
+        from gptctl.cli import ui
         from gptctl.jobs.run_metrics import file_rows
 
-        return print_metrics(file_rows(Path(path)), options["tail"], options["as_json"])
+        rows = file_rows(Path(path), say=ui.say)
+        return print_metrics(rows, options["tail"], options["as_json"])
     # A file has no job that could still write to it.
     return print_logs_or_report(
         path, LocalFile(Path(path)), wanted_of(options, None), options, is_over=lambda: True
@@ -268,11 +270,11 @@ def rows_of(session: Session, record: JobRecord, options: dict[str, Any]) -> lis
 
     wanted = wanted_of(options, record.per_node)
     if options["all_attempts"]:
-        return each_attempt(job_rows(record, wanted))
+        return each_attempt(job_rows(record, wanted, say=ui.say))
     if any(options[name] is not None for name in ("attempt", "rank", "node")):
-        return run_rows(job_rows(record, wanted))
+        return run_rows(job_rows(record, wanted, say=ui.say))
     jobs = lineage(record, session.store)
-    rows = whole_run(jobs)
+    rows = whole_run(jobs, say=ui.say)
     for note in removed_steps(jobs, rows):
         ui.say(note)
     return rows

@@ -74,7 +74,7 @@ def run_of(session: Session, job: str | None, metrics: tuple[str, ...] | None) -
     from gptctl.jobs.run_metrics import file_rows, removed_steps, whole_run
 
     if job is not None and os.path.isfile(job):
-        return {"job": job, "run": [job], "rows": file_rows(Path(job), metrics)}
+        return {"job": job, "run": [job], "rows": file_rows(Path(job), metrics, ui.say)}
     if job is not None and "/" in job:
         raise UserError(f"{job} does not exist", "give a job, or the path of a file", WRONG_USAGE)
     record = session.find(job)
@@ -83,7 +83,7 @@ def run_of(session: Session, job: str | None, metrics: tuple[str, ...] | None) -
     session.catch_up(record)
     records = lineage(record, session.store)
     ids = [each.id for each in reversed(records)]
-    rows = whole_run(records, metrics)
+    rows = whole_run(records, metrics, ui.say)
     for note in removed_steps(records, rows) if metrics else ():
         ui.say(note)
     return {"job": record.id, "run": ids, "rows": rows}

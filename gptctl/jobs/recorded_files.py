@@ -16,7 +16,8 @@ from gptctl.engine.contract import EVENTS
 from gptctl.engine.file_reading import json_lines, open_at_once, records_of
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.metric_rows import Row, parse_metrics, rows_in, run_rows
-from gptctl.logs.row_sample import thinned
+from gptctl.logs.row_sample import sample_of
+from gptctl.reporting import Say
 from trainer.checkpoint_names import METRICS, REPEATED_METRICS
 
 MOST_METRICS = 1 << 30  # bytes, from the end of a file: about two million rows
@@ -30,8 +31,15 @@ NO_NAMES: Sequence[str] = ()
 Fields = dict[str, Any]
 
 
+def say_nothing(text: str) -> None:
+    """For callers whose sums do not need every record."""
+
+
 def recorded_rows(
-    record: JobRecord, names: tuple[str, ...] | None = None, with_repeated: bool = False
+    record: JobRecord,
+    names: tuple[str, ...] | None = None,
+    with_repeated: bool = False,
+    say: Say = say_nothing,
 ) -> list[Row]:
     """Return the rows of a job in the order of writing; empty for a script.
 
@@ -44,14 +52,22 @@ def recorded_rows(
     return [
         row
         for name in files
-        for row in rows_of_file(Path(record.output_dir, name), record.id, record.world, names)
+        for row in rows_of_file(Path(record.output_dir, name), record.id, record.world, names, say)
     ]
 
 
 def rows_of_file(
-    file: Path, job: str = "", world: int = 1, names: tuple[str, ...] | None = None
+    file: Path,
+    job: str = "",
+    world: int = 1,
+    names: tuple[str, ...] | None = None,
+    say: Say = say_nothing,
 ) -> list[Row]:
-    return thinned(rows_in(records_of(file, MOST_METRICS), job, world, names))
+    """Return the rows of one file; `say` is told if there are too many of them."""
+    sample = sample_of(rows_in(records_of(file, MOST_METRICS), job, world, names))
+    if sample.left_out:
+        say(f"{job or file} has {sample.left_out}")
+    return sample.rows()
 
 
 def newest_rows(record: JobRecord) -> tuple[list[Row], float]:

@@ -11,22 +11,25 @@ from pathlib import Path
 
 from gptctl.jobs.evaluations import add_evaluations, evaluations_in, with_evaluations
 from gptctl.jobs.history import History
-from gptctl.jobs.recorded_files import recorded_rows, rows_of_file
+from gptctl.jobs.recorded_files import recorded_rows, rows_of_file, say_nothing
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile, LocalLogFiles
 from gptctl.logs.metric_rows import Row, metric_rows, run_rows
+from gptctl.reporting import Say
 from trainer.checkpoint_names import METRICS
 
 
-def whole_run(jobs: Sequence[JobRecord], names: tuple[str, ...] | None = None) -> list[Row]:
+def whole_run(
+    jobs: Sequence[JobRecord], names: tuple[str, ...] | None = None, say: Say = say_nothing
+) -> list[Row]:
     """Return one row per step of a run; where steps overlap, the later job or attempt counts.
 
     `jobs` are those of `resume.lineage`: the newest one first. `names`: how the names begin
     of the numbers that are needed; None: all.
     """
     every = FileFilter(all_attempts=True)
-    rows = run_rows(row for job in reversed(jobs) for row in job_rows(job, every, names))
+    rows = run_rows(row for job in reversed(jobs) for row in job_rows(job, every, names, say))
     return with_evaluations(rows, jobs)
 
 
@@ -69,11 +72,14 @@ def _kept_step(record: JobRecord) -> int:
 
 
 def job_rows(
-    record: JobRecord, wanted: FileFilter, names: tuple[str, ...] | None = None
+    record: JobRecord,
+    wanted: FileFilter,
+    names: tuple[str, ...] | None = None,
+    say: Say = say_nothing,
 ) -> list[Row]:
     """Return the rows of a job, from metrics.jsonl, or from its log lines if it has none."""
     is_of_ranks = wanted.ranks is not None or wanted.node is not None
-    found = [] if is_of_ranks else recorded_rows(record, names)
+    found = [] if is_of_ranks else recorded_rows(record, names, say=say)
     if found and wanted.attempt is not None:
         found = [row for row in found if row["attempt"] == wanted.attempt]
     elif not found:
@@ -95,11 +101,13 @@ def each_attempt(rows: list[Row]) -> list[Row]:
     ]
 
 
-def file_rows(path: Path, names: tuple[str, ...] | None = None) -> list[Row]:
+def file_rows(
+    path: Path, names: tuple[str, ...] | None = None, say: Say = say_nothing
+) -> list[Row]:
     """Return the rows of a file: a metrics.jsonl, or a log with lines in FleetX's style."""
     rows = metric_rows(LocalFile(path), FileFilter())
     if not rows:
-        rows = rows_of_file(path, names=names)
+        rows = rows_of_file(path, names=names, say=say)
     rows = run_rows(rows)
     if path.name != METRICS:
         return rows

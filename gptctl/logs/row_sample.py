@@ -20,13 +20,19 @@ def thinned(
     rows: Iterable[Row], most: int = MOST_ROWS, most_values: int = MOST_VALUES
 ) -> list[Row]:
     """Return the rows, or so many of them as may be kept, in their order."""
-    sample = _Sample(most, most_values)
+    return sample_of(rows, most, most_values).rows()
+
+
+def sample_of(
+    rows: Iterable[Row], most: int = MOST_ROWS, most_values: int = MOST_VALUES
+) -> RowSample:
+    sample = RowSample(most, most_values)
     for row in rows:
         sample.add(row)
-    return sample.rows()
+    return sample
 
 
-class _Sample:
+class RowSample:
     def __init__(self, most: int, most_values: int) -> None:
         self._most, self._most_values = most, most_values
         self._kept: list[tuple[int, Row]] = []  # with their numbers
@@ -60,12 +66,12 @@ class _Sample:
         if self._stride == 1:
             for found in self._kept:
                 self._note_extremes(found)
-        half = len(self._kept) // 2
+        half = len(self._kept) // 2 + 1  # of the steps 0 to 100, 51 are even
         while len(self._kept) > half and self._stride < LARGEST_STRIDE:
             self._stride *= 2
             self._kept = [found for found in self._kept if self._is_wanted(found[1])]
         # A damaged file can have the same step in every row.
-        self._kept = self._kept[-half:] if half else []
+        self._kept = self._kept[-half:]
         self._values = sum(len(row) for _, row in self._kept)
 
     def _note_extremes(self, found: tuple[int, Row]) -> None:
@@ -78,6 +84,13 @@ class _Sample:
                 has_room = len(self._extremes) < 2 * MOST_NAMES
                 if (known and size > known[0]) or (known is None and has_room):
                     self._extremes[name, is_high] = (size, number, row)
+
+    @property
+    def left_out(self) -> str:
+        """What is not in the sample; empty if it has all rows."""
+        if self._stride == 1:
+            return ""
+        return f"{self._number:,} records: of most, one step in {self._stride} is used"
 
     def rows(self) -> list[Row]:
         found = dict(self._kept)

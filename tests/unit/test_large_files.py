@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gptctl.jobs.recorded_files import newest_rows, recorded_rows
+from gptctl.jobs.recorded_files import newest_rows, recorded_rows, rows_of_file
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.row_sample import MOST_ROWS, thinned
 from tests.job_records import add_job
@@ -188,6 +188,20 @@ def test_the_same_step_again_and_again(step: int) -> None:
     kept = thinned(rows, 100)
     assert len(kept) <= 120
     assert kept[-1] == rows[-1]
+
+
+def test_it_is_said_what_is_left_out(tmp_path: Path) -> None:
+    """On stderr, in a short file with 100,001 records; one with 100,000 has them all."""
+    for rows, expected in (
+        (MOST_ROWS, ""),
+        (MOST_ROWS + 1, f"{MOST_ROWS + 1:,} records: of most, one step in 2 is used"),
+    ):
+        file = tmp_path / "metrics.jsonl"
+        file.write_text("".join(f'{{"step":{step},"loss":1,"step_time":1}}\n' for step in range(rows)))
+        told: list[str] = []
+        found = rows_of_file(file, say=told.append)
+        assert "".join(told).partition("has ")[2].startswith(expected)
+        assert bool(told) == bool(expected) == (len(found) < rows)
 
 
 def test_values_are_limited_too() -> None:
