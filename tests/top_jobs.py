@@ -46,7 +46,7 @@ def detail(job: JobSummary, own_ms: list[float] | None = None, steps: int = 500,
         "memory": 1.2e9,
         "gpu_memory": None,
     }
-    return JobDetail(job, **{**values, **facts})
+    return JobDetail(job, NOW, **{**values, **facts})
 
 
 def snapshot(*jobs: JobSummary, detail: JobDetail | None = None, **facts: Any) -> TopSnapshot:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -139,7 +138,7 @@ def _stories(detail: JobDetail, scroll: int, width: int, height: int) -> list[St
 
 def event_lines(detail: JobDetail, height: int) -> list[StyledLine]:
     lines = [line_of(Styled("events", "title"))]
-    today = clock_time(time.time())[:10]
+    today = clock_time(detail.time)[:10]
     for event in detail.events[-(height - 1) :]:
         day, clock = clock_time(event.time).split()
         when = clock if day == today else f"{day[5:]} {clock[:5]}"

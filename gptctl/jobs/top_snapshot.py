@@ -76,6 +76,7 @@ class JobDetail(NamedTuple):
     """One job in full."""
 
     summary: JobSummary
+    time: float  # the moment that it is shown at
     loss: MetricCurve
     tokens_per_second: MetricCurve
     ranks: RankTimes | None
@@ -157,6 +158,7 @@ def detail_of(reading: JobReading, now: float) -> JobDetail:
     memory, gpu_memory = (latest.get(name) for name in ("memory", "gpu_memory"))
     return JobDetail(
         summary_of(reading, now),
+        now,
         curve_of(reading.run, "loss"),
         curve_of(reading.run, "ips_total"),
         ranks,

@@ -38,7 +38,6 @@ READERS_OF_CLOCKS = {
     "gptctl/cli/cost.py": "until when a running job has used its nodes",
     "gptctl/cli/report.py": "until when a running job has used its nodes",
     "gptctl/cli/top.py": SHOWN,
-    "gptctl/cli/top_job_view.py": SHOWN,
     "gptctl/jobs/job_reading.py": SHOWN,
     "gptctl/jobs/top_collector.py": SHOWN,
     "gptctl/cli/follow.py": SHOWN,
