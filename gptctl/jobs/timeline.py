@@ -6,6 +6,7 @@ their own start and exit. Jobs of older versions have only that, and scripts no 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from gptctl.logs.metric_rows import HIGHEST_STEP, Row, is_number
 
 NEEDED = ("time", "clock", "step_time", "reader_time", "wait_time")  # of metrics.jsonl
 MOST_ATTEMPTS = 10_000
+MOST_EVENTS = 50_000  # of one file
 RESET = 1.0  # seconds by which a steady clock may seem to go back; more: the machine was restarted
 SUBMITTED, RANKS_UP, RANK_EXIT = "submitted", "ranks up", "rank exit"
 
@@ -108,13 +110,14 @@ def timeline_of(record: JobRecord, is_over: bool, known: list[Row] | None = None
 
 
 def events_in(lines: Iterable[Mapping[str, Any]], clocks: Clocks) -> list[Event]:
-    events = []
+    # The newest ones: a damaged file can have a million short ones.
+    events: deque[Event] = deque(maxlen=MOST_EVENTS)
     for fields in lines:
         name, attempt, moment = fields.get("event"), fields.get("attempt"), clocks.time_of(fields)
         attempt = attempt if is_whole(attempt, -1, MOST_ATTEMPTS) else 0
         if isinstance(name, str) and moment is not None:
             events.append(Event(name[:100], moment, attempt, fields))
-    return events
+    return list(events)
 
 
 def _runs(record: JobRecord, attempt: int) -> list[RankRun]:

@@ -154,6 +154,21 @@ def test_good_rows_around_damage(tmp_path: Path, damage: Any, size: int) -> None
     assert json.loads(text)
 
 
+def test_a_gigabyte_of_events(tmp_path: Path) -> None:
+    """Of a sparse file only the end has events: as many as fit, and each as short as can be."""
+    record = add_job(tmp_path, "a-000001")
+    short = b'{"event":"failure","time":5,"attempt":0}\n'
+    for file in (record.run_folder / "events.jsonl", Path(record.output_dir, "events.jsonl")):
+        with file.open("wb") as stream:
+            stream.seek(1 << 30)
+            stream.write(b"\n" + short * ((20 << 20) // len(short)))
+    for verb in ("cost", "status", "why"):
+        text, peak, seconds = gptctl(tmp_path / "home", verb, record.id, "--json")
+        json.loads(text)
+        assert peak <= MOST_MB, verb
+        assert seconds < 30, verb
+
+
 def row(step: int, loss: float = 1.0, attempt: int = 0, **more: Any) -> dict[str, Any]:
     return {"step": step, "attempt": attempt, "loss": loss, "speed": 1.0, **more}
 
