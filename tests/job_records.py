@@ -33,9 +33,11 @@ def add_job(
     ran: float = 60.0,
     **facts: Any,
 ) -> JobRecord:
-    """Record a job that was submitted so many days ago and ran for so many seconds; RUNNING: by this process."""
+    """Record a job that was submitted so many days ago and ran for so many seconds; RUNNING: by this process. An empty
+    `output_dir`: it is a script."""
     run = root / "runs" / name
-    output = Path(facts.pop("output_dir", run / "output"))
+    chosen = facts.pop("output_dir", run / "output")
+    output = Path(chosen or run / "output")
     output.mkdir(parents=True, exist_ok=True)
     (run / "attempt-0").mkdir(parents=True)
     created = time.time() - days * DAY
@@ -51,7 +53,7 @@ def add_job(
     verified = checkpoints if isinstance(checkpoints, Mapping) else dict.fromkeys(checkpoints, True)
     for step, is_verified in verified.items():
         save_verified(output, step, is_verified)
-    where = {"local_dir": str(run), "log_dir": str(run / "logs"), "output_dir": str(output)}
+    where = {"local_dir": str(run), "log_dir": str(run / "logs"), "output_dir": str(chosen)}
     size = {"nodes": 1, "per_node": 1, "world": 1}
     values = {"cluster": "local", "kind": "local", "handle": {"pid": 1}, **size, **where, **facts}
     record = JobRecord(name, "gpt", created, token=f"token-{name}", **values)

@@ -15,6 +15,7 @@ from gptctl.cli.table_layout import Column
 if TYPE_CHECKING:
     from gptctl.backends import JobState
     from gptctl.jobs.disk_use import DiskUse
+    from gptctl.jobs.listed_jobs import ListedJobs
     from gptctl.jobs.selection import Filters, Order
     from gptctl.jobs.store import JobRecord
 
@@ -142,6 +143,7 @@ class Listing:
         self._deadline = session.end_within(LIST_TIMEOUT)
         self._session, self._filters, self.order = session, filters, order
         self._limit, self._with_removed = limit, with_removed
+        self._kept: ListedJobs | None = None
         self._states: dict[str, JobState] = {}
         self._sizes: dict[str, DiskUse] = {}
         self.nearest = ""  # why no job is left
@@ -159,7 +161,6 @@ class Listing:
         return 0 if self._with_removed else len(store.ids()) - len(store.present_ids())
 
     def rows(self, with_size: bool) -> list[dict[str, Any]]:
-        from gptctl.jobs import report
         from gptctl.jobs.selection import RECORD_VALUES, ROW_VALUES
 
         records = self._records()
@@ -175,7 +176,7 @@ class Listing:
         if key not in ROW_VALUES:
             records = self._cut(records)
         self._ask(records)
-        rows = [report.row_in_state(record, self._states[record.id]) for record in records]
+        rows = self._rows_of(records)
         if self.order and key in ROW_VALUES:
             rows = self._cut(self.order.sorted(rows, ROW_VALUES[key]))
         if with_size:
@@ -183,7 +184,22 @@ class Listing:
             self._measure([record for record in records if record.id in shown])
         return [{**row, **self._size_facts(row["job"])} for row in rows]
 
+    def _rows_of(self, records: Sequence[JobRecord]) -> list[dict[str, Any]]:
+        from gptctl.jobs import report
+
+        known = self._kept.known if self._kept else {}
+        rows = [
+            known[record.id].row
+            if record.id in known
+            else report.row_in_state(record, self._states[record.id])
+            for record in records
+        ]
+        if self._kept:
+            self._kept.keep(rows)
+        return rows
+
     def _records(self) -> list[JobRecord]:
+        from gptctl.jobs.listed_jobs import ListedJobs
         from gptctl.jobs.selection import in_states, select
 
         store = self._session.store
@@ -191,6 +207,8 @@ class Listing:
             found = store.records(self._limit)
             self.more = len(store.ids()) - len(found)
             return found
+        self._kept = ListedJobs(store)
+        store.known = {name: each.record for name, each in self._kept.known.items()}
         selected = select(store, self._filters, self._with_removed)
         if selected.records and self._filters.states:
             self._ask(selected.records)
@@ -207,8 +225,13 @@ class Listing:
 
     def _ask(self, records: Sequence[JobRecord]) -> None:
         """Ask for the states of these jobs, all at once: one query to Slurm answers for many."""
+        from gptctl.backends import JobState
         from gptctl.jobs import report
 
+        if self._kept:
+            self._kept.prepare(records)
+            rows = {name: each.row for name, each in self._kept.known.items()}
+            self._states |= {n: JobState(row["state"], row["reason"]) for n, row in rows.items()}
         left = [record for record in records if record.id not in self._states]
         self._states |= report.known_states(left, self._session.backends, self._deadline)
 

@@ -93,6 +93,8 @@ class Store:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or home()) / "jobs"
         self.damaged: list[str] = []  # messages about damaged records
+        # Records that need not be read: their files are as they were.
+        self.known: Mapping[str, JobRecord] = NOTHING
 
     def add(self, record: JobRecord) -> bool:
         """Record a new job before it is submitted; return False if its id is taken."""
@@ -185,7 +187,8 @@ class Store:
         return found[::-1]
 
     def records_of(self, ids: Sequence[str]) -> list[JobRecord]:
-        return [record for each in ids if (record := self._valid_record(f"{each}.json"))]
+        read = (self.known.get(each) or self._valid_record(f"{each}.json") for each in ids)
+        return [record for record in read if record]
 
     def remove_temporary_files(self) -> None:
         """Remove temporary files that a killed gptctl left behind."""

@@ -33,6 +33,7 @@ READERS_OF_CLOCKS = {
     "gptctl/backends/slurm/backend.py": "the age of a job that another machine submitted",
     "gptctl/jobs/labels.py": "the name under which a damaged file is moved away",
     "gptctl/jobs/selection.py": "which records --since need not read, with a day to spare",
+    "gptctl/jobs/listed_jobs.py": "whether a file is the one that a row was read from; one that changed just now is read again",
     "gptctl/jobs/last_state.py": "how old a state is that is shown; one in the future counts as old",
     "gptctl/backends/slurm/queue.py": SHOWN,
     "gptctl/cli/cost.py": "until when a running job has used its nodes",
