@@ -61,7 +61,6 @@ export AFTER_DEMO
 # without starting a daemon. Elsewhere, tests that need them are skipped and say why.
 LAB_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins slurmdbd munge mariadb-server \
                 openssh-server openssh-client iproute2 util-linux procps
-# A browser without a window looks at reports.
 BROWSER_PACKAGES := chromium chromium-driver
 .PHONY: tools
 tools:

@@ -6,7 +6,7 @@ import math
 from html.parser import HTMLParser
 from typing import Any
 
-from gptctl.jobs.attempt_failures import FailedAttempt
+from gptctl.jobs.attempt_failures import FailureText
 from gptctl.jobs.costs import JobTimes
 from gptctl.jobs.ledger import AttemptCosts, Ledger, Segment
 from gptctl.jobs.rank_map import rank_map
@@ -17,7 +17,7 @@ from gptctl.jobs.timeline import Allocation, Event, Timeline
 from gptctl.pages.run_page import Assets
 from gptctl.spec.resources import folder
 
-METRICS = "loss lr grad_norm tokens_per_second step_time compute_time wait_time reader_time memory mfu".split()
+METRICS = "loss lr grad_norm ips_total step_time compute_time wait_time reader_time memory mfu".split()
 
 
 def assets() -> Assets:
@@ -65,7 +65,7 @@ def run_report(text: str = "job", steps: int = 50, ranks: int = 4, events: int =
         "run_dir": text, "duration": 100.0,
         "progress": {"step": steps, "total": steps, "percent": 100, "loss": 1.0, "tokens_per_second": 5.0, "seconds_left": None},
     }  # fmt: skip
-    failure = FailedAttempt(text, 0, text, text, text, text, {text: [text, text]})
+    failure = FailureText(text, 0, text, text, text, text, {text: [text, text]})
     ledger = ledger_of_parts(text, parts, cause=text)
     return RunReport(
         text,

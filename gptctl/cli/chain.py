@@ -102,7 +102,7 @@ class Chain:
         """Submit all jobs; return False if the user interrupted it."""
         from gptctl.cli import ui
         from gptctl.engine.run_folder import read_plan
-        from gptctl.jobs import report
+        from gptctl.jobs import job_status
         from gptctl.jobs.submit import submit
 
         while len(self.records) < self.length:
@@ -110,7 +110,7 @@ class Chain:
             sent = submit(prepared, self._session.store, self._session.backends)
             self.records.append(sent.record)
             if sent.problem:
-                ui.say(report.start_problem(sent.record, sent.problem))
+                ui.say(job_status.start_problem(sent.record, sent.problem))
             # Another gptctl may have taken the id of the first job: then it got the next one.
             if len(self.records) == 1:
                 self.first = self.first._replace(plan=read_plan(sent.record.run_folder))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gptctl.jobs.store import JobRecord
 
 RECENT = "7d"
-# Accounts in the order of columns; of those that do not fit, the highest number goes first.
+# Of the columns of accounts that do not fit, the one with the highest number goes first.
 IMPORTANCE = {
     "compute": 0,
     "repeated": 1,
@@ -91,7 +91,7 @@ def _rows(
     """A row for each job; for each attempt if causes are asked for."""
     from gptctl.cli import ui
     from gptctl.deadline import Deadline
-    from gptctl.jobs import report
+    from gptctl.jobs import job_status
     from gptctl.jobs.costs import attempt_rows, cost_row, ledger_of_job, user_of
     from gptctl.jobs.costs import since as after
 
@@ -99,7 +99,7 @@ def _rows(
     for record in records if with_empty else ():
         session.catch_up(record)
     now = time.time()
-    states = report.states_of(records, session.backends, Deadline(3.0))
+    states = job_status.states_of(records, session.backends, Deadline(3.0))
     found = []
     with ui.status_line() as show:
         for number, (record, state) in enumerate(zip(records, states)):
@@ -148,18 +148,20 @@ def _print_table(by: str, rows: list[tuple[str, dict[str, Any]]], total: dict[st
 
 def _columns() -> list[Column]:
     from gptctl.jobs.cost_text import SHORT_NAMES
+    from gptctl.jobs.ledger import ACCOUNTS
 
-    accounts = [Column(SHORT_NAMES.get(n, n), importance=rank) for n, rank in IMPORTANCE.items()]
+    accounts = [Column(SHORT_NAMES.get(n, n), importance=IMPORTANCE[n]) for n in ACCOUNTS]
     return [Column("GPU time"), Column("goodput"), *accounts]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     from gptctl.jobs.cost_text import hours_text, share_text
+    from gptctl.jobs.ledger import ACCOUNTS
 
     allocation, accounts = row["allocation"], row["accounts"]
     goodput = accounts["compute"] / allocation if allocation else None
     return [
         hours_text(allocation),
         "" if goodput is None else f"{goodput:.0%}",
-        *(share_text(accounts[name], allocation) for name in IMPORTANCE),
+        *(share_text(accounts[name], allocation) for name in ACCOUNTS),
     ]

@@ -107,11 +107,9 @@ def run_of(session: Session, job: str) -> Run:
     from gptctl.jobs.run_facts import file_facts, job_facts
     from gptctl.jobs.run_metrics import file_rows, removed_steps, whole_run
 
-    if os.path.isfile(job):
-        return Run(job, file_facts(Path(job)), file_rows(Path(job), NEEDED, ui.say))
-    if "/" in job:
-        raise UserError(f"{job} does not exist", "give a job, or the path of a file", WRONG_USAGE)
-    record = session.find(job)
+    record = session.run_or_file(job)
+    if isinstance(record, Path):
+        return Run(job, file_facts(record), file_rows(record, NEEDED, ui.say))
     session.catch_up(record)
     records = lineage(record, session.store)
     rows = whole_run(records, NEEDED, ui.say)

@@ -149,23 +149,23 @@ def followed(record: JobRecord) -> Any:
 
 def report_still_running(record: JobRecord) -> int:
     from gptctl.cli import ui
-    from gptctl.jobs import report
+    from gptctl.jobs import job_status
 
-    ui.say(report.still_running(record))
+    ui.say(job_status.still_running(record))
     return INTERRUPTED
 
 
 def close_plainly(session: Session, record: JobRecord) -> int:
     from gptctl.cli import ui
     from gptctl.engine.job_result import FAILED
-    from gptctl.jobs import report
+    from gptctl.jobs import job_status
     from gptctl.jobs.state import exit_code
 
     # Copy the last lines here, so that `logs --failed` has them.
     session.catch_up(record)
     state = session.state_of(record)
     if state.state == FAILED:
-        hint = (report.failure_json(state, record) or {}).get("hint")
+        hint = (job_status.failure_json(state, record) or {}).get("hint")
         ui.say("\n".join(filter(None, [f"hint: gptctl logs {record.id} --failed", hint])))
     # Last, below what torchrun believes to be the root cause.
     ui.say(f"{record.id}: {state}")

@@ -35,16 +35,16 @@ def status(session: Session, job: str | None, as_json: bool) -> None:
     Without JOB: the latest job of this folder, or else your latest.
     """
     from gptctl.cli import ui
-    from gptctl.jobs import report
+    from gptctl.jobs import job_status
 
     record = session.find(job, announce=as_json or not title_is_seen())
     # Copy new files first: the state of the ranks is read from them.
     session.catch_up(record)
-    facts = report.status(record, session.backends)
+    facts = job_status.status(record, session.backends)
     if as_json:
         ui.print_json(facts)
     else:
-        ui.print_pairs(f"job {record.id}", report.pairs(facts))
+        ui.print_pairs(f"job {record.id}", job_status.pairs(facts))
 
 
 @click.command(
@@ -69,7 +69,7 @@ def show(
     """
     from gptctl.cli import ui
     from gptctl.engine.file_reading import read_json
-    from gptctl.jobs import report
+    from gptctl.jobs import job_status
     from gptctl.jobs.resume import whole_lineage
     from gptctl.jobs.state import is_removed
     from gptctl.text import plain_value
@@ -84,13 +84,13 @@ def show(
         print_scripts(session, record, as_json)
         return
     facts = {
-        **report.status(record, session.backends),
-        **report.lineage_facts(whole_lineage(record, session.store)),
+        **job_status.status(record, session.backends),
+        **job_status.lineage_facts(whole_lineage(record, session.store)),
     }
     # The config is in the run folder; without it, show what is known of the job.
     if not record.run_folder.is_dir() and (prefix or not is_removed(record)):
         require_folder(record)
-    values = report.origins(record, prefix or "")
+    values = job_status.origins(record, prefix or "")
     if prefix is not None and not values:
         message = f"no key of {record.id} starts with {prefix}"
         raise UserError(message, "`gptctl keys` lists them", WRONG_USAGE)
@@ -100,7 +100,7 @@ def show(
         ui.print_json({**facts, "plan": plan, "git": git, "values": config})
         return
     if prefix is None:
-        ui.print_pairs(f"job {record.id}", report.pairs(facts))
+        ui.print_pairs(f"job {record.id}", job_status.pairs(facts))
         # Most values are defaults. Show what was chosen; a PREFIX shows the defaults, too.
         values = [row for row in values if row[2] not in ("default", "")]
     cells = [[key, plain_value(value), origin] for key, value, origin in values]
@@ -124,10 +124,10 @@ def section_names() -> set[str]:
 
 def print_scripts(session: Session, record: JobRecord, as_json: bool) -> None:
     from gptctl.cli import ui
-    from gptctl.jobs import report
+    from gptctl.jobs import job_status
 
     backend = session.backend_of(record)
-    texts = report.scripts(record, backend)
+    texts = job_status.scripts(record, backend)
     if as_json:
         ui.print_json({"job": record.id, "scripts": dict(zip(backend.scripts, texts))})
     else:
@@ -238,17 +238,17 @@ def wait(session: Session, job: str | None, timeout: float | None, as_json: bool
     completed; 1: it did not, or not in time.
     """
     from gptctl.cli import ui
-    from gptctl.jobs import report
+    from gptctl.jobs import job_status
 
     record = session.find(job)
     try:
         code = wait_for(session, record, timeout, quiet=as_json)
     # Ctrl-C ends the waiting, not the job: tell the user so.
     except KeyboardInterrupt:
-        ui.say(report.still_running(record))
+        ui.say(job_status.still_running(record))
         return INTERRUPTED
     if as_json:
-        ui.print_json(report.row(record, session.backends))
+        ui.print_json(job_status.row(record, session.backends))
     return code
 
 

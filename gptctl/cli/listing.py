@@ -185,13 +185,13 @@ class Listing:
         return [{**row, **self._size_facts(row["job"])} for row in rows]
 
     def _rows_of(self, records: Sequence[JobRecord]) -> list[dict[str, Any]]:
-        from gptctl.jobs import report
+        from gptctl.jobs import job_status
 
         known = self._kept.known if self._kept else {}
         rows = [
             known[record.id].row
             if record.id in known
-            else report.row_in_state(record, self._states[record.id])
+            else job_status.row_in_state(record, self._states[record.id])
             for record in records
         ]
         if self._kept:
@@ -226,14 +226,14 @@ class Listing:
     def _ask(self, records: Sequence[JobRecord]) -> None:
         """Ask for the states of these jobs, all at once: one query to Slurm answers for many."""
         from gptctl.backends import JobState
-        from gptctl.jobs import report
+        from gptctl.jobs import job_status
 
         if self._kept:
             self._kept.prepare(records)
             rows = {name: each.row for name, each in self._kept.known.items()}
             self._states |= {n: JobState(row["state"], row["reason"]) for n, row in rows.items()}
         left = [record for record in records if record.id not in self._states]
-        self._states |= report.known_states(left, self._session.backends, self._deadline)
+        self._states |= job_status.known_states(left, self._session.backends, self._deadline)
 
     def _measure(self, records: Sequence[JobRecord]) -> None:
         left = [record for record in records if record.id not in self._sizes]

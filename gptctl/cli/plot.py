@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import click
 
 from gptctl.cli.options import as_json_option, complete_job, examples
 from gptctl.cli.session import Session, require_folder
-from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
+from trainer.errors import ANSWER_IS_NO, UserError
 
 if TYPE_CHECKING:
     from gptctl.logs.metric_rows import Row
@@ -73,11 +72,9 @@ def run_of(session: Session, job: str | None, metrics: tuple[str, ...] | None) -
     from gptctl.jobs.resume import lineage
     from gptctl.jobs.run_metrics import file_rows, removed_steps, whole_run
 
-    if job is not None and os.path.isfile(job):
-        return {"job": job, "run": [job], "rows": file_rows(Path(job), metrics, ui.say)}
-    if job is not None and "/" in job:
-        raise UserError(f"{job} does not exist", "give a job, or the path of a file", WRONG_USAGE)
-    record = session.find(job)
+    record = session.run_or_file(job)
+    if isinstance(record, Path):
+        return {"job": job, "run": [job], "rows": file_rows(record, metrics, ui.say)}
     require_folder(record)
     # Copy new lines of remote hosts first.
     session.catch_up(record)

@@ -123,8 +123,8 @@ def rules_of(
 
 def named_runs(session: Session, jobs: Sequence[str]) -> OldRuns:
     """The jobs that were named; raise UserError if one of them cannot be removed."""
+    from gptctl.jobs.job_status import known_states
     from gptctl.jobs.old_runs import OldRuns, refusals
-    from gptctl.jobs.report import known_states
     from gptctl.jobs.store import NEWEST
 
     # Check all jobs before removing one: after a typing error nothing is removed.

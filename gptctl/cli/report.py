@@ -52,7 +52,8 @@ def report(session: Session, jobs: tuple[str, ...], output: str | None, as_json:
 
     asked = list(dict.fromkeys(jobs))
     if len(asked) > MOST_RUNS:
-        raise UserError(f"{len(asked)} jobs", f"use at most {MOST_RUNS}", WRONG_USAGE)
+        message = f"{len(asked)} jobs are too many for one report"
+        raise UserError(message, f"name at most {MOST_RUNS}", WRONG_USAGE)
     if as_json and output == STDOUT:
         raise UserError("--json and --output - both use stdout", "leave one out", WRONG_USAGE)
     runs = _gathered(session, asked or [None])
@@ -76,13 +77,10 @@ def _gathered(session: Session, jobs: Sequence[str | None]) -> list[RunReport]:
     found: list[RunReport] = []
     with ui.status_line() as show:
         for job in jobs:
-            if job is not None and os.path.isfile(job):
-                found.append(report_of_file(Path(job)))
+            record = session.run_or_file(job)
+            if isinstance(record, Path):
+                found.append(report_of_file(record))
                 continue
-            if job is not None and "/" in job:
-                hint = "give a job, or the path of a metrics.jsonl"
-                raise UserError(f"{job} does not exist", hint, WRONG_USAGE)
-            record = session.find(job)
             # Copy new lines of remote hosts first.
             session.catch_up(record)
             show(f"reading {record.id}")
@@ -106,7 +104,7 @@ def _page(runs: Sequence[RunReport]) -> str:
 def _file_name(runs: Sequence[RunReport]) -> str:
     if len(runs) > 1:
         return SEVERAL
-    # Of a file: beside it, with its name.
+    # A file's report is written next to it.
     return f"{runs[0].job}.html"
 
 
@@ -118,7 +116,8 @@ def _write(file: Path, text: str) -> None:
     mark = f'content="{GENERATOR}"'.encode()
     if os.path.lexists(file) and mark not in read_bytes(file, HEAD):
         hint = "choose another --output, or remove it"
-        raise UserError(f"{file} exists, and is not a report of gptctl", hint, WRONG_USAGE)
+        message = f"{file} exists and is not a gptctl report: not overwritten"
+        raise UserError(message, hint, WRONG_USAGE)
     try:
         with replacing(file) as stream:
             stream.write(text.encode())

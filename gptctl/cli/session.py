@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.errors import UserError
+from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
     from gptctl.backends import Backend, Backends, JobState
@@ -80,6 +81,15 @@ class Session:
             where = " (the latest job; none was submitted from this folder)" if is_elsewhere else ""
             ui.say(f"job {record.id}{where}")
         return record
+
+    def run_or_file(self, name: str | None) -> JobRecord | Path:
+        """Find a job as `find` does; a name may also be the path of a file with metrics."""
+        if name is not None and os.path.isfile(name):
+            return Path(name)
+        if name is not None and "/" in name:
+            hint = "give a job, or the path of a metrics.jsonl or log file"
+            raise UserError(f"{name} does not exist", hint, WRONG_USAGE)
+        return self.find(name)
 
     def report_damage(self) -> None:
         from gptctl.cli import ui

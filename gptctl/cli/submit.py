@@ -301,7 +301,7 @@ def submit_and_follow(
     session: Session, prepared: Prepared, as_json: bool, follow: bool, wait_for_it: bool
 ) -> int:
     from gptctl.cli import ui
-    from gptctl.jobs import report
+    from gptctl.jobs import job_status
     from gptctl.jobs.submit import refuse_without_gpus
     from gptctl.jobs.submit import submit as send
 
@@ -311,10 +311,10 @@ def submit_and_follow(
     sent = send(prepared, session.store, session.backends)
     # Ctrl-C came after the point of no return: the job exists, and the user must know.
     if sent.was_interrupted:
-        ui.say(report.still_running(sent.record))
+        ui.say(job_status.still_running(sent.record))
         return INTERRUPTED
     if sent.problem:
-        ui.say(report.start_problem(sent.record, sent.problem))
+        ui.say(job_status.start_problem(sent.record, sent.problem))
     return announce_and_follow(session, prepared, sent.record, as_json, follow, wait_for_it)
 
 
@@ -330,7 +330,7 @@ def announce_and_follow(
     from gptctl.cli import ui
     from gptctl.cli.follow import follow_job
     from gptctl.cli.jobs import wait_for
-    from gptctl.jobs import report
+    from gptctl.jobs import job_status
     from gptctl.logs.files import FileFilter
     from gptctl.logs.stream import LineFilter
 
@@ -347,21 +347,21 @@ def announce_and_follow(
             return follow_job(session, record, FileFilter(all_attempts=True), LineFilter(), style)
         return wait_for(session, record, None) if wait_for_it else 0
     except KeyboardInterrupt:
-        ui.say(report.still_running(record))
+        ui.say(job_status.still_running(record))
         return INTERRUPTED
 
 
 def announce(prepared: Prepared, record: JobRecord, as_json: bool, **more: Any) -> None:
     from gptctl.cli import ui
     from gptctl.engine.run_folder import RunFolder
-    from gptctl.jobs import report
+    from gptctl.jobs import job_status
     from gptctl.text import count
 
     plan = prepared.plan
     endpoint = RunFolder(record.local_dir).endpoint()
     waiting_for = RunFolder(record.local_dir).waiting_for()
     # `more` has the final state, if the caller has waited for it, or the ids of a chain.
-    facts = {**report.submitted(record, endpoint), **more}
+    facts = {**job_status.submitted(record, endpoint), **more}
     if as_json:
         ui.print_json(facts)
         return

@@ -267,7 +267,7 @@ def show(
     """
     from gptctl.cli import ui
     from gptctl.cli.sweep_runs import described
-    from gptctl.jobs.report import prefetch_states
+    from gptctl.jobs.job_status import prefetch_states
     from gptctl.jobs.sweeps import SweepStore, best_first, members
     from gptctl.spec.sweep import varied
 
@@ -342,7 +342,7 @@ def resume(session: Session, name: str, trust: bool, as_json: bool) -> int:
     """
     from gptctl.cli import ui
     from gptctl.cli.sweep_runs import continue_runs, prepared_runs, submit_runs, unfinished
-    from gptctl.jobs.report import prefetch_states
+    from gptctl.jobs.job_status import prefetch_states
     from gptctl.jobs.sweeps import SweepStore, members
     from gptctl.spec.trust import settle_trust
 

@@ -1,4 +1,4 @@
-"""Read small files that may be missing, incomplete or damaged, or come from another host.
+"""Read files that may be missing, incomplete or damaged, or come from another host.
 
 The only place in gptctl that opens and parses such files. Whatever a file is, reading it returns at
 once, takes bounded memory, and gives values that can be formatted, sorted and written again.
@@ -138,13 +138,13 @@ def lines_of(file: Path, most: int, longest: int) -> Iterator[bytes]:
             stream.seek(max(0, size - most))
             while data := stream.read(min(CHUNK, size - stream.tell())):
                 *lines, rest = (rest + data).split(b"\n")
-                yield from lines[1:] if is_cut else lines
+                yield from (line for line in lines[int(is_cut) :] if len(line) <= longest)
                 is_cut = is_cut and not lines
                 if len(rest) > longest:
                     rest, is_cut = b"", True
     except OSError as error:
         notice_error(file, error)
-    if rest and not is_cut:
+    if rest and not is_cut and len(rest) <= longest:
         yield rest
 
 

@@ -21,7 +21,7 @@ from gptctl.logs.files import LogFiles
 from gptctl.logs.local_files import LocalLogFiles
 from gptctl.logs.tables import failure_line, failure_of, failure_report
 
-MOST_ATTEMPTS = 20  # whose logs are read, the newest first
+READ_ATTEMPTS = 20  # whose logs are read, the newest first
 
 
 class AttemptFailure(NamedTuple):
@@ -84,7 +84,7 @@ def _logs_of(record: JobRecord, attempt: int, failure: Failure) -> tuple[LogText
     return tuple(log for log in found if log.text)
 
 
-class FailedAttempt(NamedTuple):
+class FailureText(NamedTuple):
     """A failure as people read it."""
 
     job: str
@@ -96,10 +96,10 @@ class FailedAttempt(NamedTuple):
     last: dict[str, list[str]]  # the last lines of the logs that show it, by file
 
 
-def failed_attempts(record: JobRecord, state: JobState) -> Iterator[FailedAttempt]:
+def failure_texts(record: JobRecord, state: JobState) -> Iterator[FailureText]:
     """Every attempt of a job that failed, oldest first; of very many the newest."""
     files = LocalLogFiles(Path(record.log_dir), record.run_folder)
-    numbers = sorted(files.attempts())[-MOST_ATTEMPTS:]
+    numbers = sorted(files.attempts())[-READ_ATTEMPTS:]
     for number in numbers:
         _, failure = failure_of(files, number)
         is_end = number == numbers[-1] and state.state in FINAL and state.state != COMPLETED
@@ -109,18 +109,18 @@ def failed_attempts(record: JobRecord, state: JobState) -> Iterator[FailedAttemp
             found = _explained(record, FAILED, number, failure, failure.cause)
         else:
             continue
-        yield _as_read(record, state if is_end else None, found, files)
+        yield _failure_text(record, state if is_end else None, found, files)
 
 
-def _as_read(
+def _failure_text(
     record: JobRecord, end: JobState | None, found: AttemptFailure, files: LogFiles
-) -> FailedAttempt:
+) -> FailureText:
     report = failure_report(files, found.attempt, end.state if end else FAILED)
     what = failure_line(found.attempt, found.failure) if found.failure.is_failure else ""
     if end and not what:
         what = ": ".join(filter(None, [end.state, end.reason]))
     signature = found.likely.signature if found.likely else None
-    return FailedAttempt(
+    return FailureText(
         record.id,
         found.attempt,
         what,

@@ -138,7 +138,7 @@ def attempt_rows(ledger: Ledger) -> list[dict[str, Any]]:
             "gpus": each.gpus,
             "cause": each.cause or None,
             "repeated_steps": each.repeated_steps,
-            "accounts": {n: round(each.gpus * part, 3) for n, part in each.seconds.items()},
+            "accounts": {name: round(part, 3) for name, part in each.gpu_seconds.items()},
         }
         for each in ledger.attempts
     ]

@@ -57,6 +57,15 @@ class AttemptCosts(NamedTuple):
     segments: list[Segment]
 
     @property
+    def allocation(self) -> float:
+        """GPU seconds."""
+        return self.gpus * (self.ended - self.began)
+
+    @property
+    def gpu_seconds(self) -> dict[str, float]:
+        return {name: self.gpus * part for name, part in self.seconds.items()}
+
+    @property
     def seconds(self) -> dict[str, float]:
         total = dict.fromkeys(ACCOUNTS, 0.0)
         for segment in self.segments:
@@ -74,14 +83,14 @@ class Ledger(NamedTuple):
     def gpu_seconds(self) -> dict[str, float]:
         total = dict.fromkeys(ACCOUNTS, 0.0)
         for each in self.attempts:
-            for name, seconds in each.seconds.items():
-                total[name] += each.gpus * seconds
+            for name, seconds in each.gpu_seconds.items():
+                total[name] += seconds
         return total
 
     @property
     def allocation(self) -> float:
         """GPU seconds that the job had its nodes."""
-        return sum(each.gpus * (each.ended - each.began) for each in self.attempts)
+        return sum(each.allocation for each in self.attempts)
 
     @property
     def goodput(self) -> float | None:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from gptctl.backends import Backends, JobState
 from gptctl.engine.run_folder import RunFolder, checkpoint_steps
 from gptctl.jobs.history import History
+from gptctl.jobs.job_status import known_states
 from gptctl.jobs.remove import check_removable, owners, unfinished_jobs
-from gptctl.jobs.report import known_states
 from gptctl.jobs.resume import frozen_value
 from gptctl.jobs.selection import Filters, in_states, select
 from gptctl.jobs.snapshots import SNAPSHOT_PATH

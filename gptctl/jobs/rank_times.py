@@ -16,7 +16,7 @@ from gptctl.jobs.store import MOST_RANKS, JobRecord
 from gptctl.logs.metric_rows import HIGHEST_STEP
 from trainer.checkpoint_names import RANK_TIMES
 
-MOST_BYTES = 1 << 30  # of a file, from its end: hundred thousand steps of a thousand ranks
+MOST_BYTES = 1 << 30  # of a file, from its end: a hundred thousand steps of a thousand ranks
 NEWEST = 2 << 20  # bytes: one line of the largest jobs
 LONGEST_TIME = 1e9  # milliseconds: ten days
 

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gptctl.engine.contract import EVENTS
-from gptctl.engine.file_reading import json_lines, open_at_once, records_of
+from gptctl.engine.file_reading import CHUNK, json_lines, open_at_once, records_of
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.metric_rows import Row, parse_metrics, rows_in, run_rows
 from gptctl.logs.row_sample import sample_of
 from gptctl.reporting import Say
 from trainer.checkpoint_names import METRICS, REPEATED_METRICS
 
-MOST_METRICS = 1 << 30  # bytes, from the end of a file: about two million rows
-MOST_EVENTS = 16 << 20  # of all events: about a hundred thousand
-NEWEST_EVENTS = 256 << 10  # of the latest ones
+METRICS_BYTES = 1 << 30  # bytes, from the end of a file: about two million rows
+EVENTS_BYTES = 16 << 20  # of all events: about a hundred thousand
+NEWEST_EVENTS_BYTES = 256 << 10  # of the latest ones
 METRICS_TAIL = 8 << 10  # about twenty rows
 HEAD = 1 << 10  # the first line of a file
-CHUNK = 1 << 20  # of a file that is searched from its end
 MOST_SEARCHED = 64 << 20  # of it
-NO_NAMES: Sequence[str] = ()
 Fields = dict[str, Any]
 
 
@@ -64,7 +62,7 @@ def rows_of_file(
     say: Say = say_nothing,
 ) -> list[Row]:
     """Return the rows of one file; `say` is told if there are too many of them."""
-    sample = sample_of(rows_in(records_of(file, MOST_METRICS), job, world, names))
+    sample = sample_of(rows_in(records_of(file, METRICS_BYTES), job, world, names))
     if sample.left_out:
         say(f"{job or file} has {sample.left_out}")
     return sample.rows()
@@ -120,22 +118,22 @@ def _tail_of_job(file: Path, job: str) -> bytes:
 
 def engine_events(record: JobRecord) -> Iterator[Fields]:
     """What the engine recorded of a job, oldest first."""
-    return records_of(record.run_folder / EVENTS, MOST_EVENTS)
+    return records_of(record.run_folder / EVENTS, EVENTS_BYTES)
 
 
 def trainer_events(record: JobRecord) -> Iterator[Fields]:
     """What the trainer recorded, oldest first; without the events of other jobs in the folder."""
     if not record.output_dir:
         return iter(())
-    events = records_of(Path(record.output_dir, EVENTS), MOST_EVENTS)
+    events = records_of(Path(record.output_dir, EVENTS), EVENTS_BYTES)
     return (fields for fields in events if fields.get("job") in (None, record.id))
 
 
 def newest_events(record: JobRecord) -> tuple[list[Fields], list[Fields]]:
     """Return the last events of the engine and of the trainer, at the cost of two short reads."""
-    own, _ = tail_of(record.run_folder / EVENTS, NEWEST_EVENTS)
+    own, _ = tail_of(record.run_folder / EVENTS, NEWEST_EVENTS_BYTES)
     trainers = b""
     if record.output_dir:
-        trainers, _ = tail_of(Path(record.output_dir, EVENTS), NEWEST_EVENTS)
+        trainers, _ = tail_of(Path(record.output_dir, EVENTS), NEWEST_EVENTS_BYTES)
     mine = [each for each in json_lines(trainers) if each.get("job") in (None, record.id)]
     return list(json_lines(own)), mine

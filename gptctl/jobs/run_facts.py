@@ -18,7 +18,7 @@ from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.code_differences import code_digests
 from gptctl.jobs.config_differences import secret_reference, world_text
 from gptctl.jobs.history import History
-from gptctl.jobs.report import origins
+from gptctl.jobs.job_status import origins
 from gptctl.jobs.store import JobRecord
 from gptctl.jobs.written_config import CODE_PATHS
 from gptctl.text import count, size_text

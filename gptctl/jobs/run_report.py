@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptctl.backends import Backends, JobState
-from gptctl.jobs.attempt_failures import FailedAttempt, failed_attempts
+from gptctl.jobs.attempt_failures import FailureText, failure_texts
 from gptctl.jobs.costs import JobTimes, times_of_job
+from gptctl.jobs.job_status import known_states, status
 from gptctl.jobs.rank_map import RankMap, rank_map
 from gptctl.jobs.rank_times import rank_times
-from gptctl.jobs.report import known_states, status
 from gptctl.jobs.resume import lineage
 from gptctl.jobs.run_facts import Facts, file_facts, job_facts
 from gptctl.jobs.run_metrics import file_rows, removed_steps, whole_run
@@ -28,7 +28,7 @@ class RunReport(NamedTuple):
     rows: list[Row]
     jobs: list[JobTimes]  # of each of its jobs, oldest first
     ranks: RankMap | None
-    failures: list[FailedAttempt]
+    failures: list[FailureText]
     facts: Facts
     notes: list[str]  # what is missing
 
@@ -37,7 +37,8 @@ def report_of_job(record: JobRecord, store: Store, backends: Backends, now: floa
     """Gather what is known of a job; new files of other machines were copied before."""
     records = lineage(record, store)
     states = known_states(records, backends)
-    rows = whole_run(records)
+    notes: list[str] = []
+    rows = whole_run(records, say=notes.append)
     oldest_first = list(reversed(records))
     return RunReport(
         record.id,
@@ -48,14 +49,16 @@ def report_of_job(record: JobRecord, store: Store, backends: Backends, now: floa
         rank_map(times for each in oldest_first for times in rank_times(each)),
         _failures(oldest_first, states),
         job_facts(record),
-        removed_steps(records, rows),
+        [*notes, *removed_steps(records, rows)],
     )
 
 
-def _failures(records: Sequence[JobRecord], states: Mapping[str, JobState]) -> list[FailedAttempt]:
-    return [found for each in records for found in failed_attempts(each, states[each.id])]
+def _failures(records: Sequence[JobRecord], states: Mapping[str, JobState]) -> list[FailureText]:
+    return [found for each in records for found in failure_texts(each, states[each.id])]
 
 
 def report_of_file(file: Path) -> RunReport:
     """A run that gptctl did not start has its metrics, and what the trainer wrote beside them."""
-    return RunReport(str(file), None, (), file_rows(file), [], None, [], file_facts(file), [])
+    notes: list[str] = []
+    rows = file_rows(file, say=notes.append)
+    return RunReport(str(file), None, (), rows, [], None, [], file_facts(file), notes)

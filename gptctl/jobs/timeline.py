@@ -1,4 +1,4 @@
-"""What happened to a job, in order: the one reader of its events, for every verb that shows them.
+"""What happened to a job, in order and on steady clocks, for every verb that shows it.
 
 The engine writes events.jsonl in the run folder, the trainer one beside its metrics. Ranks record
 their own start and exit. Jobs of older versions have only that, and scripts no events of a trainer.

@@ -16,10 +16,10 @@ from gptctl.deadline import Deadline
 from gptctl.engine.error_text import one_line
 from gptctl.engine.job_result import UNKNOWN
 from gptctl.jobs.job_reading import JobReader, JobReading, rank_log
+from gptctl.jobs.job_status import known_states
 from gptctl.jobs.last_state import last_state
 from gptctl.jobs.past_reading import past_reading
 from gptctl.jobs.rank_times import RankTimes
-from gptctl.jobs.report import known_states
 from gptctl.jobs.state import is_final, may_run
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.top_snapshot import JobSummary, TopSnapshot, detail_of, summary_of

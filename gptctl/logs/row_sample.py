@@ -7,20 +7,13 @@ miss stays: where an attempt or a restart ends, and the extremes of every number
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+
+from gptctl.logs.metric_rows import Row
 
 MOST_ROWS = 100_000
 MOST_VALUES = 1_500_000  # numbers in all rows
 MOST_NAMES = 50  # whose extremes are kept
 LARGEST_STRIDE = 1 << 40
-Row = dict[str, Any]
-
-
-def thinned(
-    rows: Iterable[Row], most: int = MOST_ROWS, most_values: int = MOST_VALUES
-) -> list[Row]:
-    """Return the rows, or so many of them as may be kept, in their order."""
-    return sample_of(rows, most, most_values).rows()
 
 
 def sample_of(

@@ -69,7 +69,7 @@ def _difference_table(runs: Sequence[RunReport], sections: Sequence[Section]) ->
 def _cell(value: Value | None, is_code: bool, is_changed: bool) -> Markup:
     text = MISSING if value is None else cut(plain_value(value.value)) or MISSING
     if is_code and value is not None:
-        text = "changed" if is_changed else "as recorded"
+        text = "changed" if is_changed else "same"
     return element("span", {"class": "changed" if is_changed else None}, text)
 
 

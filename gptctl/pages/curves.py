@@ -21,7 +21,7 @@ NUM_TICKS = 5
 LARGEST = 1e30  # beyond that, browsers lose the picture
 MOST_POINTS = 1600  # of one metric on a page: its runs share them
 LEAST_POINTS = 160
-MOST_KNOTS = 200  # points of a run at which its tokens and its time are written
+MOST_SAMPLES = 200  # points of a run at which its tokens and its time are written
 COLOURS = 8  # of runs; then they repeat
 
 
@@ -36,7 +36,7 @@ class Chart(NamedTuple):
 # A metric that no run has is left out.
 CHARTS = (
     Chart("loss", ("loss", "valid_loss", "test_loss")),
-    Chart("tokens/s", ("tokens_per_second",)),
+    Chart("tokens/s", ("ips_total",)),
     Chart("learning rate", ("lr",)),
     Chart("gradient norm", ("grad_norm",)),
     Chart("MFU", ("mfu",)),
@@ -48,8 +48,6 @@ CHARTS = (
     Chart("GPU utilisation", ("gpu_utilization",), "%"),
     Chart("GPU memory in use", ("gpu_memory",), "B"),
 )
-# Log lines of scripts have other names.
-SYNONYMS = {"tokens_per_second": "ips_total"}
 
 
 class Series(NamedTuple):
@@ -77,7 +75,7 @@ def charts(runs: Sequence[Sequence[Row]]) -> Markup:
         return element("p", {"class": "note"}, "No step has been logged yet.")
     return joined(
         element("div", {"class": "charts", "id": "charts", "data-origin": origin}, *drawn),
-        *(_knots(number, rows, origin) for number, rows in enumerate(runs)),
+        *(_axis_samples(number, rows, origin) for number, rows in enumerate(runs)),
     )
 
 
@@ -96,8 +94,7 @@ def _series_of(chart: Chart, runs: Sequence[Sequence[Row]], most: int) -> list[S
 
 
 def _series(run: int, metric: str, rows: Sequence[Row], most: int) -> Series:
-    name = metric if any(metric in row for row in rows) else SYNONYMS.get(metric, metric)
-    known = [(row["step"], row[name]) for row in rows if name in row]
+    known = [(row["step"], row[metric]) for row in rows if metric in row]
     parts = [
         list(group)
         for is_drawn, group in groupby(known, key=lambda point: _is_drawn(point[1]))
@@ -148,7 +145,7 @@ def _figure(chart: Chart, found: Sequence[Series], origin: int, last: int) -> Ma
     x_ticks = [f"{origin + round(right * part):,}" for part in _parts()]
     return element(
         "figure",
-        {"class": "chart", "data-unit": chart.unit, "data-title": chart.title},
+        {"class": "chart", "data-unit": chart.unit},
         element("figcaption", None, element("b", None, chart.title), *_caption(chart, found)),
         element("div", {"class": "y-axis"}, *(element("span", None, text) for text in y_ticks)),
         element("div", {"class": "frame"}, picture),
@@ -194,7 +191,10 @@ def _parts() -> list[float]:
 
 
 def bounds(low: float, high: float) -> tuple[float, float]:
-    """Round numbers around values, so that the ticks between them are short, too."""
+    """Round numbers around values, so that the ticks between them are short, too.
+
+    The script has the same function.
+    """
     if not high > low:
         margin = abs(high) / 10 or 1.0
         low, high = low - margin, high + margin
@@ -208,7 +208,7 @@ def bounds(low: float, high: float) -> tuple[float, float]:
 
 
 def number_text(value: float, unit: str = "") -> str:
-    """A number with at most four digits: `12.5k`, `3e-04`."""
+    """A number with at most four digits: `12.5k`, `3.00e-4`; as `numberText` in the script."""
     if unit == "%":
         return f"{value:.0f}%"
     size = abs(value)
@@ -216,11 +216,15 @@ def number_text(value: float, unit: str = "") -> str:
         if size >= limit and size < 1e15:
             divisor = 1e3 if sign == "k" else limit
             return f"{value / divisor:.4g}{' ' if unit else ''}{sign}{unit}"
-    text = f"{value:.2e}" if size and not 1e-3 <= size < 1e15 else f"{value:.4g}"
+    if size and not 1e-3 <= size < 1e15:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        text = f"{mantissa}e{int(exponent)}"
+    else:
+        text = f"{value:.4g}"
     return f"{text} {unit}" if unit else text
 
 
-def _knots(run: int, rows: Sequence[Row], origin: int) -> Markup | None:
+def _axis_samples(run: int, rows: Sequence[Row], origin: int) -> Markup | None:
     """Tokens and seconds of a run at some of its steps, for other x axes."""
     found, began, seconds = [], None, 0.0
     for row in rows:
@@ -233,7 +237,7 @@ def _knots(run: int, rows: Sequence[Row], origin: int) -> Markup | None:
         found.append((row["step"], tokens, seconds))
     if len(found) < 2:
         return None
-    some = [found[len(found) * number // MOST_KNOTS] for number in range(MOST_KNOTS)]
-    kept = sorted({*(found if len(found) <= MOST_KNOTS else some), found[0], found[-1]})
+    some = [found[len(found) * number // MOST_SAMPLES] for number in range(MOST_SAMPLES)]
+    kept = sorted({*(found if len(found) <= MOST_SAMPLES else some), found[0], found[-1]})
     text = " ".join(f"{step - origin},{tokens:.9g},{passed:.6g}" for step, tokens, passed in kept)
     return element("div", {"class": "knots", "data-run": run, "data-knots": text, "hidden": True})

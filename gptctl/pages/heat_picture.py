@@ -22,6 +22,8 @@ STOPS = (
     (1.5, (200, 25, 30)),
     (2.0, (120, 0, 40)),
 )
+LOWEST, HIGHEST = STOPS[0][0], STOPS[-1][0]
+OCTAVES = math.log2(HIGHEST / LOWEST)
 LEVELS = 127  # the palette has one colour more: of what is not known
 NOTHING = (128, 128, 128)
 
@@ -30,12 +32,12 @@ def level_of(ratio: float | None) -> int:
     """The number of a colour; 0: not known."""
     if ratio is None:
         return 0
-    position = (math.log2(min(max(ratio, 0.5), 2.0)) + 1) / 2
+    position = math.log2(min(max(ratio, LOWEST), HIGHEST) / LOWEST) / OCTAVES
     return 1 + round(position * (LEVELS - 1))
 
 
 def ratio_of(level: int) -> float:
-    return float(2 ** (2 * (level - 1) / (LEVELS - 1) - 1))
+    return float(LOWEST * 2 ** (OCTAVES * (level - 1) / (LEVELS - 1)))
 
 
 def colour_of(ratio: float) -> tuple[int, int, int]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from gptctl import __version__
 from gptctl.engine.file_reading import is_time
+from gptctl.jobs.attempt_failures import FailureText
 from gptctl.jobs.cost_text import SHORT_NAMES, hours_text, share_text
-from gptctl.jobs.ledger import ACCOUNTS, Ledger
+from gptctl.jobs.ledger import ACCOUNTS, COMPUTE, Ledger
 from gptctl.jobs.progress_text import list_cells, state_text
 from gptctl.jobs.run_report import RunReport
 from gptctl.jobs.timeline import Event
@@ -83,7 +84,9 @@ def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _each(runs: Sequence[RunReport], make: Any) -> Iterator[Markup]:
+def _each(
+    runs: Sequence[RunReport], make: Callable[[RunReport], Markup | None]
+) -> Iterator[Markup]:
     """A part of each run, under its name if there are several."""
     for number, run in enumerate(runs):
         made = make(run)
@@ -178,7 +181,7 @@ def _tiles(run: RunReport) -> Iterator[tuple[str, str]]:
     if allocation > 0:
         ledgers = [job.ledger for job in run.jobs]
         yield "GPU time", hours_text(allocation)
-        yield "goodput", f"{sum(each.gpu_seconds['compute'] for each in ledgers) / allocation:.0%}"
+        yield "goodput", f"{sum(each.gpu_seconds[COMPUTE] for each in ledgers) / allocation:.0%}"
         repeated = sum(each.repeated_steps for ledger in ledgers for each in ledger.attempts)
         yield "steps repeated", f"{repeated:,}" if repeated else ""
 
@@ -229,9 +232,13 @@ def _used(run: RunReport) -> list[str]:
     return [name for name in ACCOUNTS if any(each[name] > 0 for each in found)]
 
 
+def _short(account: str) -> str:
+    return SHORT_NAMES.get(account, account)
+
+
 def _accounts_legend(run: RunReport) -> Markup:
     names = [
-        element("span", None, element("span", {"class": f"chip account-{name}"}), name)
+        element("span", None, element("span", {"class": f"chip account-{name}"}), _short(name))
         for name in _used(run)
     ]
     return element("p", {"class": "legend"}, *names)
@@ -239,7 +246,7 @@ def _accounts_legend(run: RunReport) -> Markup:
 
 def _costs(run: RunReport) -> Markup:
     accounts = _used(run)
-    heads = ["attempt", "GPU time", "goodput", *(SHORT_NAMES.get(n, n) for n in accounts), "cause"]
+    heads = ["attempt", "GPU time", "goodput", *map(_short, accounts), "cause"]
     rows = [row for job in run.jobs for row in _cost_rows(job.ledger, accounts, run)]
     return table(heads, rows, "costs")
 
@@ -247,12 +254,11 @@ def _costs(run: RunReport) -> Markup:
 def _cost_rows(ledger: Ledger, accounts: Sequence[str], run: RunReport) -> Iterator[list[str]]:
     job = f"{ledger.job} " if len(run.lineage) > 1 else ""
     for each in ledger.attempts:
-        seconds = {name: each.gpus * each.seconds[name] for name in accounts}
-        allocation = each.gpus * (each.ended - each.began)
+        seconds, allocation = each.gpu_seconds, each.allocation
         yield [
             f"{job}{each.attempt}",
             hours_text(allocation),
-            f"{seconds.get('compute', 0.0) / allocation:.0%}" if allocation > 0 else "",
+            f"{seconds[COMPUTE] / allocation:.0%}" if allocation > 0 else "",
             *(share_text(seconds[name], allocation) for name in accounts),
             cut(each.cause),
         ]
@@ -265,7 +271,7 @@ def _failures(run: RunReport) -> Markup:
     return joined(*(_failure(each, run) for each in run.failures))
 
 
-def _failure(found: Any, run: RunReport) -> Markup:
+def _failure(found: FailureText, run: RunReport) -> Markup:
     job = f"{found.job}: " if len(run.lineage) > 1 else ""
     last = [
         joined(

@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 from gptctl.engine.file_reading import open_at_once, read_tail
 from gptctl.remote.sftp import RemoteFile, SftpReader
 
-OVERLAP = 256  # bytes: less than a line of metrics, whose time no other line has
+OVERLAP = 256  # bytes before the end that must match: each record ends with its own time
 
 
 class Part(NamedTuple):

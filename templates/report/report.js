@@ -1,8 +1,7 @@
-// Makes the pictures of a report live: zoom, hover, choosing runs. Without it they are complete, but still.
+// Makes the pictures of a report live: zoom, hover, choosing runs. Without it they show the same, but are not interactive.
 // The numbers are those of the SVG paths; nothing is requested from anywhere.
 (() => {
   "use strict";
-  const WIDTH = 1000, HEIGHT = 400, TICKS = 5;
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
   const one = (selector, root = document) => root.querySelector(selector);
   const svg = (name, kind) => {
@@ -10,6 +9,9 @@
     made.setAttribute("class", kind);
     return made;
   };
+  // The units of the pictures, and the ticks of their axes, as the page has them.
+  const size = one(".plot")?.viewBox.baseVal;
+  const WIDTH = size?.width ?? 1, HEIGHT = size?.height ?? 1, TICKS = all(".charts figure:first-child .y-axis span").length;
   const view = { axis: "step", from: null, to: null, log: false, smooth: 0, hidden: new Set() };
   const origin = Number(one("#charts")?.dataset.origin ?? 0);
   const names = all("main > .cards > article > h2").map((title) => title.childNodes[1].textContent);
@@ -45,6 +47,7 @@
     return String(Number(value.toPrecision(most)));
   }
 
+  // As `number_text` in curves.py.
   function numberText(value, unit) {
     if (unit === "%") return `${value.toFixed(0)}%`;
     const size = Math.abs(value);
@@ -64,16 +67,16 @@
     return hours ? `${hours}:${two(minutes)}:${two(seconds % 60)}` : `${minutes}:${two(seconds % 60)}`;
   }
 
-  // Round numbers around values, as the page has them at first.
+  // Round numbers around values, as `bounds` in curves.py.
   function bounds(low, high) {
     if (!(high > low)) {
       const margin = Math.abs(high) / 10 || 1;
       [low, high] = [low - margin, high + margin];
     }
     const unit = 10 ** Math.floor(Math.log10((high - low) / (TICKS - 1)));
-    for (const size of [1, 2, 2.5, 5, 10, 20].map((factor) => factor * unit)) {
-      const first = Math.floor(low / size) * size;
-      if (first + (TICKS - 1) * size >= high) return [first, first + (TICKS - 1) * size];
+    for (const step of [1, 2, 2.5, 5, 10, 20].map((factor) => factor * unit)) {
+      const first = Math.floor(low / step) * step;
+      if (first + (TICKS - 1) * step >= high) return [first, first + (TICKS - 1) * step];
     }
     return [low, high];
   }
@@ -93,11 +96,11 @@
     const group = one(".lines", figure);
     const chart = {
       figure, group, picture: one(".plot", figure), frame: one(".frame", figure),
-      title: figure.dataset.title, unit: figure.dataset.unit,
+      unit: figure.dataset.unit,
       y: all(".y-axis span", figure), x: all(".x-axis span", figure),
       cross: svg("path", "cross"), chosen: svg("rect", "chosen"), tip: document.createElement("div"),
       lines: all(".line", figure).map((path) => ({
-        path, run: Number(path.dataset.run), metric: path.dataset.metric,
+        path, colour: path.classList[1], run: Number(path.dataset.run), metric: path.dataset.metric,
         parts: parts(path.getAttribute("d")), pale: null, shown: [],
       })),
     };
@@ -201,7 +204,7 @@
     const isMany = new Set(chart.lines.map((line) => line.metric)).size > 1;
     const rows = near.map(([line, [, y]]) => {
       const row = document.createElement("div"), chip = document.createElement("span");
-      chip.className = `chip run-${line.run % 8}`;
+      chip.className = `chip ${line.colour}`;
       const words = [names.length > 1 ? names[line.run] : "", isMany ? line.metric : "", numberText(y, chart.unit)];
       row.append(chip, words.filter(Boolean).join(" "));
       return row;

@@ -58,7 +58,7 @@ READERS_OF_CLOCKS = {
     "gptctl/jobs/damage.py": "whether a damaged file is the one that was reported before",
     "gptctl/jobs/history.py": SHOWN,
     "gptctl/jobs/remove.py": SHOWN,
-    "gptctl/jobs/report.py": SHOWN,
+    "gptctl/jobs/job_status.py": SHOWN,
     "gptctl/jobs/store.py": "jobs of older versions; files that no living process is named after",
     "gptctl/jobs/sweeps.py": "sweeps of older versions",
     "gptctl/jobs/recorded_files.py": SHOWN,

@@ -18,7 +18,7 @@ from gptctl.engine.rank_runs import rank_runs
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.hints import hint_of
 from gptctl.jobs.history import facts_of
-from gptctl.jobs.report import attempts_text, exit_text
+from gptctl.jobs.job_status import attempts_text, exit_text
 from gptctl.jobs.state import state_of
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalLogFiles

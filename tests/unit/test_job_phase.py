@@ -75,7 +75,7 @@ DURING = [
     ([at("evaluating", 2, step=10), at("checkpoint committed", 1, step=10)], "evaluating at step 10, for 2 s"),
     ([at("evaluating", 2, step=10), at("evaluation", 1, step=10, seconds=1.0)], ""),
     ([at("finished", 1, step=10)], "finishing: the last step was 1 s ago"),
-    ([at("stop", 1, step=10)], "stopping: asked 1 s ago"),
+    ([at("stop", 1, step=10)], "stopping: requested 1 s ago"),
     ([at("failed", 1, reason="x")], "failing: a rank failed 1 s ago"),
     ([at("some event of a newer version", 1)], ""),
 ]

@@ -32,7 +32,7 @@ from gptctl.engine.processes import (
     this_process,
 )
 from gptctl.engine.run_folder import RunFolder
-from gptctl.jobs import report
+from gptctl.jobs import job_status
 from gptctl.jobs.freeze import frozen_config, imported_beside
 from gptctl.jobs.git_state import git_state
 from gptctl.jobs.history import History
@@ -509,7 +509,7 @@ def test_each_variable_of_a_job_is_shown_once(tmp_path) -> None:
         json.dumps({"resolved": {"Launch": {"nodes": 1, "env": {"A": "1"}}}, "origins": {"Launch.env": "x.yaml:2"}})
     )
     (tmp_path / "plan.json").write_text(json.dumps({"env": {"A": "1", "B": "2"}, "env_origins": {"A": "x", "B": "y"}}))
-    shown = report.origins(record(local_dir=str(tmp_path)), "")
+    shown = job_status.origins(record(local_dir=str(tmp_path)), "")
     assert shown == [("Launch.nodes", 1, ""), ("Launch.env.A", "1", "x"), ("Launch.env.B", "2", "y")]
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from gptctl.jobs.recorded_files import newest_rows, recorded_rows, rows_of_file
 from gptctl.jobs.store import JobRecord
-from gptctl.logs.row_sample import MOST_ROWS, thinned
+from gptctl.logs.row_sample import MOST_ROWS, sample_of
 from tests.job_records import add_job
 
 MOST_MB = 300
@@ -175,12 +175,12 @@ def row(step: int, loss: float = 1.0, attempt: int = 0, **more: Any) -> dict[str
 
 def test_a_few_rows_are_all_kept() -> None:
     rows = [row(step) for step in (5, 7, 9, 3, 4, 4)]
-    assert thinned(iter(rows), 6) == rows
+    assert sample_of(iter(rows), 6).rows() == rows
 
 
 def test_two_long_runs_keep_the_same_steps() -> None:
     """Although one resumed elsewhere, and is longer: a comparison needs common steps."""
-    one, other = (thinned(map(row, steps), 100) for steps in (range(1, 1000), range(7, 1500)))
+    one, other = (sample_of(map(row, steps), 100).rows() for steps in (range(1, 1000), range(7, 1500)))
     common = {each["step"] for each in one} & {each["step"] for each in other}
     assert len(common) > 20
     assert max(len(one), len(other)) <= 110
@@ -191,7 +191,7 @@ def test_what_a_summary_must_not_miss_is_kept() -> None:
     rows = [row(step, 99.0 if step == 333 else 1 / step) for step in range(1, 778)]
     rows.insert(501, {"step": 501, "attempt": 0, "valid_loss": 2.0})
     rows += [row(step, attempt=1) for step in range(701, 1500)]
-    kept = thinned(rows, 100)
+    kept = sample_of(rows, 100).rows()
     assert [each for each in kept if each in (rows[332], rows[501], rows[777], rows[-1])] == [rows[332], rows[501], rows[777], rows[-1]]  # fmt: skip
     assert [each["attempt"] for each in kept] == sorted(each["attempt"] for each in kept)
 
@@ -200,7 +200,7 @@ def test_what_a_summary_must_not_miss_is_kept() -> None:
 def test_the_same_step_again_and_again(step: int) -> None:
     """As only a damaged file has it: the newest ones are kept, in bounded memory."""
     rows = [row(step, number) for number in range(5000)]
-    kept = thinned(rows, 100)
+    kept = sample_of(rows, 100).rows()
     assert len(kept) <= 120
     assert kept[-1] == rows[-1]
 
@@ -220,7 +220,9 @@ def test_it_is_said_what_is_left_out(tmp_path: Path) -> None:
 
 
 def test_values_are_limited_too() -> None:
-    kept = thinned([row(step, **{f"x{step}.{n}": 1.0 for n in range(100)}) for step in range(1, 500)], 400, 10_000)
+    kept = sample_of(
+        [row(step, **{f"x{step}.{n}": 1.0 for n in range(100)}) for step in range(1, 500)], 400, 10_000
+    ).rows()
     assert sum(map(len, kept)) < 20_000
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from gptctl.jobs.config_differences import Difference
 from gptctl.jobs.first_job import first_job
+from gptctl.jobs.job_status import lineage_facts, lineage_pairs
 from gptctl.jobs.remove import continued_by
-from gptctl.jobs.report import lineage_facts, lineage_pairs
 from gptctl.jobs.resume import (
     NoCheckpoint,
     find_resume_point,

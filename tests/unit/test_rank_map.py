@@ -28,7 +28,7 @@ def test_every_column_is_its_steps(steps: int) -> None:
     times = times_of(steps, 4)
     found = mapped(times)
     assert len(found.steps) <= MOST_COLUMNS
-    assert found.steps[0][0], found.steps[-1][1] == (10, 10 * steps)
+    assert (found.steps[0][0], found.steps[-1][1]) == (10, 10 * steps)
     for column, (first, last) in enumerate(found.steps):
         inside = [each for each in times if first <= each.step <= last]
         total = sum(median(each.own_ms) for each in inside)

@@ -103,7 +103,7 @@ def test_bounds_are_round_and_around_the_values(low: float, high: float) -> None
 
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
-    [(1.23456, "", "1.235"), (26640.0, "", "26.64k"), (3e-4, "", "3.00e-04"), (0.0, "", "0"), (426.3e6, "B", "426.3 MB"),
+    [(1.23456, "", "1.235"), (26640.0, "", "26.64k"), (3e-4, "", "3.00e-4"), (0.0, "", "0"), (426.3e6, "B", "426.3 MB"),
      (47.3, "%", "47%"), (0.115, "s", "0.115 s"), (2.5e12, "", "2.5T")],
 )  # fmt: skip
 def test_numbers_are_short(value: float, unit: str, text: str) -> None:
@@ -257,7 +257,7 @@ def test_stdout_gets_the_page_and_nothing_else(home: Path) -> None:
         (["gpt-1", "--output", "nowhere/x.html"], "cannot write nowhere/x.html"),
         (["./nothing.jsonl"], "./nothing.jsonl does not exist"),
         (["gpt-1", "--json", "--output", "-"], "both use stdout"),
-        ([f"gpt-{number}" for number in range(65)], "65 jobs"),
+        ([f"gpt-{number}" for number in range(65)], "65 jobs are too many"),
     ],
 )
 def test_mistakes_are_told(home: Path, words: list[str], said: str) -> None:
