@@ -132,6 +132,11 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=position))
 
 
+def install_line(extra: str) -> str:
+    """The command that adds an extra, from any folder: pip takes the gptctl that is installed."""
+    return f"pip install 'gptctl[{extra}]'"
+
+
 def closest(word: str, known: Iterable[str], likeness: float = 0.7) -> list[str]:
     """The known word most similar to a misspelt one, if any is similar. Ignores letter case."""
     from difflib import get_close_matches  # slow to import, and needed only after a mistake

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gptctl.thinning import thinned
-from trainer.errors import OUT_OF_REACH, UserError
+from trainer.errors import OUT_OF_REACH, UserError, install_line
 
 COLOURS = (6, 3, 5, 2, 4, 1)  # of a terminal's first sixteen, which fit its background
 # Without colours, each of several curves has a character of its own.
@@ -50,7 +50,7 @@ def draw(title: str, curves: Sequence[Curve], size: ChartSize, coloured: bool) -
 
 
 def _plotext() -> Any:
-    hint = "pip install 'plotext>=5.3,<6' (the extra ui); --json prints the numbers without it"
+    hint = f"{install_line('ui')}; --json prints the numbers without it"
     try:
         import plotext
     except ImportError:

@@ -264,6 +264,7 @@ def _by_apprise(address: Address, message: Message) -> SendOutcome:
     except OSError as error:
         return SendOutcome(False, error_text(error))
     if code == _NOT_INSTALLED:
+        # As in `trainer.errors.install_line`, which the engine does not have on hosts.
         hint = "pip install 'gptctl[notify]'"
         return SendOutcome(False, f"apprise is not installed for {sys.executable}: {hint}", True)
     if code == _NO_SERVICE:

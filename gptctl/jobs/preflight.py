@@ -34,7 +34,7 @@ from gptctl.spec.machine_rules import (
 )
 from trainer.config.foreign_weights import foreign_weights, import_hint
 from trainer.config.sections import SaveLoad
-from trainer.errors import Finding, Rule
+from trainer.errors import Finding, Rule, install_line
 
 LARGEST_SECRET = 100_000  # bytes; of an environment variable, Linux allows 128 KiB
 
@@ -258,7 +258,7 @@ def _check_python(python: str, comes_later: bool, cluster: str) -> Iterator[Find
     """Check the interpreter of the ranks, unless a setup or a container provides it."""
     # For our own interpreter finding torch takes milliseconds; importing it would take seconds.
     if python == sys.executable and importlib.util.find_spec("torch") is None:
-        hint = "pip install 'gptctl[train]', or set `python` or `setup` in the cluster profile"
+        hint = f"{install_line('train')}, or set `python` or `setup` in the cluster profile"
         yield PYTHON.found("Launch.cluster", cluster, f"{python} has no torch", hint)
     elif python != sys.executable and not comes_later and not _is_program(python):
         yield PYTHON.found(

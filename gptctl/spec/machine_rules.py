@@ -19,7 +19,7 @@ from gptctl.spec.visible_gpus import count_visible_gpus
 from gptctl.text import count
 from trainer.cache_folder import WHERE_TO_WRITE, cache_folders, can_write
 from trainer.config.corpora import weights_of
-from trainer.errors import Finding, Rule, UserError
+from trainer.errors import Finding, Rule, UserError, install_line
 from trainer.trackers import INSTALL, PACKAGES, missing_packages
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def check_apprise_here(checked: Checked) -> Iterator[Finding]:
     targets = [target for target in checked.launch.notify or () if _kind_here(target) == APPRISE]
     if targets and importlib.util.find_spec("apprise") is None:
         message = "notify has an address for apprise, which is not installed here"
-        yield APPRISE_HERE.found("Launch.notify", None, message, "pip install 'gptctl[notify]'")
+        yield APPRISE_HERE.found("Launch.notify", None, message, install_line("notify"))
 
 
 def check_addresses_here(targets: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -199,3 +199,39 @@ def test_english_pages_are_english() -> None:
     for page in ENGLISH:
         text = page.read_text(encoding="utf-8").replace("[中文]", "")
         assert not re.search(r"[\u4e00-\u9fff]", text), name_of(page)
+
+
+@pytest.mark.parametrize(
+    "name", ["README.zh-CN.md", *(f"docs/zh-CN/{name}.md" for name in ("quickstart", "watching", "data"))]
+)
+def test_chinese_pages_have_one_word_for_a_job(name: str) -> None:
+    """作业. 任务 is a task, which these pages have no need for."""
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if "任务" in line] == []
+
+
+def test_extras_are_installed_by_one_command() -> None:
+    """`pip install 'gptctl[…]'` works in any folder, `'.[…]'` only in a checkout: that is how gptctl itself is installed."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    table = project.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    allowed = {f"'gptctl[{extra}]'" for extra in re.findall(r"^([\w-]+) = ", table, re.MULTILINE)}
+    allowed |= {"'gptctl[{extra}]'"}  # of `install_line`
+    allowed |= {".", "'.[train]'"}  # gptctl itself
+    allowed |= {"torch"}  # for nodes without gptctl
+    sources = [file for folder in ("gptctl", "trainer", "templates") for file in (ROOT / folder).rglob("*.*")]
+    for file in [*PAGES, *(file for file in sources if file.suffix in (".py", ".md", ".yaml", ".j2"))]:
+        text = file.read_text(encoding="utf-8")
+        named = {word.rstrip('"),;:') for word in re.findall(r"pip install\s+([^\s`]+)", text)}
+        assert named <= allowed, file
+
+
+def test_messages_name_extras_in_one_way() -> None:
+    """Two modules have the line itself: the engine, which hosts get without the trainer, and the constants of `top`."""
+    written = {
+        name_of(file)
+        for folder in ("gptctl", "trainer")
+        for file in (ROOT / folder).rglob("*.py")
+        if "pip install 'gptctl[" in file.read_text(encoding="utf-8")
+    }
+    own = {"gptctl/engine/webhook.py", "gptctl/cli/top.py", "gptctl/cli/top_view.py"}
+    assert written - own == {"trainer/errors.py"}

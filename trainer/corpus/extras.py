@@ -5,9 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from trainer.errors import UserError
-
-INSTALL = "pip install 'gptctl[data]'"
+from trainer.errors import UserError, install_line
 
 
 def require(module: str, purpose: str) -> Any:
@@ -19,4 +17,4 @@ def require(module: str, purpose: str) -> Any:
         # A broken installation is another problem than a missing one: say what Python says.
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
         message = f"{purpose} needs {package}" + ("" if missing else f", which fails: {error}")
-        raise UserError(message, f"install it: {INSTALL}") from None
+        raise UserError(message, f"install it: {install_line('data')}") from None

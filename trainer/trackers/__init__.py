@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from trainer.errors import install_line
+
 # The names in `Engine.trackers`, and what each of them needs.
 PACKAGES = {
     "tensorboard": "tensorboardX",
@@ -15,7 +17,7 @@ PACKAGES = {
     "swanlab": "swanlab",
     "mlflow": "mlflow",
 }
-INSTALL = "pip install 'gptctl[track]'"
+INSTALL = install_line("track")
 
 
 def missing_packages(names: Iterable[str]) -> list[str]:
