@@ -81,7 +81,7 @@ VERBS = {
         "keys": ("config", "List the keys of run configs, their defaults and meanings."),
         "schema": ("config", "Print the JSON Schema of run configs, for editors."),
         "rules": ("config", "List the rules that findings refer to by code."),
-        "notify": ("notify", "Try who is told about jobs."),
+        "notify": ("notify", "Test the notifications."),
         "render": ("submit", "Print the command line or script that launches a config."),
         "completion": ("config", "Print the shell completion script."),
     },

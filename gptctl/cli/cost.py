@@ -104,6 +104,8 @@ def _rows(
     with ui.status_line() as show:
         for number, (record, state) in enumerate(zip(records, states)):
             show(f"reading {record.id}, {number + 1:,} of {len(records):,}")
+            if with_empty and not record.run_folder.is_dir():
+                ui.say(f"the folder of {record.id} is missing: only what gptctl rm kept is counted")
             ledger = after(ledger_of_job(record, state.state, session.store, now), started)
             if not ledger.attempts and not with_empty:
                 continue
@@ -121,14 +123,17 @@ def _rows(
 def _print_attempts(row: dict[str, Any]) -> None:
     from gptctl.cli import ui
     from gptctl.jobs.cost_text import hours_text
+    from gptctl.jobs.ledger import goodput_of
 
-    columns = [Column("attempt"), *_columns(), Column("cause", "wrap", importance=9)]
+    accounts = _used([row])
+    columns = [Column("attempt"), *_columns(accounts), Column("cause", "wrap", importance=1)]
     cells = []
     for each in row["attempts"]:
         allocation = each["gpus"] * (each["ended"] - each["began"])
-        facts = {"allocation": allocation, "accounts": each["accounts"], "goodput": None}
-        cells.append([each["attempt"], *_cells(facts), each["cause"] or ""])
-    cells.append(["all", *_cells(row), ""])
+        goodput = goodput_of(each["accounts"], allocation)
+        facts = {"allocation": allocation, "accounts": each["accounts"], "goodput": goodput}
+        cells.append([each["attempt"], *_cells(facts, accounts), each["cause"] or ""])
+    cells.append(["all", *_cells(row, accounts), ""])
     queued = f"; queued {hours_text(row['queued'])}" if row["queued"] >= 1 else ""
     again = f"; {row['repeated_steps']:,} steps repeated" if row["repeated_steps"] else ""
     ui.print_table(f"{row['job']}: {row['state']}{queued}{again}", columns, cells)
@@ -138,30 +143,35 @@ def _print_table(by: str, rows: list[tuple[str, dict[str, Any]]], total: dict[st
     from gptctl.cli import ui
     from gptctl.text import clock_time, count
 
-    columns = [Column(by), *([] if by == "job" else [Column("jobs", importance=9)]), *_columns()]
-    cells = [[name, *([] if by == "job" else [row["jobs"]]), *_cells(row)] for name, row in rows]
-    if len(rows) > 1:
-        cells.append(["all", *([] if by == "job" else [total["jobs"]]), *_cells(total)])
+    accounts, counted = _used([total]), [] if by == "job" else ["jobs"]
+    counts = [Column(name, importance=9) for name in counted]
+    columns = [Column(by), *counts, *_columns(accounts)]
+    shown = [*rows, ("all", total)] if len(rows) > 1 else rows
+    cells = [[name, *(row[n] for n in counted), *_cells(row, accounts)] for name, row in shown]
     since = f" since {clock_time(total['since'])}" if total["since"] else ""
     ui.print_table(f"{count(total['jobs'], 'job')}{since}", columns, cells)
 
 
-def _columns() -> list[Column]:
+def _used(rows: list[dict[str, Any]]) -> list[str]:
+    """The accounts that have any time: most jobs have no hang."""
+    from gptctl.jobs.ledger import ACCOUNTS
+
+    return [name for name in ACCOUNTS if any(row["accounts"][name] > 0 for row in rows)]
+
+
+def _columns(accounts: list[str]) -> list[Column]:
     from gptctl.jobs.cost_text import SHORT_NAMES
-    from gptctl.jobs.ledger import ACCOUNTS
 
-    accounts = [Column(SHORT_NAMES.get(n, n), importance=IMPORTANCE[n]) for n in ACCOUNTS]
-    return [Column("GPU time"), Column("goodput"), *accounts]
+    named = [Column(SHORT_NAMES.get(n, n), importance=IMPORTANCE[n]) for n in accounts]
+    return [Column("GPU time"), Column("goodput"), *named]
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], accounts: list[str]) -> list[str]:
     from gptctl.jobs.cost_text import hours_text, share_text
-    from gptctl.jobs.ledger import ACCOUNTS
 
-    allocation, accounts = row["allocation"], row["accounts"]
-    goodput = accounts["compute"] / allocation if allocation else None
+    allocation, goodput = row["allocation"], row["goodput"]
     return [
         hours_text(allocation),
         "" if goodput is None else f"{goodput:.0%}",
-        *(share_text(accounts[name], allocation) for name in ACCOUNTS),
+        *(share_text(row["accounts"][name], allocation) for name in accounts),
     ]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.group(epilog=examples("gptctl notify test", "gptctl notify test run.yaml"))
 def notify() -> None:
-    """Try who is told about jobs."""
+    """Test the notifications."""
 
 
 @notify.command(

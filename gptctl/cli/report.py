@@ -57,6 +57,8 @@ def report(session: Session, jobs: tuple[str, ...], output: str | None, as_json:
     if as_json and output == STDOUT:
         raise UserError("--json and --output - both use stdout", "leave one out", WRONG_USAGE)
     runs = _gathered(session, asked or [None])
+    for note in dict.fromkeys(note for run in runs for note in run.notes):
+        ui.say(note)
     text = _page(runs)
     if output == STDOUT:
         ui.print_exactly(text)

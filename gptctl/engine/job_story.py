@@ -95,11 +95,13 @@ class JobStory:
         """What messages say about the job, as it is now."""
         plan = self.plan
         last: Mapping[str, Any] = {}
+        loss = None  # of the last step that has one: the last record may be an evaluation
         for row in json_lines(read_tail(Path(self.output_dir or "/", METRICS), METRICS_TAIL)):
             # The jobs of a chain share the file.
             is_ours = row.get("job") in (None, plan.job_id)
-            last = row if is_ours and is_whole(row.get("step"), 0, 1 << 53) else last
-        loss, total = last.get("loss"), last.get("max_steps")
+            if is_ours and is_whole(row.get("step"), 0, 1 << 53):
+                last, loss = row, row.get("loss", loss)
+        total = last.get("max_steps")
         saved = newest_checkpoint(self.output_dir) if self.output_dir else -1
         return JobFacts(
             plan.job_id,

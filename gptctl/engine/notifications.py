@@ -184,6 +184,8 @@ def _what(news: News, job: JobFacts) -> str:
     match news.event, news.state:
         case ("start", _):
             return "has started" if not news.number else "has started again"
+        case ("first_step", _) if job.is_trainer and news.number:
+            return f"trains again (attempt {news.number})"
         case ("first_step", _):
             return "has completed its first step" if job.is_trainer else "runs: its ranks are up"
         case ("failure", "REQUEUED"):

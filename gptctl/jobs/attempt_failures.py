@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gptctl.backends import JobState
 from gptctl.engine.cause import Cause
 from gptctl.engine.first_failure import tail
-from gptctl.engine.job_result import COMPLETED, FAILED, FINAL
+from gptctl.engine.job_result import CANCELLED, COMPLETED, FAILED, FINAL
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.failures import Evidence, LikelyCause, LogText, likely_cause, own_hint
 from gptctl.jobs.store import JobRecord
@@ -102,7 +102,9 @@ def failure_texts(record: JobRecord, state: JobState) -> Iterator[FailureText]:
     numbers = sorted(files.attempts())[-READ_ATTEMPTS:]
     for number in numbers:
         _, failure = failure_of(files, number)
-        is_end = number == numbers[-1] and state.state in FINAL and state.state != COMPLETED
+        is_end = number == numbers[-1] and state.state in FINAL
+        if is_end and state.state in (COMPLETED, CANCELLED):
+            continue
         if is_end:
             found = latest_failure(record, state, files)
         elif failure.is_failure:

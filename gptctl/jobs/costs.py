@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.file_reading import is_time, is_whole, read_json
 from gptctl.engine.job_result import FINAL
-from gptctl.jobs.ledger import ACCOUNTS, COMPUTE, AttemptCosts, Ledger, Segment, ledger_of
+from gptctl.jobs.ledger import (
+    ACCOUNTS,
+    UNKNOWN,
+    AttemptCosts,
+    Ledger,
+    Segment,
+    goodput_of,
+    ledger_of,
+)
 from gptctl.jobs.resume import lineage
 from gptctl.jobs.store import COSTS, JobRecord, Store
 from gptctl.jobs.timeline import Timeline, timeline_of
@@ -122,7 +130,7 @@ def cost_row(ledger: Ledger) -> dict[str, Any]:
     gpu_seconds = {name: round(part, 3) for name, part in ledger.gpu_seconds.items()}
     return {
         "allocation": round(ledger.allocation, 3),
-        "goodput": _share(ledger.gpu_seconds, ledger.allocation),
+        "goodput": _rounded(ledger.goodput),
         "accounts": gpu_seconds,
         "queued": round(ledger.queued, 3),
         "repeated_steps": sum(each.repeated_steps for each in ledger.attempts),
@@ -152,15 +160,22 @@ def summed(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "jobs": len({row["job"] for row in rows}),
         "allocation": allocation,
-        "goodput": _share(accounts, allocation),
+        "goodput": _rounded(_common_goodput(rows)),
         "accounts": accounts,
         "queued": round(sum(row["queued"] for row in rows), 3),
         "repeated_steps": sum(row["repeated_steps"] for row in rows),
     }
 
 
-def _share(accounts: Mapping[str, float], allocation: float) -> float | None:
-    return round(accounts[COMPUTE] / allocation, 4) if allocation > 0 else None
+def _common_goodput(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """Of the jobs whose steps are known: the time of scripts counts neither way."""
+    known = [row for row in rows if not row["accounts"][UNKNOWN]]
+    accounts = {name: sum(row["accounts"][name] for row in known) for name in ACCOUNTS}
+    return goodput_of(accounts, sum(row["allocation"] for row in known))
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)
 
 
 def user_of(record: JobRecord | None = None) -> str:

@@ -66,6 +66,10 @@ class AttemptCosts(NamedTuple):
         return {name: self.gpus * part for name, part in self.seconds.items()}
 
     @property
+    def goodput(self) -> float | None:
+        return goodput_of(self.gpu_seconds, self.allocation)
+
+    @property
     def seconds(self) -> dict[str, float]:
         total = dict.fromkeys(ACCOUNTS, 0.0)
         for segment in self.segments:
@@ -95,7 +99,12 @@ class Ledger(NamedTuple):
     @property
     def goodput(self) -> float | None:
         """The share of the allocation that computed something new."""
-        return self.gpu_seconds[COMPUTE] / self.allocation if self.allocation > 0 else None
+        return goodput_of(self.gpu_seconds, self.allocation)
+
+
+def goodput_of(accounts: Mapping[str, float], allocation: float) -> float | None:
+    """The share that computed something new; None where gptctl cannot see the steps."""
+    return accounts[COMPUTE] / allocation if allocation > 0 and not accounts[UNKNOWN] else None
 
 
 def ledger_of(timeline: Timeline, now: float, reached: int = 0) -> Ledger:

@@ -38,6 +38,8 @@ def report_of_job(record: JobRecord, store: Store, backends: Backends, now: floa
     records = lineage(record, store)
     states = known_states(records, backends)
     notes: list[str] = []
+    if not record.run_folder.is_dir():
+        notes.append(f"the folder of {record.id} is missing: the report has only what is left")
     rows = whole_run(records, say=notes.append)
     oldest_first = list(reversed(records))
     return RunReport(

@@ -184,5 +184,5 @@ def parse_order(text: str) -> Order:
         near = closest(key, SORTS)
         hint = f"did you mean {near[0]}?" if near else f"use {one_of(SORTS)}"
         message = f"cannot sort by {key[:40] or '(empty)'}"
-        raise UserError(message, f"{hint} -KEY sorts in descending order", WRONG_USAGE)
+        raise UserError(message, f"{hint}; -KEY sorts in descending order", WRONG_USAGE)
     return Order(key, text.startswith("-"))

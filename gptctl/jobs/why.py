@@ -13,7 +13,8 @@ from typing import Any
 
 from gptctl.backends import Backends, JobState
 from gptctl.engine.cause import Cause
-from gptctl.engine.job_result import COMPLETED, PENDING, RUNNING, UNKNOWN
+from gptctl.engine.job_result import CANCELLED, COMPLETED, PENDING, RUNNING, UNKNOWN
+from gptctl.engine.run_folder import newest_checkpoint
 from gptctl.jobs.attempt_failures import latest_failure
 from gptctl.jobs.queue_words import in_words
 from gptctl.jobs.run_pace import run_pace
@@ -25,6 +26,7 @@ from gptctl.logs.local_files import LocalLogFiles
 from gptctl.logs.tables import failed_before, failure_of
 
 Facts = dict[str, Any]
+RESUME, RERUN = "gptctl resume {job}", "gptctl rerun {job}"
 
 
 def explain(record: JobRecord, backends: Backends) -> Facts:
@@ -82,7 +84,10 @@ def _ended(record: JobRecord, state: JobState, files: LogFiles) -> Facts:
     commands = signature.commands if signature else ("gptctl logs {job} --failed",)
     return {
         "explained": found.is_explained,
-        "failure": _failure_json(found.attempt, found.failure, found.cause),
+        # A job that somebody cancelled has not failed, whatever its ranks exited with.
+        "failure": None
+        if state.state == CANCELLED
+        else _failure_json(found.attempt, found.failure, found.cause),
         "likely_cause": {
             "code": signature.code if signature else None,
             "title": signature.title if signature else None,
@@ -99,10 +104,12 @@ def _ended(record: JobRecord, state: JobState, files: LogFiles) -> Facts:
 
 def _failure_json(attempt: int, failure: Failure, cause: Cause | None) -> Facts | None:
     """The first failure, as `status --json` and `logs --failed --json` have it."""
-    if not failure.is_failure and cause is None:
+    if cause is None and failure.first is None and failure.first_node is None:
         return None
     facts = cause.as_json() if cause else {"cause": None}
     first = failure.first
+    if cause is None and first is None:
+        facts |= {"node": failure.first_node}
     if cause is None and first:
         facts |= {"rank": first.rank, "node": first.node, "host": first.host, "how": first.how}
     return {"attempt": attempt, **facts, "followed": len(failure.cascade)}
@@ -121,7 +128,7 @@ def _recovered(record: JobRecord, files: LogFiles) -> Facts | None:
 
 
 def filled(commands: Sequence[str], record: JobRecord, cause: Cause | None) -> list[str]:
-    """Fill the facts of a job into commands; leave out those with a fact that is not known."""
+    """Fill the facts of a job into commands; leave out those that cannot work for it."""
     facts: Mapping[str, str] = {
         "job": record.id,
         "cluster": record.cluster,
@@ -130,5 +137,24 @@ def filled(commands: Sequence[str], record: JobRecord, cause: Cause | None) -> l
         "rank": str(cause.rank) if cause and cause.rank is not None else "",
     }
     known = {name: value for name, value in facts.items() if value}
-    needed = {each: [name for name in facts if f"{{{name}}}" in each] for each in commands}
-    return [each.format(**known) for each in commands if set(needed[each]) <= set(known)]
+    possible = _possible(commands, record)
+    needed = {each: [name for name in facts if f"{{{name}}}" in each] for each in possible}
+    return [each.format(**known) for each in possible if set(needed[each]) <= set(known)]
+
+
+def _possible(commands: Sequence[str], record: JobRecord) -> list[str]:
+    """Resuming needs a checkpoint, keys of the config the bundled trainer, and both the folder."""
+    has_folder, is_trainer = record.run_folder.is_dir(), bool(record.output_dir)
+    can_resume = is_trainer and has_folder and newest_checkpoint(record.output_dir) >= 0
+    found = []
+    for command in commands:
+        if command.startswith(RESUME) and not can_resume:
+            # From the beginning, then.
+            command = command.replace(RESUME, RERUN)
+        if command.startswith(RERUN) and not has_folder:
+            continue
+        found.append(command if is_trainer else command.partition(" -o ")[0])
+    # A failed training goes on from its checkpoint, whatever else helps.
+    if can_resume and not any(each.startswith(RESUME) for each in found):
+        found.append(RESUME)
+    return list(dict.fromkeys(found))

@@ -13,6 +13,7 @@ from gptctl.pages.page_parts import cut, folded, table
 from gptctl.text import count, plain_value
 
 MOST_ROWS = 300  # of one table: a virtual environment may have thousands of packages
+MOST_OPEN = 15  # rows of a table of differences; a longer one is folded
 MISSING = "–"
 CODE = "code"  # its values are digests, which tell people nothing: only names are shown
 NOT_SET = ("default", "derived")  # how the origins begin of values that nobody wrote
@@ -25,7 +26,7 @@ def differences(runs: Sequence[RunReport]) -> Markup | None:
     first = Run(runs[0].job, runs[0].facts, ())
     found = [compare(first, Run(each.job, each.facts, ()), 0.0).sections for each in runs[1:]]
     tables = [
-        joined(element("h3", None, name.capitalize()), _difference_table(runs, sections))
+        _difference_table(name, runs, sections)
         for name, *sections in zip(SECTIONS, *found)
         if not all(section.is_equal for section in sections)
     ]
@@ -45,7 +46,7 @@ def _set_keys(run: RunReport) -> Markup | None:
     return folded(title, table(("key", "value", "from"), rows), is_open=True)
 
 
-def _difference_table(runs: Sequence[RunReport], sections: Sequence[Section]) -> Markup:
+def _difference_table(name: str, runs: Sequence[RunReport], sections: Sequence[Section]) -> Markup:
     """A row for each key that differs in any run."""
     is_code = sections[0].name == CODE
     keys = list(dict.fromkeys(each.key for found in sections for each in found.differences))
@@ -63,7 +64,10 @@ def _difference_table(runs: Sequence[RunReport], sections: Sequence[Section]) ->
         rows.append((element("b", None, key) if is_training else key, *cells))
     more = len(keys) - MOST_ROWS
     note = element("p", {"class": "note"}, f"and {more:,} more") if more > 0 else None
-    return joined(table(("", *(each.job for each in runs)), rows), note)
+    made = joined(table(("", *(each.job for each in runs)), rows), note)
+    if len(rows) > MOST_OPEN:
+        return folded(f"{name}: {count(len(keys), 'difference')}", made)
+    return joined(element("h3", None, name.capitalize()), made)
 
 
 def _cell(value: Value | None, is_code: bool, is_changed: bool) -> Markup:

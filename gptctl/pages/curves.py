@@ -72,7 +72,7 @@ def charts(runs: Sequence[Sequence[Row]]) -> Markup:
         if (found := _series_of(chart, runs, most)) and not _is_constant_scale(chart, found)
     ]
     if not drawn:
-        return element("p", {"class": "note"}, "No step has been logged yet.")
+        return element("p", {"class": "note"}, "No step has been logged.")
     return joined(
         element("div", {"class": "charts", "id": "charts", "data-origin": origin}, *drawn),
         *(_axis_samples(number, rows, origin) for number, rows in enumerate(runs)),

@@ -19,6 +19,7 @@ from gptctl.jobs.ledger import ACCOUNTS, COMPUTE, Ledger
 from gptctl.jobs.progress_text import list_cells, state_text
 from gptctl.jobs.run_report import RunReport
 from gptctl.jobs.timeline import Event
+from gptctl.logs.progress import duration
 from gptctl.pages.config_tables import differences, everything
 from gptctl.pages.curves import COLOURS, charts
 from gptctl.pages.markup import Markup, element, joined
@@ -175,15 +176,24 @@ def _tiles(run: RunReport) -> Iterator[tuple[str, str]]:
     yield from _losses(run)
     if run.status:
         yield "tokens/s", cells["tokens/s"]
-        yield "time", cells["time"]
+        # Of a run of several jobs, the time of all of them.
+        yield "time", _total_time(run) or cells["time"]
         yield "left", cells["left"]
     allocation = sum(job.ledger.allocation for job in run.jobs)
     if allocation > 0:
         ledgers = [job.ledger for job in run.jobs]
         yield "GPU time", hours_text(allocation)
-        yield "goodput", f"{sum(each.gpu_seconds[COMPUTE] for each in ledgers) / allocation:.0%}"
+        known = [each for each in ledgers if each.goodput is not None]
+        useful = sum(each.gpu_seconds[COMPUTE] for each in known)
+        of = sum(each.allocation for each in known)
+        yield "goodput", f"{useful / of:.0%}" if of > 0 else ""
         repeated = sum(each.repeated_steps for ledger in ledgers for each in ledger.attempts)
         yield "steps repeated", f"{repeated:,}" if repeated else ""
+
+
+def _total_time(run: RunReport) -> str:
+    spans = [each.ended - each.began for job in run.jobs for each in job.ledger.attempts]
+    return duration(sum(spans)) if len(run.lineage) > 1 and spans else ""
 
 
 def _losses(run: RunReport) -> Iterator[tuple[str, str]]:
@@ -258,7 +268,7 @@ def _cost_rows(ledger: Ledger, accounts: Sequence[str], run: RunReport) -> Itera
         yield [
             f"{job}{each.attempt}",
             hours_text(allocation),
-            f"{seconds[COMPUTE] / allocation:.0%}" if allocation > 0 else "",
+            "" if each.goodput is None else f"{each.goodput:.0%}",
             *(share_text(seconds[name], allocation) for name in accounts),
             cut(each.cause),
         ]

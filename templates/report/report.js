@@ -185,7 +185,11 @@
     });
   }
 
+  // The point of a line that is meant at a place: none if the line has ended before, or begins later.
   function nearest(line, x) {
+    const first = line.curve[0]?.[0], last = line.curve.at(-1)?.at(-1);
+    const near = (domain[1] - domain[0]) / 100;
+    if (!first || x < first[0] - near || x > last[0] + near) return null;
     let best = null;
     for (const curve of line.curve)
       for (const point of curve)
@@ -202,10 +206,12 @@
     const near = chart.lines.map((line) => [line, nearest(line, x)]).filter(([, point]) => point);
     if (!near.length) return;
     const isMany = new Set(chart.lines.map((line) => line.metric)).size > 1;
-    const rows = near.map(([line, [, y]]) => {
+    const close = (domain[1] - domain[0]) / 50;
+    const rows = near.map(([line, [at, y]]) => {
       const row = document.createElement("div"), chip = document.createElement("span");
       chip.className = `chip ${line.colour}`;
-      const words = [names.length > 1 ? names[line.run] : "", isMany ? line.metric : "", numberText(y, chart.unit)];
+      const words = [names.length > 1 ? names[line.run] : "", isMany ? line.metric : "", numberText(y, chart.unit),
+        Math.abs(at - x) > close ? `at ${placeText(at)}` : ""];
       row.append(chip, words.filter(Boolean).join(" "));
       return row;
     });

@@ -68,7 +68,7 @@ EXCERPTS = [
     Excerpt("K023", f"{TRACE}RuntimeError: Detected mismatch between collectives on ranks. Rank 3 is running collective: CollectiveFingerPrint(SequenceNumber=7, OpType=ALLREDUCE), but Rank 0 is running collective: BARRIER.\n"),
     Excerpt("K024", "error: rank 3 (host gpu7, pid 771, T (stopped)) does not respond; the other ranks wait in step 9\nhint: see stacks.3\n", None, 9),
     Excerpt("K025", node="torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use\n"),
-    Excerpt("K025", f"{TRACE}OSError: [Errno 98] Address already in use\n"),
+    Excerpt("K036", f"{TRACE}OSError: [Errno 98] Address already in use\n"),
     Excerpt("K026", f"{TRACE}socket.gaierror: [Errno -2] Name or service not known\n"),
     Excerpt("K026", node="error: gpu7 has no address that other nodes can reach: check DNS or /etc/hosts, or set master_interface\n", node_exit=78),
     Excerpt("K027", node="Host key verification failed.\nerror: setup ended\n", node_exit=255),
@@ -147,6 +147,7 @@ EXCERPTS = [
     Excerpt("K097", STEPS, None, 15),
     Excerpt("K098", state="STOPPED", reason="the trainer stopped on request"),
     Excerpt("K099", state="CANCELLED", reason="by me on login1, 2026-03-01 10:00:00"),
+    Excerpt("K101", state="CANCELLED", reason="gpt-3f9a2c is FAILED, and this job starts only if it completes"),
     Excerpt("K100", state="LOST", reason="its supervisor was killed"),
 ]  # fmt: skip
 

@@ -207,7 +207,7 @@ def test_ten_runs_are_no_ten_times_larger() -> None:
 def test_a_run_without_anything_has_a_page() -> None:
     empty = run_report(steps=0)._replace(jobs=[], ranks=None, failures=[], facts={}, notes=[], status=None)
     found = of_page(empty)
-    assert "No step has been logged yet." in found.texts
+    assert "No step has been logged." in found.texts
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from gptctl.jobs.failures.network_failures import SIGNATURES as OF_NETWORKS
 from gptctl.jobs.failures.node_failures import SIGNATURES as OF_NODES
 from gptctl.jobs.failures.program_failures import SIGNATURES as OF_PROGRAMS
 from gptctl.jobs.failures.scheduler_failures import SIGNATURES as OF_SCHEDULERS
+from gptctl.jobs.failures.scheduler_failures import UNMET
 from gptctl.jobs.failures.signature import Signature
 
 CATALOGUE: tuple[Signature, ...] = (
@@ -69,6 +70,7 @@ def likely_cause(evidence: Evidence) -> LikelyCause | None:
 
 
 def _matches(evidence: Evidence) -> Iterator[LikelyCause]:
+    yield from _in_lines([UNMET], "the failure", [evidence.said[:LONGEST_LINE]])
     for each in CATALOGUE:
         if evidence.state in each.states:
             yield LikelyCause(each, "state", evidence.state)

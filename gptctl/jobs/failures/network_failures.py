@@ -67,7 +67,15 @@ SIGNATURES = (
         "the port of the rendezvous is in use",
         "Another process on the first node listens on that port: often an earlier run.",
         "delete Launch.rdzv.port: gptctl chooses a free port",
-        (r"EADDRINUSE", r"(?i)address already in use"),
+        (r"EADDRINUSE", r"socket has failed to (listen|bind)"),
+        ("gptctl rerun {job}",),
+    ),
+    Signature(
+        "K036",
+        "a port that the program listens on is in use",
+        "Another process on the node listens on that port: often an earlier run, or another rank.",
+        "choose another port in the program, or end the process that uses it",
+        (r"(?i)address already in use",),
         ("gptctl rerun {job}",),
     ),
     Signature(

@@ -65,7 +65,7 @@ SIGNATURES = (
         "The file system that the job writes to has no space left.",
         "free space there, or use another disk: output_dir, or run_root of the profile",
         (r"No space left on device", r"not enough disk space", r"PytorchStreamWriter failed"),
-        ("gptctl list --all", "gptctl rm OLD_JOB"),
+        ("gptctl list --sort=-size --limit 10", "gptctl rm --older 30d --dry-run"),
     ),
     Signature(
         "K044",
@@ -74,7 +74,7 @@ SIGNATURES = (
         "free space there, ask for a larger quota, or use another disk: output_dir, or run_root of "
         "the profile",
         (r"Disk quota exceeded", r"\[Errno 122\]"),
-        ("gptctl list --all", "gptctl rm OLD_JOB"),
+        ("gptctl list --sort=-size --limit 10", "gptctl rm --older 30d --dry-run"),
     ),
     Signature(
         "K045",

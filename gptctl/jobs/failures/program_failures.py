@@ -125,7 +125,7 @@ SIGNATURES = (
         "K070",
         "NaN or infinite loss or gradients",
         "The training diverged, or the data of these steps is bad.",
-        "lower Optimizer.lr.max_lr, use bfloat16, or check the data of these steps",
+        "lower the learning rate, use bfloat16, or check the data of these steps",
         (
             r"had no finite gradient",
             r"(?i)\b(loss|gradients?|grad norm)\b.{0,20}\b(is|are|was|became|has)\b.{0,20}"
@@ -134,6 +134,7 @@ SIGNATURES = (
             r"returned nan values in its",
         ),
         ("gptctl plot {job} --metric grad_norm --metric loss", RESUME),
+        trainer_fix="lower Optimizer.lr.max_lr, use bfloat16, or check the data of these steps",
     ),
     Signature(
         "K071",

@@ -7,7 +7,18 @@ from gptctl.jobs.failures.gpu_failures import DOCTOR, ELSEWHERE, FIRST_LINES
 from gptctl.jobs.failures.program_failures import RESUME
 from gptctl.jobs.failures.signature import Signature
 
+# Told by its reason: the state alone says that somebody cancelled the job.
+UNMET = Signature(
+    "K101",
+    "the job that it waited for ended otherwise",
+    "It was to start only after another job, which did not end as was asked.",
+    "fix that job first, then run this one again",
+    (r"and this job starts only if it",),
+    ("gptctl rerun {job}",),
+)
+
 SIGNATURES = (
+    UNMET,
     Signature(
         "K090",
         "time limit reached",

@@ -109,7 +109,7 @@ def test_a_job_that_waits_runs_and_completes(jobs) -> None:
     # Nothing has been measured of either, and their reports say so.
     for job, state in ((first, "running"), (second, "pending")):
         found = Elements(jobs.gptctl("report", job, "--output", "-").stdout)
-        assert (len(found.of("span", state)), "No step has been logged yet." in found.texts) == (1, True)
+        assert (len(found.of("span", state)), "No step has been logged." in found.texts) == (1, True)
     shown = jobs.gptctl("why", first)
     assert (shown.returncode, "it has logged no step yet" in shown.stdout) == (0, True)
     (jobs.folder / "go").touch()
