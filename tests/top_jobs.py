@@ -6,9 +6,9 @@ import math
 import re
 from typing import Any
 
+from gptctl.cli.styled_lines import plain_text
 from gptctl.cli.table_layout import text_width
-from gptctl.cli.top_keys import Looking
-from gptctl.cli.top_lines import plain_text
+from gptctl.cli.top_keys import ViewState
 from gptctl.cli.top_view import top_lines
 from gptctl.jobs.job_reading import LogLine, RankLog
 from gptctl.jobs.rank_times import RankTimes
@@ -53,9 +53,9 @@ def snapshot(*jobs: JobSummary, detail: JobDetail | None = None, **facts: Any) -
     return TopSnapshot(NOW, facts.pop("is_past", False), jobs, detail, **facts)
 
 
-def screen(shown: TopSnapshot | None, look: Looking, width: int = 80, height: int = 24) -> list[str]:
+def screen(shown: TopSnapshot | None, view: ViewState, width: int = 80, height: int = 24) -> list[str]:
     """The text of a picture; fails where it does not fit exactly, or could control a terminal."""
-    lines = [plain_text(line) for line in top_lines(shown, look, width, height)]
+    lines = [plain_text(line) for line in top_lines(shown, view, width, height)]
     assert len(lines) == height
     for line in lines:
         assert text_width(line) == width, line

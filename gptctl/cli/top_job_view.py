@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from gptctl.cli.chart import ChartSize, Curve, draw
-from gptctl.cli.top_jobs_view import number, percent, steps_text
-from gptctl.cli.top_lines import (
+from gptctl.cli.styled_lines import (
     Styled,
     StyledLine,
     line_of,
     side_by_side,
-    spark,
+    sparkline,
     state_style,
 )
+from gptctl.cli.top_jobs_view import number, percent, steps_text
 from gptctl.cli.top_rank_grid import rank_lines
-from gptctl.jobs.top_snapshot import JobDetail, JobSummary, MetricCurve, sparks
+from gptctl.jobs.top_snapshot import JobDetail, JobSummary, MetricCurve, averaged
 from gptctl.logs.progress import duration, evaluation_text, step_text
 from gptctl.text import clock_time, count, size_text
 from trainer.errors import UserError
@@ -40,7 +40,7 @@ def job_lines(detail: JobDetail, scroll: int, width: int, height: int) -> list[S
     # A thousand ranks fit into eight lines of a wide window, and into few of a small one.
     ranks = rank_lines(detail, width, max(3, min(10, left // 3)))[:left]
     left -= len(ranks)
-    return [*head, *charts, *ranks, *_stories(detail, scroll, width, left)]
+    return [*head, *charts, *ranks, *_events_and_log(detail, scroll, width, left)]
 
 
 def header(job: JobSummary, detail: JobDetail) -> list[StyledLine]:
@@ -99,7 +99,7 @@ def _small_charts(curves: Sequence[tuple[str, MetricCurve]], width: int) -> list
     return [
         line_of(
             Styled(f"{name:<18}" if len(name) > 9 else f"{name:<9}", "title"),
-            Styled(spark(sparks(curve.values, max(8, width - 12))) or "-", "notice"),
+            Styled(sparkline(averaged(curve.values, max(8, width - 12))) or "-", "notice"),
         )
         for name, curve in curves
     ]
@@ -125,7 +125,7 @@ def _drawn(name: str, curve: MetricCurve, width: int, height: int) -> tuple[str,
     return tuple(text.rstrip("\n").split("\n")[:-2])
 
 
-def _stories(detail: JobDetail, scroll: int, width: int, height: int) -> list[StyledLine]:
+def _events_and_log(detail: JobDetail, scroll: int, width: int, height: int) -> list[StyledLine]:
     """Events and the log of a rank."""
     if height < 2:
         return []

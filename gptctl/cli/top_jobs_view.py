@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gptctl.cli.top_lines import (
+from gptctl.cli.styled_lines import (
     Styled,
     StyledLine,
     cells,
     chosen,
     line_of,
     padded,
-    spark,
+    sparkline,
     state_style,
 )
 from gptctl.engine.job_result import COMPLETED, RUNNING
@@ -117,7 +117,7 @@ def row(job: JobSummary, name: int, fields: Sequence[tuple[Field, int]], width: 
     if shown is not fields:
         return (*parts, Styled(f"  {job.reason}", "dim"))
     room = width - sum(cells(part.text) for part in parts) - 2
-    return (*parts, Styled("  " + spark(job.losses[-room:] if room > 0 else ()), "notice"))
+    return (*parts, Styled("  " + sparkline(job.losses[-room:] if room > 0 else ()), "notice"))
 
 
 def totals(jobs: Sequence[JobSummary]) -> str:

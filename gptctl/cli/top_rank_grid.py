@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gptctl.cli.top_lines import Styled, StyledLine, line_of
+from gptctl.cli.styled_lines import Styled, StyledLine, line_of
 from gptctl.jobs.top_snapshot import JobDetail, SlowRank
 from gptctl.text import count
 

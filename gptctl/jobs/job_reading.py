@@ -33,7 +33,7 @@ LIST_BYTES, LIST_ROWS = 4 << 20, 2000
 JOB_BYTES, JOB_ROWS = 16 << 20, 12_000
 LOG_BYTES, PAST_LOG_BYTES = 16 << 10, 4 << 20
 LOG_LINES = 60
-LONGEST_LINE = 400  # characters of a log line: no window is wider
+LONGEST_SHOWN = 400  # characters of a log line: no window is wider
 SLOW_EVERY = 10.0  # seconds between two readings of what is expensive
 NEWS_EVERY = 1.0  # the same after a new event
 SLOW_SHARE = 50  # and so many times as long as the last one took: at most 2 % of a core
@@ -141,7 +141,7 @@ class JobReader:
 
     def _changed(self) -> float:
         row = self._rows.run[-1] if self._rows.run else {}
-        return float(row.get("time") or _changed(self.record))
+        return float(row.get("time") or _log_changed(self.record))
 
     def _newest_ranks(self) -> RankTimes | None:
         # Reading the end of the file is cheap, parsing a thousand numbers less so.
@@ -164,7 +164,7 @@ def rank_log(record: JobRecord, rank: int, until: float | None = None) -> RankLo
         clock.now = clock.now if moment is None else moment
         when = None if clock.now == float("-inf") else clock.now
         if line.strip() and (until is None or (when is not None and when <= until)):
-            found.append(LogLine(one_line(readable(line), LONGEST_LINE), when))
+            found.append(LogLine(one_line(readable(line), LONGEST_SHOWN), when))
         del found[:-LOG_LINES]
     return RankLog(rank, tuple(found))
 
@@ -176,7 +176,7 @@ def _size(file: Path) -> int:
         return -1
 
 
-def _changed(record: JobRecord) -> float:
+def _log_changed(record: JobRecord) -> float:
     attempt = RunFolder(record.local_dir).attempts() - 1
     try:
         return os.stat(Path(record.log_dir, f"attempt-{attempt}", "workerlog.0")).st_mtime

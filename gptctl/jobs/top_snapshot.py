@@ -23,12 +23,12 @@ from gptctl.logs.progress import RECENT
 from gptctl.text import count
 from trainer.event_names import CHECKPOINT, COMMITTED, EVALUATION, FAILED, FIRST_STEP, STOP
 
-SPARKS = 24  # values of the small curve in a row
+CURVE_VALUES = 24  # values of the small curve in a row
 MOST_EVENTS = 60
 NAMED = 3  # ranks that are named as slow
 SLOW = 1.10  # times the median, from which on a rank is slow
 LONGEST_NAME = 64
-WELL = "exit 0"  # of a rank that is done
+EXIT_OK = "exit 0"  # of a rank that is done
 
 
 class JobSummary(NamedTuple):
@@ -140,11 +140,11 @@ def summary_of(reading: JobReading, now: float) -> JobSummary:
         facts.get("valid_loss"),
         facts.get("tokens_per_second"),
         reading.goodput,
-        sparks([loss for row in reading.run if (loss := row.get("loss")) is not None]),
+        averaged([loss for row in reading.run if (loss := row.get("loss")) is not None]),
     )
 
 
-def sparks(values: Sequence[float], most: int = SPARKS) -> tuple[float, ...]:
+def averaged(values: Sequence[float], most: int = CURVE_VALUES) -> tuple[float, ...]:
     """Reduce values to few: the means of equal parts."""
     if len(values) <= most:
         return tuple(values)
@@ -164,7 +164,7 @@ def detail_of(reading: JobReading, now: float) -> JobDetail:
         ranks,
         ranks.median if ranks else None,
         slow_ranks(ranks, reading.record.per_node, reading.hosts) if ranks else (),
-        tuple(map(shown_event, told_events(reading.timeline.events)))[-MOST_EVENTS:],
+        tuple(map(shown_event, without_most_exits(reading.timeline.events)))[-MOST_EVENTS:],
         reading.log,
         memory if is_number(memory) else None,
         gpu_memory if is_number(gpu_memory) else None,
@@ -192,12 +192,12 @@ def slow_ranks(ranks: RankTimes, per_node: int, hosts: Sequence[str]) -> tuple[S
     return tuple(found)
 
 
-def told_events(events: Sequence[Event]) -> list[Event]:
+def without_most_exits(events: Sequence[Event]) -> list[Event]:
     """Without most exits of ranks: when one fails, a thousand others follow within a second."""
     told, exits = list[Event](), Counter[int]()
     for event in events:
         if event.name == RANK_EXIT:
-            if event.facts.get("how") == WELL:
+            if event.facts.get("how") == EXIT_OK:
                 continue
             exits[event.attempt] += 1
         if event.name != RANK_EXIT or exits[event.attempt] <= NAMED:

@@ -17,7 +17,7 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from gptctl.cli.top_app import TopApp
-from gptctl.cli.top_keys import Looking
+from gptctl.cli.top_keys import ViewState
 from gptctl.jobs import top_collector
 from gptctl.jobs.top_collector import TopCollector, Wanted
 from gptctl.jobs.top_snapshot import TopSnapshot
@@ -61,12 +61,12 @@ class MadeUp:
 
 def run_app(
     check: Callable[[TopApp, Pilot[None], MadeUp], Awaitable[None]],
-    look: Looking = Looking(),  # noqa: B008 (frozen)
+    view: ViewState = ViewState(),  # noqa: B008 (frozen)
     size: tuple[int, int] = (80, 24),
 ) -> None:
     async def run() -> None:
         made_up = MadeUp()
-        app = TopApp(cast(TopCollector, made_up), look, 0.1)
+        app = TopApp(cast(TopCollector, made_up), view, 0.1)
         async with app.run_test(size=size) as pilot:
             await until(pilot, lambda: app.snapshot is not None)
             await check(app, pilot, made_up)
@@ -93,8 +93,8 @@ def test_the_picture_is_that_of_the_view(size: tuple[int, int]) -> None:
         await pilot.press("down", "down", "f")
         assert app.snapshot
         await pilot.pause()
-        assert text_of(app) == screen(app.snapshot, app.look, *size)
-        assert not app.look.follows
+        assert text_of(app) == screen(app.snapshot, app.view, *size)
+        assert not app.view.follows
 
     run_app(check, size=size)
 
@@ -110,7 +110,7 @@ def test_a_job_is_opened_and_a_rank_chosen() -> None:
         await until(pilot, lambda: made_up.wanted[-1] == Wanted("gpt-b", 12))
         await pilot.press("escape")
         await until(pilot, lambda: made_up.wanted[-1] == Wanted())
-        assert app.look.selected == "gpt-b"
+        assert app.view.selected == "gpt-b"
 
     run_app(check)
 
@@ -149,14 +149,14 @@ def test_what_is_read_stays_while_stopped() -> None:
         await pilot.press("f")
         await until(pilot, lambda: app.snapshot is not None and app.snapshot.time > before)
 
-    run_app(check, Looking(opened="gpt-a", is_single=True))
+    run_app(check, ViewState(opened="gpt-a", is_single=True))
 
 
 def test_keys_answer_while_a_scheduler_does_not() -> None:
     async def run() -> None:
         made_up = MadeUp()
         made_up.blocks.clear()
-        app = TopApp(cast(TopCollector, made_up), Looking(), 0.1)
+        app = TopApp(cast(TopCollector, made_up), ViewState(), 0.1)
         async with app.run_test(size=(80, 24)) as pilot:
             await pilot.pause(0.1)
             assert text_of(app)[0] == "asking for the states of jobs …"
@@ -174,7 +174,7 @@ def test_a_bug_in_a_thread_ends_the_picture(monkeypatch: pytest.MonkeyPatch) -> 
     async def run() -> None:
         made_up = MadeUp()
         monkeypatch.setattr(made_up, "snapshot", lambda wanted: 1 / 0)
-        app = TopApp(cast(TopCollector, made_up), Looking(), 0.1)
+        app = TopApp(cast(TopCollector, made_up), ViewState(), 0.1)
         async with app.run_test(size=(80, 24)) as pilot:
             await until(pilot, lambda: app.return_code is not None or not app.is_running)
         assert isinstance(app.feed.problem, ZeroDivisionError)

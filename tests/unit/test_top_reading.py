@@ -21,7 +21,7 @@ from gptctl.jobs.run_metrics import whole_run
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.timeline import Event
 from gptctl.jobs.top_collector import TopCollector, Wanted
-from gptctl.jobs.top_snapshot import detail_of, event_text, summary_of, told_events
+from gptctl.jobs.top_snapshot import detail_of, event_text, summary_of, without_most_exits
 from tests.job_records import add_job
 
 RUNNING = JobState("RUNNING")
@@ -217,7 +217,7 @@ def test_a_job_without_a_folder(tmp_path: Path, store: Store) -> None:
 def test_a_thousand_exits_are_told_by_few() -> None:
     exits = [Event("rank exit", 5.0, 0, {"rank": rank, "how": "SIGTERM"}) for rank in range(1000)]
     well = [Event("rank exit", 6.0, 0, {"rank": 0, "how": "exit 0"})]
-    assert told_events([*exits, *well]) == exits[:3]
+    assert without_most_exits([*exits, *well]) == exits[:3]
     assert event_text(exits[0]) == "rank 0 exited: SIGTERM"
     assert event_text(Event("of a newer version", 5.0, 0, {})) == "of a newer version"
 
