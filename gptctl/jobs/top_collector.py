@@ -146,15 +146,15 @@ class TopCollector:
         for key in [key for key in self._readers if key[1] and key[0] != record.id]:
             del self._readers[key]
         reader = self._reader(record, is_detailed=True)
-        reading = reader.read(_shown_state(record, self._states[record.id]), rank)
+        state = _shown_state(record, self._states[record.id])
         if self._at is None:
-            return reading
+            return reader.read(state, rank)
         log = rank_log(record, rank, self._at) if rank is not None else None
         # Another rank of the same job needs the large file no second time.
         if record.id not in self._past_ranks:
             self._past_ranks[record.id] = reader.past_ranks(self._at)
-        past = past_reading(reading, self._at)
-        return past._replace(ranks=self._past_ranks[record.id], log=log)
+        reading = reader.read(state)._replace(ranks=self._past_ranks[record.id], log=log)
+        return past_reading(reading, self._at)
 
     def _reader(self, record: JobRecord, is_detailed: bool) -> JobReader:
         key = record.id, is_detailed

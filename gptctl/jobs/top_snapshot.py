@@ -96,14 +96,7 @@ class TopSnapshot(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        jobs = [each._asdict() for each in self.jobs]
-        return {
-            "time": self.time,
-            "is_past": self.is_past,
-            "jobs": jobs,
-            "detail": _plain(self.detail) if self.detail else None,
-            "notes": list(self.notes),
-        }
+        return dict(_plain(self))
 
 
 def _plain(value: Any) -> Any:
@@ -124,23 +117,23 @@ def summary_of(reading: JobReading, now: float) -> JobSummary:
     began = reading.timeline.allocations[0].began if reading.timeline.allocations else None
     until = now if is_running else reading.ended
     return JobSummary(
-        one_line(record.id, LONGEST_NAME),
-        state.state,
-        one_line(state.reason, LONGEST_REASON),
-        one_line(record.cluster, LONGEST_NAME),
-        record.nodes,
-        record.world,
-        record.created,
-        max(0.0, until - began) if until is not None and began is not None else None,
-        facts.get("step"),
-        facts.get("total") if progress else reading.total,
-        facts.get("percent"),
-        facts.get("seconds_left"),
-        facts.get("loss"),
-        facts.get("valid_loss"),
-        facts.get("tokens_per_second"),
-        reading.goodput,
-        averaged([loss for row in reading.run if (loss := row.get("loss")) is not None]),
+        job=one_line(record.id, LONGEST_NAME),
+        state=state.state,
+        reason=one_line(state.reason, LONGEST_REASON),
+        cluster=one_line(record.cluster, LONGEST_NAME),
+        nodes=record.nodes,
+        world=record.world,
+        created=record.created,
+        duration=max(0.0, until - began) if until is not None and began is not None else None,
+        step=facts.get("step"),
+        total=facts.get("total") if progress else reading.total,
+        percent=facts.get("percent"),
+        left=facts.get("seconds_left"),
+        loss=facts.get("loss"),
+        valid_loss=facts.get("valid_loss"),
+        tokens_per_second=facts.get("tokens_per_second"),
+        goodput=reading.goodput,
+        losses=averaged([loss for row in reading.run if (loss := row.get("loss")) is not None]),
     )
 
 
@@ -157,17 +150,17 @@ def detail_of(reading: JobReading, now: float) -> JobDetail:
     latest = reading.run[-1] if reading.run else {}
     memory, gpu_memory = (latest.get(name) for name in ("memory", "gpu_memory"))
     return JobDetail(
-        summary_of(reading, now),
-        now,
-        curve_of(reading.run, "loss"),
-        curve_of(reading.run, "ips_total"),
-        ranks,
-        ranks.median if ranks else None,
-        slow_ranks(ranks, reading.record.per_node, reading.hosts) if ranks else (),
-        tuple(map(shown_event, without_most_exits(reading.timeline.events)))[-MOST_EVENTS:],
-        reading.log,
-        memory if is_number(memory) else None,
-        gpu_memory if is_number(gpu_memory) else None,
+        summary=summary_of(reading, now),
+        time=now,
+        loss=curve_of(reading.run, "loss"),
+        tokens_per_second=curve_of(reading.run, "ips_total"),
+        ranks=ranks,
+        median_ms=ranks.median if ranks else None,
+        slowest=slow_ranks(ranks, reading.record.per_node, reading.hosts) if ranks else (),
+        events=tuple(map(shown_event, without_most_exits(reading.timeline.events)))[-MOST_EVENTS:],
+        log=reading.log,
+        memory=memory if is_number(memory) else None,
+        gpu_memory=gpu_memory if is_number(gpu_memory) else None,
     )
 
 
