@@ -42,7 +42,7 @@ PLAIN_SIZE = (120, 60)  # columns and lines of a snapshot in a pipe
     default=INTERVAL,
     show_default=True,
     metavar="SECONDS",
-    help="Read files so often; schedulers are asked at most every 6 seconds.",
+    help="Seconds between two reads of the files. Schedulers are asked at most every 6 seconds.",
 )
 @as_json_option
 @click.pass_obj
@@ -57,7 +57,7 @@ def top(session: Session, job: str | None, at: str | None, interval: float, as_j
     from gptctl.engine.atomic_files import private_files
 
     record = session.find(job, announce=False) if job else None
-    moment = moment_of(at) if at else None
+    moment = moment_of(at) if at is not None else None
     collector = collector_of(session, record.id if record else None, moment)
     view = ViewState(opened=record.id if record else None, is_single=record is not None)
     # Around all threads: the umask belongs to the process, not to a thread.
@@ -76,7 +76,8 @@ def moment_of(text: str) -> float:
     now = time.time()
     moment = parse_since(text.strip().removesuffix(" ago"), now, option="--at")
     if moment > now:
-        raise UserError(f"--at {text[:60]!r} is in the future", "", WRONG_USAGE)
+        hint = "use a past time, such as 2h, 07:30 or 2026-11-18T07:30"
+        raise UserError(f"--at {text[:60]!r} is in the future", hint, WRONG_USAGE)
     return moment
 
 
@@ -97,6 +98,9 @@ def first_snapshot(collector: TopCollector, view: ViewState) -> TopSnapshot:
     from gptctl.jobs.top_collector import Wanted
 
     collector.ask()
+    if collector.is_past:
+        # No later snapshot corrects this one: whoever has not answered gets more time.
+        collector.ask()
     return collector.snapshot(Wanted(view.opened, view.rank if view.opened else None))
 
 

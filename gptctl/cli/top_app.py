@@ -13,14 +13,14 @@ from textual.widgets import Static
 from gptctl.cli.styled_lines import STYLES, StyledLine
 from gptctl.cli.top_feed import TopFeed
 from gptctl.cli.top_keys import ViewState, pressed, with_valid_selection
-from gptctl.cli.top_view import top_lines
+from gptctl.cli.top_view import top_lines, with_valid_scroll
 from gptctl.jobs.top_collector import TopCollector, Wanted
 from gptctl.jobs.top_snapshot import TopSnapshot
 
 # textual's names of the terminal's own colours.
+_COLOURS = ("green", "cyan", "yellow", "red", "magenta")
 _STYLES = {
     name: " ".join(f"ansi_{word}" if word in _COLOURS else word for word in style.split())
-    for _COLOURS in [("green", "cyan", "yellow", "red", "magenta")]
     for name, style in STYLES.items()
 }
 
@@ -34,11 +34,10 @@ class TopApp(App[None]):
 
     def __init__(self, collector: TopCollector, view: ViewState, interval: float) -> None:
         super().__init__(ansi_color=True)
-        self.view, self.snapshot = view, None
+        self.view = view
+        self.snapshot: TopSnapshot | None = None  # that is shown
         self._newest: TopSnapshot | None = None
         self.feed = TopFeed(collector, interval, self._take, self._end)
-
-    snapshot: TopSnapshot | None
 
     def compose(self) -> ComposeResult:
         yield Static(id="screen")
@@ -100,7 +99,8 @@ class TopApp(App[None]):
     def draw(self) -> None:
         if self.snapshot:
             self.view = with_valid_selection(self.view, self.snapshot)
-        lines = top_lines(self.snapshot, self.view, self.size.width, self.size.height)
+            self.view = with_valid_scroll(self.view, self.snapshot, *self.size)
+        lines = top_lines(self.snapshot, self.view, *self.size)
         self.query_one("#screen", Static).update(content_of(lines))
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ FIELDS = (
     Field("goodput", lambda job: percent(job.goodput), 3),
     Field("loss", lambda job: number(job.loss, ".4f"), 1),
 )
-STATE = 9  # the width of RUNNING, PENDING and most others
+STATE = 9  # the width of COMPLETED and CANCELLED; longer states are cut
 
 
 def jobs_lines(
@@ -100,9 +100,9 @@ def fitting(jobs: Sequence[JobSummary], width: int) -> list[tuple[Field, int]]:
 
 
 def heading(name: int, fields: Sequence[tuple[Field, int]], width: int) -> StyledLine:
-    cells = [padded("job", name), padded("state", STATE)]
-    cells += [padded(field.name, size, to_right=True) for field, size in fields]
-    return (Styled(padded("  ".join([*cells, "curve"]), width), "dim"),)
+    names = [padded("job", name), padded("state", STATE)]
+    names += [padded(field.name, size, to_right=True) for field, size in fields]
+    return (Styled(padded("  ".join([*names, "curve"]), width), "dim"),)
 
 
 def row(job: JobSummary, name: int, fields: Sequence[tuple[Field, int]], width: int) -> StyledLine:
@@ -122,5 +122,5 @@ def row(job: JobSummary, name: int, fields: Sequence[tuple[Field, int]], width: 
 
 def totals(jobs: Sequence[JobSummary]) -> str:
     counts = Counter(job.state for job in jobs)
-    states = ", ".join(f"{number:,} {state.lower()}" for state, number in counts.most_common(4))
+    states = ", ".join(f"{times:,} {state.lower()}" for state, times in counts.most_common(4))
     return f"{count(len(jobs), 'job')}{': ' if states else ''}{states}"

@@ -11,11 +11,12 @@ PAGE = 10  # rows or lines
 LONGEST_FILTER = 40  # characters
 HELP = (
     ("up, down", "choose a job; in a job: scroll its log"),
+    ("Page Up, Page Down", "the same, 10 rows or lines at a time"),
     ("Enter, Esc", "open the chosen job; back to all jobs"),
     ("left, right", "choose the rank whose log is shown; or type its number"),
     ("f", "pause and follow: while paused, nothing moves"),
-    ("/", "show only jobs that contain a text: id, state, cluster or reason"),
-    ("c", "stop a job, after asking; the trainer saves a checkpoint first"),
+    ("/", "show only jobs with a text in id, state, cluster or reason"),
+    ("c", "cancel a job, after confirmation"),
     ("?", "show and hide this help"),
     ("q", "quit; jobs keep running"),
 )
@@ -35,8 +36,8 @@ class ViewState(NamedTuple):
     scroll: int = 0  # lines of the log up from its end
     follows: bool = True
     shows_help: bool = False
-    confirming: str | None = None  # the job that `c` would stop
-    to_cancel: str | None = None  # the job that is to be stopped now
+    confirming: str | None = None  # the job that `c` would cancel
+    to_cancel: str | None = None  # the job that is to be cancelled now
     quits: bool = False
 
 
@@ -131,6 +132,7 @@ def _moved(view: ViewState, key: str, snapshot: TopSnapshot) -> ViewState:
         return view._replace(rank=rank, scroll=0)
     if by is None:
         return view
+    # How far it can go depends on the height of the window: see `with_valid_scroll`.
     lines = len(snapshot.detail.log.lines) if snapshot.detail and snapshot.detail.log else 0
     scroll = min(max(0, view.scroll - by), lines)
     # Lines that arrive must not move the ones that are being read.

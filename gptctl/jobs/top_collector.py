@@ -63,16 +63,24 @@ class TopCollector:
             self._notes = [*self._notes, (time.monotonic(), one_line(text, 200))][-MOST_NOTES:]
 
     def ask(self) -> None:
-        """Ask for the states of all jobs that have not ended; of the past, once."""
-        if self._at is not None and self._records:
+        """Ask for the states of all jobs that have not ended; of the past, until all are known."""
+        if self.is_past and self._records and not self._has_unknown():
             return
         records = [self._only] if self._only else self._store.records(RECENT)
         left = [each for each in records if not self._is_settled(each)]
         # A host that is down must not keep the first picture waiting.
         limit = ANSWER_WITHIN if self._records else FIRST_WITHIN
         found = known_states(left, self._backends, Deadline(limit))
-        self._states |= found
+        # A new one: the other thread may be reading.
+        self._states = {**self._states, **found}
         self._records = records
+
+    @property
+    def is_past(self) -> bool:
+        return self._at is not None
+
+    def _has_unknown(self) -> bool:
+        return any(self._states[each.id].state == UNKNOWN for each in self._records)
 
     def _is_settled(self, record: JobRecord) -> bool:
         return record.id in self._states and is_final(self._states[record.id])
@@ -96,19 +104,21 @@ class TopCollector:
         return next((each for each in self._records if each.id == job), None)
 
     def cancel(self, job: str) -> str:
-        """Stop a job; return what to tell the user. Takes as long as the job needs to save."""
+        """Cancel a job; return what to tell the user. Takes as long as the job needs to save."""
         record = self.record_of(job)
+        if record is None:
+            return f"no job {job}"
         try:
-            if record is None or not may_run(record, self._backends):
-                return f"{job} has ended already"
+            if not may_run(record, self._backends):
+                return f"{job} has already ended"
             self._backends.of(record.kind).cancel(record, now=False)
         except UserError as error:
             return one_line(f"{job}: {error.message}", 200)
-        return f"{job} has been stopped"
+        return f"{job} is cancelled"
 
     def snapshot(self, wanted: Wanted) -> TopSnapshot:
-        """What is known now. The past does not change: it is read once."""
-        key = wanted, len(self._records)
+        """What is known now. The past does not change: it is read again only for a new state."""
+        key = wanted, self._states
         if self._at is None or self._past is None or self._past[0] != key:
             self._past = key, self._gathered(wanted)
         oldest = time.monotonic() - NOTE_SECONDS

@@ -6,13 +6,15 @@ import json
 import os
 import time
 import tracemalloc
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gptctl.backends import Backends, JobState
-from gptctl.jobs import appended_file, job_reading
+from gptctl.engine.job_result import UNKNOWN
+from gptctl.jobs import appended_file, job_reading, top_collector
 from gptctl.jobs.appended_file import AppendedFile
 from gptctl.jobs.costs import ledger_of_job
 from gptctl.jobs.job_reading import JobReader, rank_log
@@ -313,8 +315,22 @@ def test_cancel_says_what_happened(tmp_path: Path, store: Store) -> None:
     add_job(tmp_path, "gpt-1")
     collector = TopCollector(store, Backends(print), None, None)
     collector.ask()
-    assert collector.cancel("gpt-1") == "gpt-1 has ended already"
-    assert collector.cancel("gpt-none") == "gpt-none has ended already"
+    assert collector.cancel("gpt-1") == "gpt-1 has already ended"
+    assert collector.cancel("gpt-none") == "no job gpt-none"
+
+
+def test_states_of_the_past_are_asked_for_until_all_are_known(
+    job: JobRecord, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [UNKNOWN, UNKNOWN, "RUNNING", "FAILED"]
+    monkeypatch.setattr(
+        top_collector, "known_states", lambda records, *_: {each.id: JobState(answers.pop(0)) for each in records}
+    )
+    collector = TopCollector(store, Backends(print), job, time.time())
+    for expected in ("UNKNOWN", "UNKNOWN", "RUNNING", "RUNNING", "RUNNING"):
+        collector.ask()
+        assert collector._states["gpt-1"].state == expected
+    assert answers == ["FAILED"]
 
 
 def test_the_past_is_read_once(job: JobRecord, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +339,12 @@ def test_the_past_is_read_once(job: JobRecord, store: Store, monkeypatch: pytest
         json.dumps({"step": step, "own_ms": [step, 2.0], "time": 1000.0 + step}) + "\n" for step in range(1, 9)
     )
     Path(job.output_dir, "rank_times.jsonl").write_text(times)
+    stamps = {moment: datetime.fromtimestamp(moment).isoformat(" ") for moment in (1003, 1004, 1005)}
+    logs = Path(job.log_dir, "attempt-0")
+    logs.mkdir(parents=True)
+    for rank in (0, 1):
+        text = "".join(f"[{stamp},000] [    INFO] - -{moment % 10}\n" for moment, stamp in stamps.items())
+        (logs / f"workerlog.{rank}").write_text(text)
     record = job._replace(created=900.0)
     collector = TopCollector(store, Backends(print), record, 1004.5)
     collector.ask()
@@ -334,6 +356,8 @@ def test_the_past_is_read_once(job: JobRecord, store: Store, monkeypatch: pytest
         assert found
         assert found.ranks
         assert (found.summary.step, found.ranks.step, found.ranks.own_ms) == (4, 4, [4, 2.0])
+        assert found.log
+        assert (found.log.rank, [each.text[-2:] for each in found.log.lines]) == (wanted.rank, ["-3", "-4"])
     assert len(reads) == 1
     assert (
         TopCollector(store, Backends(print), job._replace(created=2000.0), 1004.5).snapshot(Wanted("gpt-1")).jobs == ()

@@ -9,6 +9,7 @@ from gptctl.cli.styled_lines import cut, padded, sparkline
 from gptctl.cli.top_job_view import short_line
 from gptctl.cli.top_keys import ViewState
 from gptctl.cli.top_rank_grid import grid, grouped
+from gptctl.cli.top_view import with_valid_scroll
 from gptctl.jobs.job_reading import LogLine, RankLog
 from gptctl.jobs.top_snapshot import MetricCurve, ShownEvent, TopSnapshot
 from tests.top_jobs import NOW, detail, pending, screen, snapshot, summary
@@ -51,7 +52,7 @@ def test_one_job_shows_everything_at_80x24() -> None:
     shown = summary()
     text = "\n".join(screen(snapshot(shown, detail=detail(shown, [10.0] * 15 + [16.0])), OPEN))
     for part in (
-        "RUNNING  56%  step 560/1,000  0:40 left  17,440 tokens/s  loss 2.7881", "memory 1.2 GB", "goodput 61%", "┤",
+        "RUNNING  56%  step 560/1,000  0:40 left  17,440 tokens/s  loss 2.7881", "memory peak 1.2 GB", "goodput 61%", "┤",
         "thousand tokens/s", "16 ranks  median 10.0 ms", "slow: rank 15 on gpu8 16.0 ms (1.60×)", "0 ···············#",
         "event 39", "log of rank 0", "line 59", "q quit",
     ):  # fmt: skip
@@ -118,14 +119,42 @@ def test_without_plotext_curves_are_small(monkeypatch: pytest.MonkeyPatch) -> No
     assert lines[3].startswith("loss     █")
 
 
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_the_log_ends_where_the_scroll_says(width: int, height: int) -> None:
+    """Scrolled as far as it goes, the first line of the log is the first one shown."""
+    shown = summary()
+    picture = snapshot(shown, detail=detail(shown, [10.0] * 16))
+    look = with_valid_scroll(OPEN._replace(scroll=1000, follows=False), picture, width, height)
+    assert with_valid_scroll(look, picture, width, height) == look
+    lines = screen(picture, look, width, height)
+    titles = [line for line in lines if "log of rank 0" in line]
+    if width >= 60 and titles:
+        assert f"log of rank 0, {look.scroll} lines further up" in titles[0]
+        assert lines[lines.index(titles[0]) + 1].endswith("line 0")
+    elif not titles:
+        assert (look.scroll, look.follows) == (0, True)
+
+
+def test_memory_is_named() -> None:
+    """The peak of the process and what is in use on its GPU are two numbers."""
+    shown = summary()
+    lines = screen(snapshot(shown, detail=detail(shown, gpu_memory=4e9)), OPEN, 120)
+    assert lines[2].endswith("memory peak 1.2 GB  GPU memory in use 4.0 GB")
+
+
 def test_questions_and_modes_are_on_the_screen() -> None:
-    shown = snapshot(summary(), notes=("gpt-3f9a2c has been stopped",))
-    assert screen(shown, ViewState())[-1] == "gpt-3f9a2c has been stopped"
-    assert screen(shown, ViewState(confirming="gpt-3f9a2c"))[-1].startswith("stop gpt-3f9a2c?")
+    shown = snapshot(summary(), notes=("gpt-3f9a2c is cancelled",))
+    assert screen(shown, ViewState())[-1] == "gpt-3f9a2c is cancelled"
+    for width, question in (
+        (100, "cancel gpt-3f9a2c? The bundled trainer saves a checkpoint first.  y: cancel it  n: keep it"),
+        (80, "cancel gpt-3f9a2c? The bundled trainer saves first.  y: cancel it  n: keep it"),
+        (50, "cancel gpt-3f9a2c?  y: cancel it  n: keep it"),
+    ):
+        assert screen(shown, ViewState(confirming="gpt-3f9a2c"), width)[-1] == question
     assert screen(shown, ViewState(is_typing=True, filter="run"))[-1].startswith("/run")
     assert "paused at" in screen(shown, ViewState(follows=False))[0]
-    assert "as at 2026-" in screen(snapshot(summary(), is_past=True), ViewState())[0]
-    assert "no job contains this text" in screen(shown, ViewState(filter="nothing"))[1]
+    assert "as of 2026-" in screen(snapshot(summary(), is_past=True), ViewState())[0]
+    assert "no job matches the filter" in screen(shown, ViewState(filter="nothing"))[1]
 
 
 def test_text_is_cut_by_its_width_on_the_screen() -> None:
