@@ -24,7 +24,7 @@ def summary(job: str = "gpt-3f9a2c", state: str = "RUNNING", **facts: Any) -> Jo
         "total": 1000, "percent": 56, "left": 40.0, "loss": 2.7881, "valid_loss": None, "tokens_per_second": 17440.0,
         "goodput": 0.61, "losses": (4.0, 3.5, 3.0, 2.8),
     }  # fmt: skip
-    return JobSummary(job, state, **{**values, **facts})
+    return JobSummary(job=job, state=state, **{**values, **facts})
 
 
 def pending(job: str = "gpt-77b0d1", reason: str = "Priority, expected to start 2026-11-18 21:20:00") -> JobSummary:
@@ -46,7 +46,7 @@ def detail(job: JobSummary, own_ms: list[float] | None = None, steps: int = 500,
         "memory": 1.2e9,
         "gpu_memory": None,
     }
-    return JobDetail(job, NOW, **{**values, **facts})
+    return JobDetail(summary=job, time=NOW, **{**values, **facts})
 
 
 def snapshot(*jobs: JobSummary, detail: JobDetail | None = None, **facts: Any) -> TopSnapshot:

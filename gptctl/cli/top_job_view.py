@@ -42,10 +42,9 @@ def job_lines(detail: JobDetail, scroll: int, width: int, height: int) -> list[S
 def most_scroll(detail: JobDetail, width: int, height: int) -> int:
     """How many lines of the log are above those that the window has room for."""
     left = height - len(_above_log(detail, width, height))
-    if left < 2 or detail.log is None:
-        return 0
-    beside = 0 if width >= WIDE else len(event_lines(detail, _events_height(left)))
-    return _above_end(detail.log, left - beside)
+    if left >= 2 and width < WIDE:
+        left -= len(event_lines(detail, _events_height(left)))
+    return _above_end(detail.log, left) if detail.log and left >= 2 else 0
 
 
 def _above_log(detail: JobDetail, width: int, height: int) -> list[StyledLine]:

@@ -56,9 +56,18 @@ def readings(draw: Any) -> JobReading:
     ranks = draw(st.none() | st.builds(RankTimes, st.just(0), st.just(5), MOMENTS, st.just([1.0, 2.0])))
     lines = tuple(LogLine("x", time) for time in sorted(draw(st.lists(MOMENTS, max_size=5))))
     return JobReading(
-        record, JobState(state, "why"), ended, timeline, tuple(run_rows(rows)), 900.0, 50, 0,
-        ledger_of(timeline, 1000.0).goodput, ("a",), ranks, RankLog(0, lines),
-    )  # fmt: skip
+        record=record,
+        state=JobState(state, "why"),
+        ended=ended,
+        timeline=timeline,
+        run=tuple(run_rows(rows)),
+        changed=900.0,
+        total=50,
+        goodput=ledger_of(timeline, 1000.0).goodput,
+        hosts=("a",),
+        ranks=ranks,
+        log=RankLog(0, lines),
+    )
 
 
 @given(readings())
