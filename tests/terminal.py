@@ -11,7 +11,9 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 GPTCTL = str(Path(sys.executable).with_name("gptctl"))
@@ -107,6 +109,40 @@ class Run:
         screen = Screen(self.columns)
         screen.feed(self.text)
         return [line.rstrip() for line in screen.lines]
+
+
+class FullScreen:
+    """A program in full screen, on a terminal of its own and perhaps on another machine. What it shows is read beside the
+    test, so that it never waits for the test."""
+
+    def __init__(self, start: Callable[..., subprocess.Popen[str]], columns: int = 100) -> None:
+        """`start` runs the program, with its three streams as keyword arguments."""
+        self.terminal, inside = pty.openpty()
+        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        # The user of the program may be another one than that of the test.
+        os.chmod(os.ttyname(inside), 0o666)
+        self.process = start(stdin=inside, stdout=inside, stderr=inside)
+        os.close(inside)
+        self._shown = bytearray()
+        threading.Thread(target=self._drain, daemon=True).start()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                self._shown += os.read(self.terminal, 1 << 16)
+            except OSError:  # the program has closed its terminal
+                return
+
+    @property
+    def text(self) -> str:
+        return without_sequences(bytes(self._shown))
+
+    def press(self, keys: bytes) -> None:
+        os.write(self.terminal, keys)
+
+
+def without_sequences(shown: bytes) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="replace"))
 
 
 def _own_terminal() -> None:

@@ -6,9 +6,9 @@ import math
 import re
 from typing import Any
 
+from gptctl.cli.styled_lines import plain_text
 from gptctl.cli.table_layout import text_width
-from gptctl.cli.top_keys import Looking
-from gptctl.cli.top_lines import plain_text
+from gptctl.cli.top_keys import ViewState
 from gptctl.cli.top_view import top_lines
 from gptctl.jobs.job_reading import LogLine, RankLog
 from gptctl.jobs.rank_times import RankTimes
@@ -24,7 +24,7 @@ def summary(job: str = "gpt-3f9a2c", state: str = "RUNNING", **facts: Any) -> Jo
         "total": 1000, "percent": 56, "left": 40.0, "loss": 2.7881, "valid_loss": None, "tokens_per_second": 17440.0,
         "goodput": 0.61, "losses": (4.0, 3.5, 3.0, 2.8),
     }  # fmt: skip
-    return JobSummary(job, state, **{**values, **facts})
+    return JobSummary(job=job, state=state, **{**values, **facts})
 
 
 def pending(job: str = "gpt-77b0d1", reason: str = "Priority, expected to start 2026-11-18 21:20:00") -> JobSummary:
@@ -46,16 +46,16 @@ def detail(job: JobSummary, own_ms: list[float] | None = None, steps: int = 500,
         "memory": 1.2e9,
         "gpu_memory": None,
     }
-    return JobDetail(job, NOW, **{**values, **facts})
+    return JobDetail(summary=job, time=NOW, **{**values, **facts})
 
 
 def snapshot(*jobs: JobSummary, detail: JobDetail | None = None, **facts: Any) -> TopSnapshot:
     return TopSnapshot(NOW, facts.pop("is_past", False), jobs, detail, **facts)
 
 
-def screen(shown: TopSnapshot | None, look: Looking, width: int = 80, height: int = 24) -> list[str]:
+def screen(shown: TopSnapshot | None, view: ViewState, width: int = 80, height: int = 24) -> list[str]:
     """The text of a picture; fails where it does not fit exactly, or could control a terminal."""
-    lines = [plain_text(line) for line in top_lines(shown, look, width, height)]
+    lines = [plain_text(line) for line in top_lines(shown, view, width, height)]
     assert len(lines) == height
     for line in lines:
         assert text_width(line) == width, line

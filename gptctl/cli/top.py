@@ -14,7 +14,7 @@ from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
     from gptctl.cli.top_app import TopApp
-    from gptctl.cli.top_keys import Looking
+    from gptctl.cli.top_keys import ViewState
     from gptctl.jobs.top_collector import TopCollector
     from gptctl.jobs.top_snapshot import TopSnapshot
 
@@ -42,7 +42,7 @@ PLAIN_SIZE = (120, 60)  # columns and lines of a snapshot in a pipe
     default=INTERVAL,
     show_default=True,
     metavar="SECONDS",
-    help="Read files so often; schedulers are asked at most every 6 seconds.",
+    help="Seconds between two reads of the files. Schedulers are asked at most every 6 seconds.",
 )
 @as_json_option
 @click.pass_obj
@@ -53,21 +53,21 @@ def top(session: Session, job: str | None, at: str | None, interval: float, as_j
     shows them. In a pipe, or with --json, one snapshot is printed.
     """
     from gptctl.cli import ui
-    from gptctl.cli.top_keys import Looking
+    from gptctl.cli.top_keys import ViewState
     from gptctl.engine.atomic_files import private_files
 
     record = session.find(job, announce=False) if job else None
-    moment = moment_of(at) if at else None
+    moment = moment_of(at) if at is not None else None
     collector = collector_of(session, record.id if record else None, moment)
-    look = Looking(opened=record.id if record else None, is_single=record is not None)
+    view = ViewState(opened=record.id if record else None, is_single=record is not None)
     # Around all threads: the umask belongs to the process, not to a thread.
     with private_files():
         if as_json or not sys.stdout.isatty() or not ui.TerminalScreen().is_in_place:
-            print_once(collector, look, as_json)
+            print_once(collector, view, as_json)
         elif sys.stdin.isatty() and (app := app_of_textual()):
-            run_app(app(collector, look, interval))
+            run_app(app(collector, view, interval))
         else:
-            run_plainly(collector, look, interval)
+            run_without_keys(collector, view, interval)
 
 
 def moment_of(text: str) -> float:
@@ -76,7 +76,8 @@ def moment_of(text: str) -> float:
     now = time.time()
     moment = parse_since(text.strip().removesuffix(" ago"), now, option="--at")
     if moment > now:
-        raise UserError(f"--at {text[:60]!r} is in the future", "", WRONG_USAGE)
+        hint = "use a past time, such as 2h, 07:30 or 2026-11-18T07:30"
+        raise UserError(f"--at {text[:60]!r} is in the future", hint, WRONG_USAGE)
     return moment
 
 
@@ -93,25 +94,28 @@ def collector_of(session: Session, job: str | None, at: float | None) -> TopColl
     return collector
 
 
-def first_snapshot(collector: TopCollector, look: Looking) -> TopSnapshot:
+def first_snapshot(collector: TopCollector, view: ViewState) -> TopSnapshot:
     from gptctl.jobs.top_collector import Wanted
 
     collector.ask()
-    return collector.snapshot(Wanted(look.opened, look.rank if look.opened else None))
+    if collector.is_past:
+        # No later snapshot corrects this one: whoever has not answered gets more time.
+        collector.ask()
+    return collector.snapshot(Wanted(view.opened, view.rank if view.opened else None))
 
 
-def print_once(collector: TopCollector, look: Looking, as_json: bool) -> None:
+def print_once(collector: TopCollector, view: ViewState, as_json: bool) -> None:
     from gptctl.cli import ui
-    from gptctl.cli.top_lines import plain_text
+    from gptctl.cli.styled_lines import plain_text
     from gptctl.cli.top_view import body_lines, title
 
     collector.catch_up()
-    snapshot = first_snapshot(collector, look)
+    snapshot = first_snapshot(collector, view)
     if as_json:
         ui.print_json(snapshot.as_json())
         return
     width, height = PLAIN_SIZE
-    lines = [title(snapshot, look, width), *body_lines(snapshot, look, width, height)]
+    lines = [title(snapshot, view, width), *body_lines(snapshot, view, width, height)]
     for line in lines:
         ui.print_text(plain_text(line).rstrip())
     for note in snapshot.notes:
@@ -134,20 +138,20 @@ def run_app(app: TopApp) -> None:
         raise app.feed.problem
 
 
-def run_plainly(collector: TopCollector, look: Looking, interval: float) -> None:
+def run_without_keys(collector: TopCollector, view: ViewState, interval: float) -> None:
     """Without textual: the same picture, without keys."""
     from gptctl.cli import ui
     from gptctl.cli.top_feed import TopFeed
     from gptctl.cli.top_view import top_lines
     from gptctl.jobs.top_collector import Wanted
 
-    look, newest = look._replace(has_keys=False), list["TopSnapshot"]()
+    view, newest = view._replace(has_keys=False), list["TopSnapshot"]()
     feed = TopFeed(collector, interval, newest.append, lambda: None)
-    feed.want(Wanted(look.opened, look.rank if look.opened else None))
+    feed.want(Wanted(view.opened, view.rank if view.opened else None))
     feed.start()
     with ui.live_lines() as draw:
         while not feed.problem:
             del newest[:-1]
-            draw(lambda width, height: top_lines(next(iter(newest), None), look, width, height))
+            draw(lambda width, height: top_lines(next(iter(newest), None), view, width, height))
             time.sleep(min(0.5, interval))
     raise feed.problem

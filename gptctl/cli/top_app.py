@@ -10,17 +10,17 @@ from textual.binding import BindingType
 from textual.content import Content
 from textual.widgets import Static
 
+from gptctl.cli.styled_lines import STYLES, StyledLine
 from gptctl.cli.top_feed import TopFeed
-from gptctl.cli.top_keys import Looking, pressed, settled
-from gptctl.cli.top_lines import STYLES, StyledLine
-from gptctl.cli.top_view import top_lines
+from gptctl.cli.top_keys import ViewState, pressed, with_valid_selection
+from gptctl.cli.top_view import top_lines, with_valid_scroll
 from gptctl.jobs.top_collector import TopCollector, Wanted
 from gptctl.jobs.top_snapshot import TopSnapshot
 
 # textual's names of the terminal's own colours.
+_COLOURS = ("green", "cyan", "yellow", "red", "magenta")
 _STYLES = {
     name: " ".join(f"ansi_{word}" if word in _COLOURS else word for word in style.split())
-    for _COLOURS in [("green", "cyan", "yellow", "red", "magenta")]
     for name, style in STYLES.items()
 }
 
@@ -32,13 +32,12 @@ class TopApp(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = []
     INHERIT_BINDINGS = False
 
-    def __init__(self, collector: TopCollector, look: Looking, interval: float) -> None:
+    def __init__(self, collector: TopCollector, view: ViewState, interval: float) -> None:
         super().__init__(ansi_color=True)
-        self.look, self.snapshot = look, None
+        self.view = view
+        self.snapshot: TopSnapshot | None = None  # that is shown
         self._newest: TopSnapshot | None = None
         self.feed = TopFeed(collector, interval, self._take, self._end)
-
-    snapshot: TopSnapshot | None
 
     def compose(self) -> ComposeResult:
         yield Static(id="screen")
@@ -60,7 +59,7 @@ class TopApp(App[None]):
     def _show(self, snapshot: TopSnapshot) -> None:
         self._newest = snapshot
         # What somebody reads stays; notes come in any case.
-        if self.look.follows or self.snapshot is None:
+        if self.view.follows or self.snapshot is None:
             self.snapshot = snapshot
         else:
             self.snapshot = self.snapshot._replace(notes=snapshot.notes)
@@ -75,32 +74,33 @@ class TopApp(App[None]):
             if event.key in ("q", "ctrl+c"):
                 self.close()
             return
-        before = self.look
-        self.look = pressed(before, event.key, event.character, self.snapshot)
-        if self.look.quits:
+        before = self.view
+        self.view = pressed(before, event.key, event.character, self.snapshot)
+        if self.view.quits:
             self.close()
             return
-        if self.look.stops:
-            self.feed.cancel(self.look.stops)
-        self._follow_look(before)
+        if self.view.to_cancel:
+            self.feed.cancel(self.view.to_cancel)
+        self._follow_view(before)
         self.draw()
 
-    def _follow_look(self, before: Looking) -> None:
+    def _follow_view(self, before: ViewState) -> None:
         """Show the newest again where another job or rank is looked at."""
-        is_other = (before.opened, before.rank) != (self.look.opened, self.look.rank)
-        if is_other or (self.look.follows and not before.follows):
-            self.look = self.look._replace(follows=True)
+        is_other = (before.opened, before.rank) != (self.view.opened, self.view.rank)
+        if is_other or (self.view.follows and not before.follows):
+            self.view = self.view._replace(follows=True)
             self.snapshot = self._newest or self.snapshot
         self._want()
 
     def _want(self) -> None:
-        rank = self.look.rank if self.look.opened else None
-        self.feed.want(Wanted(self.look.opened, rank))
+        rank = self.view.rank if self.view.opened else None
+        self.feed.want(Wanted(self.view.opened, rank))
 
     def draw(self) -> None:
         if self.snapshot:
-            self.look = settled(self.look, self.snapshot)
-        lines = top_lines(self.snapshot, self.look, self.size.width, self.size.height)
+            self.view = with_valid_selection(self.view, self.snapshot)
+            self.view = with_valid_scroll(self.view, self.snapshot, *self.size)
+        lines = top_lines(self.snapshot, self.view, *self.size)
         self.query_one("#screen", Static).update(content_of(lines))
 
     def close(self) -> None:

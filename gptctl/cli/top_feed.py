@@ -9,14 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from gptctl.jobs.top_collector import ASK_EVERY, TopCollector, Wanted
+from gptctl.jobs.top_snapshot import TopSnapshot
 from trainer.errors import UserError
 
-if TYPE_CHECKING:
-    from gptctl.jobs.top_collector import TopCollector, Wanted
-    from gptctl.jobs.top_snapshot import TopSnapshot
+FOLLOW_AGAIN = 20.0  # seconds after which a log that could not be followed is tried again
 
 
 class TopFeed:
@@ -28,8 +26,6 @@ class TopFeed:
         end: Callable[[], None],
     ) -> None:
         """`show` and `end` are called by other threads; `end` if one of them has failed."""
-        from gptctl.jobs.top_collector import Wanted
-
         self._end = end
         self._collector, self._interval, self._show = collector, interval, show
         self._wanted = Wanted()
@@ -52,7 +48,7 @@ class TopFeed:
             self._wake.set()
 
     def cancel(self, job: str) -> None:
-        self._collector.note(f"stopping {job} …")
+        self._collector.note(f"cancelling {job} …")
         self._wake.set()
         threading.Thread(target=self._cancel, args=(job,), daemon=True).start()
 
@@ -69,8 +65,6 @@ class TopFeed:
             self._end()
 
     def _ask(self) -> None:
-        from gptctl.jobs.top_collector import ASK_EVERY
-
         while not self._ended.is_set():
             began = time.monotonic()
             try:
@@ -95,7 +89,18 @@ class TopFeed:
             if record is None:
                 self._ended.wait(0.2)
                 continue
-            with suppress(UserError), self._collector.following(record):
-                while self._wanted.job == record.id and not self._ended.wait(0.2):
-                    pass
+            try:
+                with self._collector.following(record):
+                    self._stay_at(record.id)
+            except UserError as error:
+                self._collector.note(f"the log of {record.id} is not updated: {error.message}")
+                self._wake.set()
+                self._stay_at(record.id, FOLLOW_AGAIN)
             self._ended.wait(0.2)
+
+    def _stay_at(self, job: str, seconds: float = float("inf")) -> None:
+        """Wait until another job is shown, at most for so long."""
+        until = time.monotonic() + seconds
+        while self._wanted.job == job and time.monotonic() < until:
+            if self._ended.wait(0.2):
+                return

@@ -1,4 +1,7 @@
-"""One job as `gptctl top` shows it: curves, ranks, events and the log of a rank. Pure."""
+"""One job as `gptctl top` shows it: curves, ranks, events and the log of a rank.
+
+Pure, except that drawing a curve tries whether plotext is installed.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from gptctl.cli.chart import ChartSize, Curve, draw
-from gptctl.cli.top_jobs_view import number, percent, steps_text
-from gptctl.cli.top_lines import (
+from gptctl.cli.styled_lines import (
     Styled,
     StyledLine,
     line_of,
     side_by_side,
-    spark,
+    sparkline,
     state_style,
 )
+from gptctl.cli.top_jobs_view import number, percent, steps_text
 from gptctl.cli.top_rank_grid import rank_lines
-from gptctl.jobs.top_snapshot import JobDetail, JobSummary, MetricCurve, sparks
+from gptctl.jobs.job_reading import RankLog
+from gptctl.jobs.top_snapshot import JobDetail, MetricCurve, averaged
 from gptctl.logs.progress import duration, evaluation_text, step_text
 from gptctl.text import clock_time, count, size_text
 from trainer.errors import UserError
@@ -31,7 +35,21 @@ TALLEST_CHART = 18
 
 def job_lines(detail: JobDetail, scroll: int, width: int, height: int) -> list[StyledLine]:
     """Everything about a job, in exactly as many lines as there are, or less."""
-    head = header(detail.summary, detail)
+    above = _above_log(detail, width, height)
+    return [*above, *_events_and_log(detail, scroll, width, height - len(above))]
+
+
+def most_scroll(detail: JobDetail, width: int, height: int) -> int:
+    """How many lines of the log are above those that the window has room for."""
+    left = height - len(_above_log(detail, width, height))
+    if left >= 2 and width < WIDE:
+        left -= len(event_lines(detail, _events_height(left)))
+    return _above_end(detail.log, left) if detail.log and left >= 2 else 0
+
+
+def _above_log(detail: JobDetail, width: int, height: int) -> list[StyledLine]:
+    """What is above events and log, and leaves the rest of the lines to them."""
+    head = header(detail)
     left = height - len(head)
     # A small window gets small charts, a very small one a line for each.
     room = SMALLEST_CHART if left >= SMALLEST_CHART + BESIDE_CHARTS else 0
@@ -39,11 +57,11 @@ def job_lines(detail: JobDetail, scroll: int, width: int, height: int) -> list[S
     left -= len(charts)
     # A thousand ranks fit into eight lines of a wide window, and into few of a small one.
     ranks = rank_lines(detail, width, max(3, min(10, left // 3)))[:left]
-    left -= len(ranks)
-    return [*head, *charts, *ranks, *_stories(detail, scroll, width, left)]
+    return [*head, *charts, *ranks]
 
 
-def header(job: JobSummary, detail: JobDetail) -> list[StyledLine]:
+def header(detail: JobDetail) -> list[StyledLine]:
+    job = detail.summary
     speed = number(job.tokens_per_second, ",.0f")
     first = [
         "" if job.percent is None else f"{job.percent}%",
@@ -54,13 +72,14 @@ def header(job: JobSummary, detail: JobDetail) -> list[StyledLine]:
     ]
     lines = [line_of(Styled(job.state, state_style(job.state)), *_joined(first))]
     valid = number(job.valid_loss, ".4f")
-    memory = detail.gpu_memory or detail.memory
+    memory, gpu_memory = detail.memory, detail.gpu_memory
     second = [
         f"{count(job.world, 'rank')} on {job.cluster}",
         "" if job.duration is None else f"time {duration(job.duration)}",
         f"valid loss {valid}" if valid else "",
         f"goodput {percent(job.goodput)}" if job.goodput is not None else "",
-        f"memory {size_text(int(memory))}" if memory else "",
+        f"memory peak {size_text(int(memory))}" if memory else "",
+        f"GPU memory in use {size_text(int(gpu_memory))}" if gpu_memory else "",
     ]
     lines.append(line_of(*_joined(second)[1:]))
     if job.reason:
@@ -99,7 +118,7 @@ def _small_charts(curves: Sequence[tuple[str, MetricCurve]], width: int) -> list
     return [
         line_of(
             Styled(f"{name:<18}" if len(name) > 9 else f"{name:<9}", "title"),
-            Styled(spark(sparks(curve.values, max(8, width - 12))) or "-", "notice"),
+            Styled(sparkline(averaged(curve.values, max(8, width - 12))) or "-", "notice"),
         )
         for name, curve in curves
     ]
@@ -125,15 +144,19 @@ def _drawn(name: str, curve: MetricCurve, width: int, height: int) -> tuple[str,
     return tuple(text.rstrip("\n").split("\n")[:-2])
 
 
-def _stories(detail: JobDetail, scroll: int, width: int, height: int) -> list[StyledLine]:
+def _events_and_log(detail: JobDetail, scroll: int, width: int, height: int) -> list[StyledLine]:
     """Events and the log of a rank."""
     if height < 2:
         return []
     if width >= WIDE:
         left = event_lines(detail, height)
         return side_by_side(left, log_lines(detail, scroll, height), width)
-    events = event_lines(detail, max(2, height // 3))
+    events = event_lines(detail, _events_height(height))
     return [*events, *log_lines(detail, scroll, height - len(events))]
+
+
+def _events_height(height: int) -> int:
+    return max(2, height // 3)
 
 
 def event_lines(detail: JobDetail, height: int) -> list[StyledLine]:
@@ -142,7 +165,9 @@ def event_lines(detail: JobDetail, height: int) -> list[StyledLine]:
     for event in detail.events[-(height - 1) :]:
         day, clock = clock_time(event.time).split()
         when = clock if day == today else f"{day[5:]} {clock[:5]}"
-        lines.append(line_of(Styled(f"{when}  ", "dim"), Styled(event.text, "bad" * event.is_bad)))
+        lines.append(
+            line_of(Styled(f"{when}  ", "dim"), Styled(event.text, "bad" if event.is_bad else ""))
+        )
     return lines
 
 
@@ -152,11 +177,17 @@ def log_lines(detail: JobDetail, scroll: int, height: int) -> list[StyledLine]:
     if detail.log is None:
         return [line_of(Styled("log", "title"), Styled("  left/right or a number: a rank", "dim"))]
     texts = [short_line(line.text, detail.summary.total or 0) for line in detail.log.lines]
-    end = len(texts) - min(scroll, max(0, len(texts) - (height - 1)))
-    above = f", {scroll} lines further up" if end < len(texts) else ""
+    offset = min(scroll, _above_end(detail.log, height))
+    end = len(texts) - offset
+    above = f", {count(offset, 'line')} further up" if offset else ""
     shown = texts[max(0, end - (height - 1)) : end] or ["nothing yet"]
     title = line_of(Styled(f"log of rank {detail.log.rank}", "title"), Styled(above, "dim"))
     return [title, *(line_of(text) for text in shown)]
+
+
+def _above_end(log: RankLog, height: int) -> int:
+    """How many lines are above the last ones, which fit below the title."""
+    return max(0, len(log.lines) - max(0, height - 1))
 
 
 def short_line(text: str, total: int) -> str:

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gptctl.cli.top_lines import (
+from gptctl.cli.styled_lines import (
     Styled,
     StyledLine,
     cells,
     chosen,
     line_of,
     padded,
-    spark,
+    sparkline,
     state_style,
 )
 from gptctl.engine.job_result import COMPLETED, RUNNING
@@ -64,7 +64,7 @@ FIELDS = (
     Field("goodput", lambda job: percent(job.goodput), 3),
     Field("loss", lambda job: number(job.loss, ".4f"), 1),
 )
-STATE = 9  # the width of RUNNING, PENDING and most others
+STATE = 9  # the width of COMPLETED and CANCELLED; longer states are cut
 
 
 def jobs_lines(
@@ -100,9 +100,9 @@ def fitting(jobs: Sequence[JobSummary], width: int) -> list[tuple[Field, int]]:
 
 
 def heading(name: int, fields: Sequence[tuple[Field, int]], width: int) -> StyledLine:
-    cells = [padded("job", name), padded("state", STATE)]
-    cells += [padded(field.name, size, to_right=True) for field, size in fields]
-    return (Styled(padded("  ".join([*cells, "curve"]), width), "dim"),)
+    names = [padded("job", name), padded("state", STATE)]
+    names += [padded(field.name, size, to_right=True) for field, size in fields]
+    return (Styled(padded("  ".join([*names, "curve"]), width), "dim"),)
 
 
 def row(job: JobSummary, name: int, fields: Sequence[tuple[Field, int]], width: int) -> StyledLine:
@@ -117,10 +117,10 @@ def row(job: JobSummary, name: int, fields: Sequence[tuple[Field, int]], width: 
     if shown is not fields:
         return (*parts, Styled(f"  {job.reason}", "dim"))
     room = width - sum(cells(part.text) for part in parts) - 2
-    return (*parts, Styled("  " + spark(job.losses[-room:] if room > 0 else ()), "notice"))
+    return (*parts, Styled("  " + sparkline(job.losses[-room:] if room > 0 else ()), "notice"))
 
 
 def totals(jobs: Sequence[JobSummary]) -> str:
     counts = Counter(job.state for job in jobs)
-    states = ", ".join(f"{number:,} {state.lower()}" for state, number in counts.most_common(4))
+    states = ", ".join(f"{times:,} {state.lower()}" for state, times in counts.most_common(4))
     return f"{count(len(jobs), 'job')}{': ' if states else ''}{states}"

@@ -11,17 +11,18 @@ PAGE = 10  # rows or lines
 LONGEST_FILTER = 40  # characters
 HELP = (
     ("up, down", "choose a job; in a job: scroll its log"),
+    ("Page Up, Page Down", "the same, 10 rows or lines at a time"),
     ("Enter, Esc", "open the chosen job; back to all jobs"),
     ("left, right", "choose the rank whose log is shown; or type its number"),
     ("f", "pause and follow: while paused, nothing moves"),
-    ("/", "show only jobs that contain a text: id, state, cluster or reason"),
-    ("c", "stop a job, after asking; the trainer saves a checkpoint first"),
+    ("/", "show only jobs with a text in id, state, cluster or reason"),
+    ("c", "cancel a job, after confirmation"),
     ("?", "show and hide this help"),
     ("q", "quit; jobs keep running"),
 )
 
 
-class Looking(NamedTuple):
+class ViewState(NamedTuple):
     """What is on the screen, and what was asked for."""
 
     selected: str | None = None
@@ -35,8 +36,8 @@ class Looking(NamedTuple):
     scroll: int = 0  # lines of the log up from its end
     follows: bool = True
     shows_help: bool = False
-    asks_about: str | None = None  # the job that `c` would stop
-    stops: str | None = None  # the job that is to be stopped now
+    confirming: str | None = None  # the job that `c` would cancel
+    to_cancel: str | None = None  # the job that is to be cancelled now
     quits: bool = False
 
 
@@ -51,98 +52,99 @@ def visible(snapshot: TopSnapshot, filter_text: str) -> list[JobSummary]:
     ]
 
 
-def settled(look: Looking, snapshot: TopSnapshot) -> Looking:
+def with_valid_selection(view: ViewState, snapshot: TopSnapshot) -> ViewState:
     """With a selection that is on the screen."""
-    jobs = [job.job for job in visible(snapshot, look.filter)]
-    if look.opened or look.selected in jobs:
-        return look
-    return look._replace(selected=jobs[0] if jobs else None)
+    jobs = [job.job for job in visible(snapshot, view.filter)]
+    if view.opened or view.selected in jobs:
+        return view
+    return view._replace(selected=jobs[0] if jobs else None)
 
 
-def pressed(look: Looking, key: str, character: str | None, snapshot: TopSnapshot) -> Looking:
+def pressed(view: ViewState, key: str, character: str | None, snapshot: TopSnapshot) -> ViewState:
     """What a person looks at after a key, by textual's names of keys."""
-    look = settled(look._replace(stops=None), snapshot)
+    view = with_valid_selection(view._replace(to_cancel=None), snapshot)
     if key == "ctrl+c":
-        return look._replace(quits=True)
-    if look.asks_about:
+        return view._replace(quits=True)
+    if view.confirming:
         is_yes = character in ("y", "Y")
-        return look._replace(stops=look.asks_about if is_yes else None, asks_about=None)
-    if look.is_typing:
-        return settled(_typed(look, key, character), snapshot)
-    if look.shows_help:
-        return look._replace(shows_help=False, quits=character == "q")
-    if character and character.isascii() and character.isdigit() and look.opened:
-        return _rank_typed(look, character, snapshot)
-    look = look._replace(digits="")
+        return view._replace(to_cancel=view.confirming if is_yes else None, confirming=None)
+    if view.is_typing:
+        return with_valid_selection(_typed(view, key, character), snapshot)
+    if view.shows_help:
+        return view._replace(shows_help=False, quits=character == "q")
+    if character and character.isascii() and character.isdigit() and view.opened:
+        return _rank_typed(view, character, snapshot)
+    view = view._replace(digits="")
     if character in ("q", "f", "/", "c", "?"):
-        return _command(look, character, snapshot.is_past)
-    return _moved(look, key, snapshot)
+        return _command(view, character, snapshot.is_past)
+    return _moved(view, key, snapshot)
 
 
-def _command(look: Looking, character: str, is_past: bool) -> Looking:
-    job = look.opened or look.selected
+def _command(view: ViewState, character: str, is_past: bool) -> ViewState:
+    job = view.opened or view.selected
     match character:
         case "q":
-            return look._replace(quits=True)
+            return view._replace(quits=True)
         case "f":
-            return look._replace(follows=not look.follows, scroll=0)
-        case "/" if not look.opened:
-            return look._replace(is_typing=True)
+            return view._replace(follows=not view.follows, scroll=0)
+        case "/" if not view.opened:
+            return view._replace(is_typing=True)
         case "c" if job and not is_past:
-            return look._replace(asks_about=job)
+            return view._replace(confirming=job)
         case "?":
-            return look._replace(shows_help=True)
-    return look
+            return view._replace(shows_help=True)
+    return view
 
 
-def _typed(look: Looking, key: str, character: str | None) -> Looking:
+def _typed(view: ViewState, key: str, character: str | None) -> ViewState:
     if key in ("enter", "escape"):
-        kept = look.filter if key == "enter" else ""
-        return look._replace(is_typing=False, filter=kept)
+        kept = view.filter if key == "enter" else ""
+        return view._replace(is_typing=False, filter=kept)
     if key == "backspace":
-        return look._replace(filter=look.filter[:-1])
-    if character and character.isprintable() and len(look.filter) < LONGEST_FILTER:
-        return look._replace(filter=look.filter + character)
-    return look
+        return view._replace(filter=view.filter[:-1])
+    if character and character.isprintable() and len(view.filter) < LONGEST_FILTER:
+        return view._replace(filter=view.filter + character)
+    return view
 
 
-def _rank_typed(look: Looking, digit: str, snapshot: TopSnapshot) -> Looking:
+def _rank_typed(view: ViewState, digit: str, snapshot: TopSnapshot) -> ViewState:
     """`1` and then `2`: rank 12; a number that no rank has begins again."""
-    world = _world(look, snapshot)
-    digits = look.digits + digit if int(look.digits + digit) < world else digit
+    world = _world(view, snapshot)
+    digits = view.digits + digit if int(view.digits + digit) < world else digit
     rank = int(digits)
-    return look._replace(digits=digits, rank=rank if rank < world else look.rank, scroll=0)
+    return view._replace(digits=digits, rank=rank if rank < world else view.rank, scroll=0)
 
 
-def _world(look: Looking, snapshot: TopSnapshot) -> int:
-    return next((job.world for job in snapshot.jobs if job.job == look.opened), 1)
+def _world(view: ViewState, snapshot: TopSnapshot) -> int:
+    return next((job.world for job in snapshot.jobs if job.job == view.opened), 1)
 
 
-def _moved(look: Looking, key: str, snapshot: TopSnapshot) -> Looking:
+def _moved(view: ViewState, key: str, snapshot: TopSnapshot) -> ViewState:
     by = {"up": -1, "down": 1, "pageup": -PAGE, "pagedown": PAGE}.get(key)
-    if look.opened is None:
-        jobs = [job.job for job in visible(snapshot, look.filter)]
-        return _moved_in_list(look, key, by, jobs)
+    if view.opened is None:
+        jobs = [job.job for job in visible(snapshot, view.filter)]
+        return _moved_in_list(view, key, by, jobs)
     if key == "escape":
-        back = look._replace(opened=None, selected=look.opened, scroll=0)
-        return look if look.is_single else back
+        back = view._replace(opened=None, selected=view.opened, scroll=0)
+        return view if view.is_single else back
     if key in ("left", "right"):
-        rank = (look.rank + (1 if key == "right" else -1)) % _world(look, snapshot)
-        return look._replace(rank=rank, scroll=0)
+        rank = (view.rank + (1 if key == "right" else -1)) % _world(view, snapshot)
+        return view._replace(rank=rank, scroll=0)
     if by is None:
-        return look
+        return view
+    # How far it can go depends on the height of the window: see `with_valid_scroll`.
     lines = len(snapshot.detail.log.lines) if snapshot.detail and snapshot.detail.log else 0
-    scroll = min(max(0, look.scroll - by), lines)
+    scroll = min(max(0, view.scroll - by), lines)
     # Lines that arrive must not move the ones that are being read.
-    return look._replace(scroll=scroll, follows=scroll == 0)
+    return view._replace(scroll=scroll, follows=scroll == 0)
 
 
-def _moved_in_list(look: Looking, key: str, by: int | None, jobs: Sequence[str]) -> Looking:
-    if key == "enter" and look.selected:
-        return look._replace(opened=look.selected, rank=0, scroll=0)
+def _moved_in_list(view: ViewState, key: str, by: int | None, jobs: Sequence[str]) -> ViewState:
+    if key == "enter" and view.selected:
+        return view._replace(opened=view.selected, rank=0, scroll=0)
     if key == "escape":
-        return look._replace(filter="")
-    if by is None or look.selected is None:
-        return look
-    place = min(max(0, jobs.index(look.selected) + by), len(jobs) - 1)
-    return look._replace(selected=jobs[place])
+        return view._replace(filter="")
+    if by is None or view.selected is None:
+        return view
+    place = min(max(0, jobs.index(view.selected) + by), len(jobs) - 1)
+    return view._replace(selected=jobs[place])

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gptctl.cli.top_lines import Styled, StyledLine, line_of
+from gptctl.cli.styled_lines import Styled, StyledLine, line_of
 from gptctl.jobs.top_snapshot import JobDetail, SlowRank
 from gptctl.text import count
 
-# Below so many times the median: character and style. Half of all ranks are below 1.
+# Below so many times the median: character and style.
 LEVELS = ((1.1, "·", "good"), (1.25, "o", ""), (1.5, "O", "warn"), (float("inf"), "#", "bad"))
-LEGEND = "· <1.1  o <1.25  O <1.5  # slower"
+LEGEND = "  ".join(
+    [*(f"{mark} <{limit}" for limit, mark, _ in LEVELS[:-1]), f"{LEVELS[-1][1]} slower"]
+)
 
 
 def rank_lines(detail: JobDetail, width: int, height: int) -> list[StyledLine]:
@@ -37,7 +39,7 @@ def _missing(detail: JobDetail) -> str:
 def slow_line(slowest: Sequence[SlowRank], width: int) -> StyledLine:
     legend = Styled(f"  {LEGEND}", "dim")
     if not slowest:
-        return line_of(Styled("none is slow", "good"), legend)
+        return line_of(Styled("no slow ranks", "good"), legend)
     texts = [_named(each) for each in slowest]
     # As many names as there is room for; the slowest comes first.
     while len(texts) > 1 and len("slow: " + ", ".join(texts) + legend.text) > width:

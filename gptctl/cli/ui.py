@@ -16,8 +16,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from gptctl.cli.chart import ChartSize
+from gptctl.cli.styled_lines import STYLES, StyledLine
 from gptctl.cli.table_layout import Column, as_columns, broken_name, fitted, wrapped
-from gptctl.cli.top_lines import STYLES, StyledLine
 from gptctl.reporting import Progress
 from gptctl.text import CONTROL, clean
 from trainer.errors import Finding, UserError

@@ -14,13 +14,14 @@ from typing import NamedTuple
 from gptctl.backends import JobState
 from gptctl.engine.contract import EVENTS
 from gptctl.engine.error_text import one_line
-from gptctl.engine.file_reading import read_tail
+from gptctl.engine.file_reading import size_of
 from gptctl.engine.job_result import FINAL
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.costs import reached_before
 from gptctl.jobs.ledger import ledger_of
 from gptctl.jobs.live_rows import LiveRows
 from gptctl.jobs.rank_times import RankTimes, newest_rank_times, rank_times
+from gptctl.jobs.recorded_files import tail_of
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.timeline import Timeline, timeline_of
 from gptctl.jobs.training_progress import configured_steps
@@ -33,7 +34,7 @@ LIST_BYTES, LIST_ROWS = 4 << 20, 2000
 JOB_BYTES, JOB_ROWS = 16 << 20, 12_000
 LOG_BYTES, PAST_LOG_BYTES = 16 << 10, 4 << 20
 LOG_LINES = 60
-LONGEST_LINE = 400  # characters of a log line: no window is wider
+LONGEST_SHOWN = 400  # characters of a log line: no window is wider
 SLOW_EVERY = 10.0  # seconds between two readings of what is expensive
 NEWS_EVERY = 1.0  # the same after a new event
 SLOW_SHARE = 50  # and so many times as long as the last one took: at most 2 % of a core
@@ -91,18 +92,18 @@ class JobReader:
         timeline = self._current_timeline(state)
         result = RunFolder(self.record.local_dir).result()
         return JobReading(
-            self.record,
-            state,
-            (result.ended or None) if result else None,
-            timeline,
-            tuple(self._rows.run),
-            self._changed(),
-            self._total,
-            self._reached or 0,
-            self._goodput,
-            self._hosts,
-            self._newest_ranks() if self.is_detailed else None,
-            None if rank is None else rank_log(self.record, rank),
+            record=self.record,
+            state=state,
+            ended=(result.ended or None) if result else None,
+            timeline=timeline,
+            run=tuple(self._rows.run),
+            changed=self._changed(),
+            total=self._total,
+            reached=self._reached or 0,
+            goodput=self._goodput,
+            hosts=self._hosts,
+            ranks=self._newest_ranks() if self.is_detailed else None,
+            log=None if rank is None else rank_log(self.record, rank),
         )
 
     def past_ranks(self, moment: float) -> RankTimes | None:
@@ -114,7 +115,7 @@ class JobReader:
 
     def _current_timeline(self, state: JobState) -> Timeline:
         """Events, attempts and all rows: read again when the job has a new event."""
-        signature = (state, *map(_size, self._event_files()))
+        signature = (state, *map(size_of, self._event_files()))
         is_new, passed = signature != self._signature, time.monotonic() - self._began
         least = NEWS_EVERY if is_new else SLOW_EVERY
         is_due = passed >= max(least, SLOW_SHARE * self._took)
@@ -141,11 +142,12 @@ class JobReader:
 
     def _changed(self) -> float:
         row = self._rows.run[-1] if self._rows.run else {}
-        return float(row.get("time") or _changed(self.record))
+        # Log lines of scripts have no time of their own.
+        return float(row.get("time") or _log_changed(self._rows.source))
 
     def _newest_ranks(self) -> RankTimes | None:
         # Reading the end of the file is cheap, parsing a thousand numbers less so.
-        size = _size(Path(self.record.output_dir, RANK_TIMES)) if self.record.output_dir else 0
+        size = size_of(Path(self.record.output_dir, RANK_TIMES)) if self.record.output_dir else 0
         if size != self._ranks[0]:
             self._ranks = (size, newest_rank_times(self.record))
         return self._ranks[1]
@@ -156,29 +158,21 @@ def rank_log(record: JobRecord, rank: int, until: float | None = None) -> RankLo
     attempt = RunFolder(record.local_dir).attempts() - 1
     file = Path(record.log_dir, f"attempt-{attempt}", f"workerlog.{rank}")
     # Far back in a long log nothing is found: the whole file may have gigabytes.
-    data = read_tail(file, LOG_BYTES if until is None else PAST_LOG_BYTES)
-    clock, found = Clock(time.time()), list[LogLine]()
+    data, changed = tail_of(file, LOG_BYTES if until is None else PAST_LOG_BYTES)
+    clock, found = Clock(changed), list[LogLine]()
     clock.start(data)
-    for line in data.split(b"\n")[1 if len(data) >= LOG_BYTES else 0 :]:
+    for line in data.split(b"\n"):
         moment = clock.stamp(line, 0)
         clock.now = clock.now if moment is None else moment
         when = None if clock.now == float("-inf") else clock.now
         if line.strip() and (until is None or (when is not None and when <= until)):
-            found.append(LogLine(one_line(readable(line), LONGEST_LINE), when))
+            found.append(LogLine(one_line(readable(line), LONGEST_SHOWN), when))
         del found[:-LOG_LINES]
     return RankLog(rank, tuple(found))
 
 
-def _size(file: Path) -> int:
+def _log_changed(log: Path | None) -> float:
     try:
-        return os.stat(file).st_size
-    except OSError:
-        return -1
-
-
-def _changed(record: JobRecord) -> float:
-    attempt = RunFolder(record.local_dir).attempts() - 1
-    try:
-        return os.stat(Path(record.log_dir, f"attempt-{attempt}", "workerlog.0")).st_mtime
+        return os.stat(log).st_mtime if log else 0.0
     except OSError:
         return 0.0

@@ -20,9 +20,9 @@ from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.contract import RESULT
 from gptctl.engine.file_reading import DamagedFile, load_bytes, load_value
 from gptctl.engine.job_result import FINAL, LOST
-from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.state import needs_backend
 from gptctl.jobs.store import ENDED, LABELS, REMOVED, JobRecord, Store
+from gptctl.jobs.training_progress import step_logs
 from trainer.checkpoint_names import METRICS
 
 FILE = "listed.json"  # beside the folder of the records
@@ -114,9 +114,7 @@ def _measured_files(record: JobRecord) -> list[str]:
     """The files that tell how far a job came; see `training_progress.py`."""
     if record.output_dir:
         return [os.path.join(record.output_dir, name) for name in (METRICS, "status.json")]
-    attempt = RunFolder(record.local_dir).attempts() - 1
-    logs = os.path.join(record.log_dir, f"attempt-{attempt}")
-    return [os.path.join(logs, f"workerlog.{rank}") for rank in {0, record.world - 1}]
+    return list(map(str, step_logs(record)))
 
 
 def _load(file: Path) -> list[ListedJob]:

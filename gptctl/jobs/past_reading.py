@@ -10,14 +10,18 @@ from collections.abc import Iterable
 from gptctl.backends import JobState
 from gptctl.engine.file_reading import is_time
 from gptctl.engine.job_result import FINAL, LOST, PENDING, RUNNING
-from gptctl.jobs.job_reading import JobReading, RankLog
+from gptctl.jobs.job_reading import JobReading
 from gptctl.jobs.ledger import ledger_of
 from gptctl.jobs.timeline import Allocation, LastStep, Timeline
 from gptctl.logs.metric_rows import Row, run_rows
 
 
 def past_reading(reading: JobReading, moment: float) -> JobReading:
-    """The job at a moment. After its last record it is as it is now."""
+    """The job at a moment. After its last record it is as it is now.
+
+    Its ranks and its log must be those of the moment already: their files may be too large to be
+    read as a whole.
+    """
     if moment >= _last_change(reading):
         return reading
     timeline = past_timeline(reading.timeline, moment)
@@ -26,7 +30,6 @@ def past_reading(reading: JobReading, moment: float) -> JobReading:
     if len(timeline.rows) < len(reading.timeline.rows) and reading.record.output_dir:
         rows = tuple(run_rows(timeline.rows))
     has_ended = reading.ended is not None and reading.ended <= moment
-    log = reading.log
     return reading._replace(
         state=past_state(reading, moment),
         ended=reading.ended if has_ended else None,
@@ -34,8 +37,6 @@ def past_reading(reading: JobReading, moment: float) -> JobReading:
         run=rows,
         changed=min(reading.changed, moment),
         goodput=ledger_of(timeline, moment, reading.reached).goodput,
-        ranks=reading.ranks if reading.ranks and reading.ranks.time <= moment else None,
-        log=log and RankLog(log.rank, tuple(x for x in log.lines if _is_until(x.time, moment))),
     )
 
 
@@ -89,7 +90,7 @@ def _last_change(reading: JobReading) -> float:
     """When anything of this reading was written last; open ends are now."""
     if reading.state.state not in FINAL:
         return float("inf")
-    timeline, ranks = reading.timeline, reading.ranks
+    timeline = reading.timeline
     times = [
         reading.record.created,
         reading.ended or 0.0,
@@ -97,9 +98,8 @@ def _last_change(reading: JobReading) -> float:
         *(each.ended or each.began for each in timeline.allocations),
         *(row["time"] for row in timeline.rows),
         *(last.time for last in timeline.last_steps.values()),
-        *(line.time or 0.0 for line in (reading.log.lines if reading.log else ())),
     ]
-    return float(max([*times, ranks.time if ranks else 0.0]))
+    return float(max(times))
 
 
 def _until(rows: Iterable[Row], moment: float) -> tuple[Row, ...]:

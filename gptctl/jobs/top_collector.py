@@ -63,16 +63,24 @@ class TopCollector:
             self._notes = [*self._notes, (time.monotonic(), one_line(text, 200))][-MOST_NOTES:]
 
     def ask(self) -> None:
-        """Ask for the states of all jobs that have not ended; of the past, once."""
-        if self._at is not None and self._records:
+        """Ask for the states of all jobs that have not ended; of the past, until all are known."""
+        if self.is_past and self._records and not self._has_unknown():
             return
         records = [self._only] if self._only else self._store.records(RECENT)
         left = [each for each in records if not self._is_settled(each)]
         # A host that is down must not keep the first picture waiting.
         limit = ANSWER_WITHIN if self._records else FIRST_WITHIN
         found = known_states(left, self._backends, Deadline(limit))
-        self._states |= found
+        # A new one: the other thread may be reading.
+        self._states = {**self._states, **found}
         self._records = records
+
+    @property
+    def is_past(self) -> bool:
+        return self._at is not None
+
+    def _has_unknown(self) -> bool:
+        return any(self._states[each.id].state == UNKNOWN for each in self._records)
 
     def _is_settled(self, record: JobRecord) -> bool:
         return record.id in self._states and is_final(self._states[record.id])
@@ -96,19 +104,21 @@ class TopCollector:
         return next((each for each in self._records if each.id == job), None)
 
     def cancel(self, job: str) -> str:
-        """Stop a job; return what to tell the user. Takes as long as the job needs to save."""
+        """Cancel a job; return what to tell the user. Takes as long as the job needs to save."""
         record = self.record_of(job)
+        if record is None:
+            return f"no job {job}"
         try:
-            if record is None or not may_run(record, self._backends):
-                return f"{job} has ended already"
+            if not may_run(record, self._backends):
+                return f"{job} has already ended"
             self._backends.of(record.kind).cancel(record, now=False)
         except UserError as error:
             return one_line(f"{job}: {error.message}", 200)
-        return f"{job} has been stopped"
+        return f"{job} is cancelled"
 
     def snapshot(self, wanted: Wanted) -> TopSnapshot:
-        """What is known now. The past does not change: it is read once."""
-        key = wanted, len(self._records)
+        """What is known now. The past does not change: it is read again only for a new state."""
+        key = wanted, self._states
         if self._at is None or self._past is None or self._past[0] != key:
             self._past = key, self._gathered(wanted)
         oldest = time.monotonic() - NOTE_SECONDS
@@ -146,15 +156,15 @@ class TopCollector:
         for key in [key for key in self._readers if key[1] and key[0] != record.id]:
             del self._readers[key]
         reader = self._reader(record, is_detailed=True)
-        reading = reader.read(_shown_state(record, self._states[record.id]), rank)
+        state = _shown_state(record, self._states[record.id])
         if self._at is None:
-            return reading
+            return reader.read(state, rank)
         log = rank_log(record, rank, self._at) if rank is not None else None
         # Another rank of the same job needs the large file no second time.
         if record.id not in self._past_ranks:
             self._past_ranks[record.id] = reader.past_ranks(self._at)
-        past = past_reading(reading, self._at)
-        return past._replace(ranks=self._past_ranks[record.id], log=log)
+        reading = reader.read(state)._replace(ranks=self._past_ranks[record.id], log=log)
+        return past_reading(reading, self._at)
 
     def _reader(self, record: JobRecord, is_detailed: bool) -> JobReader:
         key = record.id, is_detailed

@@ -23,12 +23,12 @@ from gptctl.logs.progress import RECENT
 from gptctl.text import count
 from trainer.event_names import CHECKPOINT, COMMITTED, EVALUATION, FAILED, FIRST_STEP, STOP
 
-SPARKS = 24  # values of the small curve in a row
+CURVE_VALUES = 24  # values of the small curve in a row
 MOST_EVENTS = 60
 NAMED = 3  # ranks that are named as slow
 SLOW = 1.10  # times the median, from which on a rank is slow
 LONGEST_NAME = 64
-WELL = "exit 0"  # of a rank that is done
+EXIT_OK = "exit 0"  # of a rank that is done
 
 
 class JobSummary(NamedTuple):
@@ -96,14 +96,7 @@ class TopSnapshot(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        jobs = [each._asdict() for each in self.jobs]
-        return {
-            "time": self.time,
-            "is_past": self.is_past,
-            "jobs": jobs,
-            "detail": _plain(self.detail) if self.detail else None,
-            "notes": list(self.notes),
-        }
+        return dict(_plain(self))
 
 
 def _plain(value: Any) -> Any:
@@ -124,27 +117,27 @@ def summary_of(reading: JobReading, now: float) -> JobSummary:
     began = reading.timeline.allocations[0].began if reading.timeline.allocations else None
     until = now if is_running else reading.ended
     return JobSummary(
-        one_line(record.id, LONGEST_NAME),
-        state.state,
-        one_line(state.reason, LONGEST_REASON),
-        one_line(record.cluster, LONGEST_NAME),
-        record.nodes,
-        record.world,
-        record.created,
-        max(0.0, until - began) if until is not None and began is not None else None,
-        facts.get("step"),
-        facts.get("total") if progress else reading.total,
-        facts.get("percent"),
-        facts.get("seconds_left"),
-        facts.get("loss"),
-        facts.get("valid_loss"),
-        facts.get("tokens_per_second"),
-        reading.goodput,
-        sparks([loss for row in reading.run if (loss := row.get("loss")) is not None]),
+        job=one_line(record.id, LONGEST_NAME),
+        state=state.state,
+        reason=one_line(state.reason, LONGEST_REASON),
+        cluster=one_line(record.cluster, LONGEST_NAME),
+        nodes=record.nodes,
+        world=record.world,
+        created=record.created,
+        duration=max(0.0, until - began) if until is not None and began is not None else None,
+        step=facts.get("step"),
+        total=facts.get("total") if progress else reading.total,
+        percent=facts.get("percent"),
+        left=facts.get("seconds_left"),
+        loss=facts.get("loss"),
+        valid_loss=facts.get("valid_loss"),
+        tokens_per_second=facts.get("tokens_per_second"),
+        goodput=reading.goodput,
+        losses=averaged([loss for row in reading.run if (loss := row.get("loss")) is not None]),
     )
 
 
-def sparks(values: Sequence[float], most: int = SPARKS) -> tuple[float, ...]:
+def averaged(values: Sequence[float], most: int = CURVE_VALUES) -> tuple[float, ...]:
     """Reduce values to few: the means of equal parts."""
     if len(values) <= most:
         return tuple(values)
@@ -157,17 +150,17 @@ def detail_of(reading: JobReading, now: float) -> JobDetail:
     latest = reading.run[-1] if reading.run else {}
     memory, gpu_memory = (latest.get(name) for name in ("memory", "gpu_memory"))
     return JobDetail(
-        summary_of(reading, now),
-        now,
-        curve_of(reading.run, "loss"),
-        curve_of(reading.run, "ips_total"),
-        ranks,
-        ranks.median if ranks else None,
-        slow_ranks(ranks, reading.record.per_node, reading.hosts) if ranks else (),
-        tuple(map(shown_event, told_events(reading.timeline.events)))[-MOST_EVENTS:],
-        reading.log,
-        memory if is_number(memory) else None,
-        gpu_memory if is_number(gpu_memory) else None,
+        summary=summary_of(reading, now),
+        time=now,
+        loss=curve_of(reading.run, "loss"),
+        tokens_per_second=curve_of(reading.run, "ips_total"),
+        ranks=ranks,
+        median_ms=ranks.median if ranks else None,
+        slowest=slow_ranks(ranks, reading.record.per_node, reading.hosts) if ranks else (),
+        events=tuple(map(shown_event, without_most_exits(reading.timeline.events)))[-MOST_EVENTS:],
+        log=reading.log,
+        memory=memory if is_number(memory) else None,
+        gpu_memory=gpu_memory if is_number(gpu_memory) else None,
     )
 
 
@@ -192,12 +185,12 @@ def slow_ranks(ranks: RankTimes, per_node: int, hosts: Sequence[str]) -> tuple[S
     return tuple(found)
 
 
-def told_events(events: Sequence[Event]) -> list[Event]:
+def without_most_exits(events: Sequence[Event]) -> list[Event]:
     """Without most exits of ranks: when one fails, a thousand others follow within a second."""
     told, exits = list[Event](), Counter[int]()
     for event in events:
         if event.name == RANK_EXIT:
-            if event.facts.get("how") == WELL:
+            if event.facts.get("how") == EXIT_OK:
                 continue
             exits[event.attempt] += 1
         if event.name != RANK_EXIT or exits[event.attempt] <= NAMED:

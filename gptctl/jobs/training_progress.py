@@ -136,15 +136,21 @@ def _step_time(row: Row) -> float | None:
 def _last_rows(record: JobRecord) -> tuple[list[Row], float]:
     if record.output_dir:
         return newest_rows(record)
-    attempt = RunFolder(record.local_dir).attempts() - 1
-    # Most scripts log on the first rank, some on the last.
-    for rank in dict.fromkeys((0, record.world - 1)):
-        file = Path(record.log_dir, f"attempt-{attempt}", f"workerlog.{rank}")
+    for file in step_logs(record):
         data, changed = tail_of(file, LOG_TAIL)
         lines = parse_lines(map(readable, data.split(b"\n")))
-        if rows := run_rows(row_of_line(line, attempt) for line in lines):
+        if rows := run_rows(map(row_of_line, lines)):
             return rows, changed
     return [], 0.0
+
+
+def step_logs(record: JobRecord) -> list[Path]:
+    """The logs of the latest attempt that may have the steps of a script."""
+    attempt = RunFolder(record.local_dir).attempts() - 1
+    folder = Path(record.log_dir, f"attempt-{attempt}")
+    # Most scripts log on the first rank, some on the last.
+    ranks = dict.fromkeys((0, record.world - 1))
+    return [folder / f"workerlog.{rank}" for rank in ranks] if attempt >= 0 else []
 
 
 def configured_steps(record: JobRecord) -> int | None:

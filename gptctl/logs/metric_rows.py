@@ -33,6 +33,7 @@ MOST_ATTEMPTS = 1 << 31
 MOST_NAMES, LONGEST_NAME = 200, 64  # of numbers in a line; the trainer writes thirty
 _ALWAYS = ("step", "attempt", "loss", "speed", RESUMED_FROM)  # what `run_rows` and others rely on
 Row = dict[str, Any]
+BEFORE_ALL = (0, -1)  # attempt and step before the first row
 
 _FORMATS = {
     "step": "{}",
@@ -67,13 +68,14 @@ def rows_in(
     job: str = "",
     world: int = 1,
     names: tuple[str, ...] | None = None,
+    before: tuple[int, int] = BEFORE_ALL,
 ) -> Iterator[Row]:
     """Make rows of the lines of metrics.jsonl, oldest first, without those of other jobs.
 
-    `names`: how the names begin of the numbers that are needed; None: all. `run_rows` drops what a
-    later attempt trained again.
+    `names`: how the names begin of the numbers that are needed; None: all. `before`: attempt and
+    step of the last row, for whoever reads a file in pieces. `run_rows` drops what a later attempt
+    trained again.
     """
-    before = (0, -1)
     for line in lines:
         numbers, writer = _numbers(line), line.get("job")
         step: float = numbers.get("step", numbers.get(RESUMED_FROM, -1))

@@ -6,6 +6,7 @@ miss stays: where an attempt or a restart ends, and the extremes of every number
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from gptctl.logs.metric_rows import Row
@@ -26,21 +27,25 @@ def sample_of(
 
 
 class RowSample:
-    def __init__(self, most: int, most_values: int) -> None:
+    def __init__(self, most: int, most_values: int, newest: int = 1) -> None:
+        """`newest`: the last rows, which are always kept."""
+        self._newest = deque[tuple[int, Row]](maxlen=newest)
         self._most, self._most_values = most, most_values
         self._kept: list[tuple[int, Row]] = []  # with their numbers
         self._extremes: dict[tuple[str, bool], tuple[float, int, Row]] = {}
         self._number, self._values, self._stride = 0, 0, 1
-        self._last: tuple[int, Row] | None = None  # not kept, unless it ends something
+        self._ends: set[int] = set()  # the numbers of rows that a restart follows
 
     def add(self, row: Row) -> None:
         self._number += 1
-        found, last = (self._number, row), self._last
+        found, last = (self._number, row), self._newest[-1] if self._newest else None
+        self._newest.append(found)
         # Before a restart: how far an attempt came decides what was trained again.
         if last and (row["step"] < last[1]["step"] or row["attempt"] != last[1]["attempt"]):
-            self._keep(last)
-        self._last = None if self._is_wanted(row) else found
-        if self._last is None:
+            self._ends.add(last[0])
+            if not self._kept or self._kept[-1][0] != last[0]:
+                self._keep(last)
+        if self._is_wanted(row):
             self._keep(found)
         if self._stride > 1:
             self._note_extremes(found)
@@ -62,9 +67,12 @@ class RowSample:
         half = len(self._kept) // 2 + 1  # of the steps 0 to 100, 51 are even
         while len(self._kept) > half and self._stride < LARGEST_STRIDE:
             self._stride *= 2
-            self._kept = [found for found in self._kept if self._is_wanted(found[1])]
+            self._kept = [
+                found for found in self._kept if found[0] in self._ends or self._is_wanted(found[1])
+            ]
         # A damaged file can have the same step in every row.
         self._kept = self._kept[-half:]
+        self._ends &= {number for number, _ in self._kept}
         self._values = sum(len(row) for _, row in self._kept)
 
     def _note_extremes(self, found: tuple[int, Row]) -> None:
@@ -88,6 +96,5 @@ class RowSample:
     def rows(self) -> list[Row]:
         found = dict(self._kept)
         found |= {number: row for _, number, row in self._extremes.values()}
-        if self._last:
-            found[self._last[0]] = self._last[1]
+        found |= dict(self._newest)
         return [found[number] for number in sorted(found)]

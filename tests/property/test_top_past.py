@@ -56,9 +56,18 @@ def readings(draw: Any) -> JobReading:
     ranks = draw(st.none() | st.builds(RankTimes, st.just(0), st.just(5), MOMENTS, st.just([1.0, 2.0])))
     lines = tuple(LogLine("x", time) for time in sorted(draw(st.lists(MOMENTS, max_size=5))))
     return JobReading(
-        record, JobState(state, "why"), ended, timeline, tuple(run_rows(rows)), 900.0, 50, 0,
-        ledger_of(timeline, 1000.0).goodput, ("a",), ranks, RankLog(0, lines),
-    )  # fmt: skip
+        record=record,
+        state=JobState(state, "why"),
+        ended=ended,
+        timeline=timeline,
+        run=tuple(run_rows(rows)),
+        changed=900.0,
+        total=50,
+        goodput=ledger_of(timeline, 1000.0).goodput,
+        hosts=("a",),
+        ranks=ranks,
+        log=RankLog(0, lines),
+    )
 
 
 @given(readings())
@@ -75,9 +84,6 @@ def test_later_moments_know_more(reading: JobReading, one: float, other: float) 
     assert earlier.ended is None or later.ended == earlier.ended
     # A job that was over stays over.
     assert earlier.state.state not in FINAL or later.state == earlier.state
-    assert earlier.log
-    assert later.log
-    assert later.log.lines[: len(earlier.log.lines)] == earlier.log.lines
 
 
 @given(readings(), MOMENTS)
@@ -89,7 +95,6 @@ def test_nothing_is_newer_than_the_moment(reading: JobReading, moment: float) ->
     assert all(row["time"] <= moment for row in (*past.timeline.rows, *past.run))
     assert all(each.began <= moment and (each.ended or 0) <= moment for each in past.timeline.allocations)
     assert all(last.time <= moment for last in past.timeline.last_steps.values())
-    assert past.ranks is None or past.ranks.time <= moment
     # Cutting twice is cutting once.
     assert past_reading(past._replace(state=reading.state, ended=reading.ended), moment).timeline == past.timeline
     detail_of(past, moment)

@@ -17,11 +17,13 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from gptctl.cli.top_app import TopApp
-from gptctl.cli.top_keys import Looking
+from gptctl.cli.top_keys import ViewState
 from gptctl.jobs import top_collector
 from gptctl.jobs.top_collector import TopCollector, Wanted
 from gptctl.jobs.top_snapshot import TopSnapshot
+from tests.job_records import add_job
 from tests.top_jobs import NOW, detail, pending, screen, summary
+from trainer.errors import UserError
 
 JOBS = (summary("gpt-a"), summary("gpt-b"), pending("gpt-c", "[bold]Priority[/]"))
 
@@ -49,7 +51,7 @@ class MadeUp:
 
     def cancel(self, job: str) -> str:
         self.cancelled.append(job)
-        return f"{job} has been stopped"
+        return f"{job} is cancelled"
 
     def snapshot(self, wanted: Wanted) -> TopSnapshot:
         self.wanted.append(wanted)
@@ -61,12 +63,12 @@ class MadeUp:
 
 def run_app(
     check: Callable[[TopApp, Pilot[None], MadeUp], Awaitable[None]],
-    look: Looking = Looking(),  # noqa: B008 (frozen)
+    view: ViewState = ViewState(),  # noqa: B008 (frozen)
     size: tuple[int, int] = (80, 24),
 ) -> None:
     async def run() -> None:
         made_up = MadeUp()
-        app = TopApp(cast(TopCollector, made_up), look, 0.1)
+        app = TopApp(cast(TopCollector, made_up), view, 0.1)
         async with app.run_test(size=size) as pilot:
             await until(pilot, lambda: app.snapshot is not None)
             await check(app, pilot, made_up)
@@ -93,8 +95,8 @@ def test_the_picture_is_that_of_the_view(size: tuple[int, int]) -> None:
         await pilot.press("down", "down", "f")
         assert app.snapshot
         await pilot.pause()
-        assert text_of(app) == screen(app.snapshot, app.look, *size)
-        assert not app.look.follows
+        assert text_of(app) == screen(app.snapshot, app.view, *size)
+        assert not app.view.follows
 
     run_app(check, size=size)
 
@@ -110,7 +112,7 @@ def test_a_job_is_opened_and_a_rank_chosen() -> None:
         await until(pilot, lambda: made_up.wanted[-1] == Wanted("gpt-b", 12))
         await pilot.press("escape")
         await until(pilot, lambda: made_up.wanted[-1] == Wanted())
-        assert app.look.selected == "gpt-b"
+        assert app.view.selected == "gpt-b"
 
     run_app(check)
 
@@ -129,10 +131,10 @@ def test_cancel_asks_and_tells() -> None:
     async def check(app: TopApp, pilot: Pilot[None], made_up: MadeUp) -> None:
         await pilot.press("c", "n")
         await pilot.press("down", "c")
-        assert text_of(app)[-1].startswith("stop gpt-b?")
+        assert text_of(app)[-1].startswith("cancel gpt-b?")
         assert made_up.cancelled == []
         await pilot.press("y")
-        await until(pilot, lambda: text_of(app)[-1] == "gpt-b has been stopped")
+        await until(pilot, lambda: text_of(app)[-1] == "gpt-b is cancelled")
         assert made_up.cancelled == ["gpt-b"]
 
     run_app(check)
@@ -149,14 +151,42 @@ def test_what_is_read_stays_while_stopped() -> None:
         await pilot.press("f")
         await until(pilot, lambda: app.snapshot is not None and app.snapshot.time > before)
 
-    run_app(check, Looking(opened="gpt-a", is_single=True))
+    run_app(check, ViewState(opened="gpt-a", is_single=True))
+
+
+def test_the_log_is_scrolled_only_as_far_as_it_has_lines() -> None:
+    async def check(app: TopApp, pilot: Pilot[None], made_up: MadeUp) -> None:
+        await until(pilot, lambda: "log of rank 0" in "\n".join(text_of(app)))
+        await pilot.press(*["pageup"] * 9)
+        above = int(re.findall(r"log of rank 0, (\d+) lines further up", "\n".join(text_of(app)))[0])
+        assert "line 0" in text_of(app)
+        assert above == app.view.scroll < 60
+        await pilot.press("down")
+        assert app.view.scroll == above - 1, "the first key counts"
+
+    run_app(check, ViewState(opened="gpt-a", is_single=True))
+
+
+def test_why_a_log_is_not_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(record: object) -> None:
+        raise UserError("gpu7 is not reachable")
+
+    async def check(app: TopApp, pilot: Pilot[None], made_up: MadeUp) -> None:
+        await until(pilot, lambda: "gpu7 is not reachable" in text_of(app)[-1])
+        await pilot.pause(0.6)
+        assert len(made_up.notes) == 1, "not again and again"
+
+    record = add_job(tmp_path, "gpt-a", "RUNNING")
+    monkeypatch.setattr(MadeUp, "record_of", lambda made_up, job: record if job else None)
+    monkeypatch.setattr(MadeUp, "following", lambda made_up, record: fails(record))
+    run_app(check, ViewState(opened="gpt-a", is_single=True))
 
 
 def test_keys_answer_while_a_scheduler_does_not() -> None:
     async def run() -> None:
         made_up = MadeUp()
         made_up.blocks.clear()
-        app = TopApp(cast(TopCollector, made_up), Looking(), 0.1)
+        app = TopApp(cast(TopCollector, made_up), ViewState(), 0.1)
         async with app.run_test(size=(80, 24)) as pilot:
             await pilot.pause(0.1)
             assert text_of(app)[0] == "asking for the states of jobs …"
@@ -174,7 +204,7 @@ def test_a_bug_in_a_thread_ends_the_picture(monkeypatch: pytest.MonkeyPatch) -> 
     async def run() -> None:
         made_up = MadeUp()
         monkeypatch.setattr(made_up, "snapshot", lambda wanted: 1 / 0)
-        app = TopApp(cast(TopCollector, made_up), Looking(), 0.1)
+        app = TopApp(cast(TopCollector, made_up), ViewState(), 0.1)
         async with app.run_test(size=(80, 24)) as pilot:
             await until(pilot, lambda: app.return_code is not None or not app.is_running)
         assert isinstance(app.feed.problem, ZeroDivisionError)
@@ -190,5 +220,5 @@ def test_the_picture_in_the_docs_loads_nothing() -> None:
     assert "@font-face" not in text
 
 
-def test_schedulers_are_asked_at_most_twelve_times_a_minute() -> None:
-    assert 60 / top_collector.ASK_EVERY <= 12
+def test_schedulers_are_asked_at_most_ten_times_a_minute() -> None:
+    assert 60 / top_collector.ASK_EVERY <= 10

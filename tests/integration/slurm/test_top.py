@@ -3,20 +3,15 @@ the lab's clients, and Slurm's own states."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
-import re
-import struct
-import termios
-import threading
 import time
+from functools import partial
 
 import pytest
 
 from tests.integration.slurm.login import Login, await_true
 from tests.lab import Lab
+from tests.terminal import FullScreen
 
 
 @pytest.fixture
@@ -42,40 +37,23 @@ def test_pending_running_and_ended_jobs(login: Login) -> None:
 
 @pytest.mark.long
 def test_watching_asks_seldom(login: Login) -> None:
-    """At most 12 questions a minute in full screen, while jobs start and end, and one is opened."""
+    """At most 10 questions a minute in full screen, while jobs start and end, and one is opened."""
     running = login.submit_quick("--nodes", "1", JOB_SECONDS="12")
     login.submit_quick("--sbatch", "begin=now+100")
     login.wait(running["job"], "RUNNING")
-    terminal, inside = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     login.env["TERM"] = "xterm-256color"
     before, began = len(login.lab.calls()), time.monotonic()
-    process = login.start("top", stdin=inside, stdout=inside, stderr=inside)
-    os.close(inside)
-    shown = bytearray()
-    threading.Thread(target=_drain, args=(terminal, shown), daemon=True).start()
-    await_true(lambda: running["job"] in _text(shown), 20)
-    os.write(terminal, b"\x1b[B\r")
-    await_true(lambda: "log of rank 0" in _text(shown), 20)
+    screen = FullScreen(partial(login.start, "top"), columns=120)
+    await_true(lambda: running["job"] in screen.text, 20)
+    screen.press(b"\x1b[B\r")
+    await_true(lambda: "log of rank 0" in screen.text, 20)
     time.sleep(20)
-    os.write(terminal, b"\x1b")
-    await_true(lambda: "COMPLETED" in _text(shown), 20)
+    screen.press(b"\x1b")
+    await_true(lambda: "COMPLETED" in screen.text, 20)
     minutes = (time.monotonic() - began) / 60
     asked = [name for _, name in login.lab.calls()[before:]]
-    os.write(terminal, b"q")
-    assert process.wait(20) == 0
+    screen.press(b"q")
+    assert screen.process.wait(20) == 0
     print(f"{len(asked) / minutes:.1f} questions a minute: {sorted(set(asked))}")
     assert set(asked) == {"squeue"}
-    assert 2 <= len(asked) <= 12 * minutes + 1
-
-
-def _drain(terminal: int, shown: bytearray) -> None:
-    while True:
-        try:
-            shown += os.read(terminal, 1 << 16)
-        except OSError:  # the program has closed its terminal
-            return
-
-
-def _text(shown: bytearray) -> str:
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="replace"))
+    assert 2 <= len(asked) <= 10 * minutes + 1

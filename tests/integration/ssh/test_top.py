@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
 import re
-import struct
-import subprocess
-import termios
-import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.integration.ssh.desk import Desk, await_true
-
-
-class FullScreen:
-    """`gptctl top` on a terminal of its own, on the machine of the desk."""
-
-    def __init__(self, desk: Desk, *words: str) -> None:
-        self.terminal, inside = pty.openpty()
-        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-        # The user of the desk is not the one of the test.
-        os.chmod(os.ttyname(inside), 0o666)
-        desk.env["TERM"] = "xterm-256color"
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), inside)
-        self.process: subprocess.Popen[str] = desk.start("top", *words, **streams)
-        os.close(inside)
-        self.shown = bytearray()
-        threading.Thread(target=self._drain, daemon=True).start()
-
-    def _drain(self) -> None:
-        while True:
-            try:
-                self.shown += os.read(self.terminal, 1 << 16)
-            except OSError:  # the program has closed its terminal
-                return
-
-    @property
-    def text(self) -> str:
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.shown.decode(errors="replace"))
-
-    def press(self, keys: bytes) -> None:
-        os.write(self.terminal, keys)
+from tests.terminal import FullScreen
 
 
 @pytest.mark.long
@@ -57,7 +22,8 @@ def test_lines_of_a_host_arrive_and_keys_answer_without_it(desk: Desk) -> None:
     asked = ["submit", "--cluster", "hosts", "--nodes", "2", "--gpus-per-node", "1", "--json", "--", "talk.py"]
     job = json.loads(desk.run(*asked).stdout)["job"]
     desk.wait(job, "RUNNING")
-    screen = FullScreen(desk, job)
+    desk.env["TERM"] = "xterm-256color"
+    screen = FullScreen(partial(desk.start, "top", job))
     await_true(lambda: "log of rank 0" in screen.text, 30, lambda: screen.text)
     await_true(lambda: "line 2" in screen.text, 30, lambda: screen.text)
     seen = max(int(number) for number in re.findall(r"line (\d+)", screen.text))

@@ -114,7 +114,7 @@ def side_by_side(
     return [(*one, Styled(" " * gap), *other) for one, other in pairs]
 
 
-def spark(values: Sequence[float]) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """A curve in one line: `█▆▃▂▁`."""
     if not values:
         return ""
