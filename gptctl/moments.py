@@ -15,7 +15,7 @@ def moment_of(text: str, now: float) -> float | None:
     """Return the moment in seconds since the epoch; None if the text is neither of the two."""
     text = text.strip()
     if age := _AGE.fullmatch(text):
-        return now - int(age[1]) * _UNITS[age[2]]
+        return max(0.0, now - int(age[1]) * _UNITS[age[2]])
     if not _DATE.fullmatch(text):
         return None
     try:

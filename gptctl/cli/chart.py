@@ -13,6 +13,7 @@ COLOURS = (6, 3, 5, 2, 4, 1)  # of a terminal's first sixteen, which fit its bac
 CHARACTERS = "*+ox#@"
 LEAST = 8  # lines of a chart
 NUM_TICKS = 5
+SMALLEST = 1e-200
 
 
 class Curve(NamedTuple):
@@ -34,7 +35,8 @@ def draw(title: str, curves: Sequence[Curve], size: ChartSize, coloured: bool) -
     plot.plot_size(size.width, max(LEAST, size.height - len(curves)))
     for number, curve in enumerate(curves):
         points = thinned(list(zip(curve.steps, curve.values)), 4 * size.width)
-        steps, values = zip(*points)
+        # plotext cannot scale the smallest numbers of all.
+        steps, values = zip(*((x, y if abs(y) > SMALLEST else 0.0) for x, y in points))
         # Dots of braille make the finest curve, but all of them look alike.
         is_fine = coloured or len(curves) == 1
         marker = "braille" if is_fine else CHARACTERS[number % len(CHARACTERS)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gptctl.cli.options import as_json_option, complete_cluster, examples, trust_option
+from gptctl.cli.options import NumberRange, as_json_option, complete_cluster, examples, trust_option
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def check_cluster(name: str, as_json: bool) -> int:
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     metavar="SECONDS",
     default=120.0,
     show_default=True,

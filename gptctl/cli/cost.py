@@ -92,7 +92,7 @@ def _rows(
     from gptctl.cli import ui
     from gptctl.deadline import Deadline
     from gptctl.jobs import job_status
-    from gptctl.jobs.costs import attempt_rows, cost_row, ledger_of_job, user_of
+    from gptctl.jobs.costs import EarlierSteps, attempt_rows, cost_row, ledger_of_job, user_of
     from gptctl.jobs.costs import since as after
 
     # Of jobs that are named, new records of other machines are copied first, as by `plot`.
@@ -100,13 +100,13 @@ def _rows(
         session.catch_up(record)
     now = time.time()
     states = job_status.states_of(records, session.backends, Deadline(3.0))
-    found = []
+    found, earlier = [], EarlierSteps(session.store)
     with ui.status_line() as show:
         for number, (record, state) in enumerate(zip(records, states)):
             show(f"reading {record.id}, {number + 1:,} of {len(records):,}")
             if with_empty and not record.run_folder.is_dir():
                 ui.say(f"the folder of {record.id} is missing: only what gptctl rm kept is counted")
-            ledger = after(ledger_of_job(record, state.state, session.store, now), started)
+            ledger = after(ledger_of_job(record, state.state, earlier, now), started)
             if not ledger.attempts and not with_empty:
                 continue
             who = {"job": record.id, "user": user_of(record), "cluster": record.cluster}

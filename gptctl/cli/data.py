@@ -15,7 +15,7 @@ import click
 
 from gptctl.cli.data_inputs import INPUT, input_options
 from gptctl.cli.data_jobs import DataCommand, run_as_job, runs_as_job
-from gptctl.cli.options import as_json_option, examples
+from gptctl.cli.options import NumberRange, as_json_option, examples
 from gptctl.cli.session import Session
 from gptctl.cli.task_words import tokenizer_path
 from gptctl.cli.tasks import task_options
@@ -87,7 +87,7 @@ def _taken(typed: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 @click.option("--workers", type=click.IntRange(1), metavar="N", help="Default: one per core.")
 @click.option(
     "--shard-mb",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=128,
     show_default=True,
     metavar="MB",
@@ -206,7 +206,7 @@ def _print_next_steps(done: Prepared) -> None:
 )
 @click.option(
     "--sample-mb",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=1000,
     show_default=True,
     metavar="MB",

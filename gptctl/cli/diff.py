@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gptctl.cli.options import as_json_option, complete_job, examples
+from gptctl.cli.options import NumberRange, as_json_option, complete_job, examples
 from gptctl.cli.session import Session
 from gptctl.cli.table_layout import Column
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
@@ -38,7 +38,7 @@ COLOURS = {"+": "green", "-": "red", "@": "cyan"}  # of the lines of a unified d
 @click.option("--code", "show_code", is_flag=True, help="Show the lines of code that differ.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=1e-6,
     show_default=True,
     metavar="X",

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gptctl.cli import INTERRUPTED
-from gptctl.cli.options import as_json_option, byte_size, complete_job, examples, job_argument
+from gptctl.cli.options import (
+    NumberRange,
+    as_json_option,
+    byte_size,
+    complete_job,
+    examples,
+    job_argument,
+)
 from gptctl.cli.session import Session, require_folder
 from gptctl.cli.table_layout import Column
 from trainer.errors import ANSWER_IS_NO, OUT_OF_REACH, WRONG_USAGE, UserError
@@ -225,7 +232,7 @@ def _interrupted_cancel(job: str, was_asked: bool) -> str:
 @job_argument(required=False)
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     metavar="SECONDS",
     help="Stop waiting after this time.",
 )

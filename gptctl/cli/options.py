@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, TypeVar
@@ -11,6 +12,18 @@ import click
 from gptctl.cli.completers import complete_state, complete_style, complete_tag
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class NumberRange(click.FloatRange):
+    """A range of numbers. click lets `nan` through: it is neither too small nor large."""
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, parameter, context))
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", parameter, context)
+        return number
 
 
 def examples(*lines: str) -> str:

@@ -54,6 +54,8 @@ def report(session: Session, jobs: tuple[str, ...], output: str | None, as_json:
     if len(asked) > MOST_RUNS:
         message = f"{len(asked)} jobs are too many for one report"
         raise UserError(message, f"name at most {MOST_RUNS}", WRONG_USAGE)
+    if output == "":
+        raise UserError("--output is empty", "name a file, or leave it out", WRONG_USAGE)
     if as_json and output == STDOUT:
         raise UserError("--json and --output - both use stdout", "leave one out", WRONG_USAGE)
     runs = _gathered(session, asked or [None])
@@ -113,15 +115,20 @@ def _file_name(runs: Sequence[RunReport]) -> str:
 def _write(file: Path, text: str) -> None:
     from gptctl.engine.atomic_files import replacing
     from gptctl.engine.file_reading import read_bytes
-    from gptctl.pages.run_page import GENERATOR
+    from gptctl.pages.run_page import generator_tag
 
-    mark = f'content="{GENERATOR}"'.encode()
-    if os.path.lexists(file) and mark not in read_bytes(file, HEAD):
+    # A link leads to the file that is meant: a folder of a web server, say.
+    target = Path(os.path.realpath(file))
+    head = read_bytes(target, HEAD)
+    is_ours = head.startswith(b"<!DOCTYPE html>") and generator_tag().encode() in head
+    if os.path.lexists(file) and not is_ours:
         hint = "choose another --output, or remove it"
         message = f"{file} exists and is not a gptctl report: not overwritten"
         raise UserError(message, hint, WRONG_USAGE)
     try:
-        with replacing(file) as stream:
+        mode = os.stat(target).st_mode & 0o777 if is_ours else 0o600
+        with replacing(target) as stream:
+            os.fchmod(stream.fileno(), mode)
             stream.write(text.encode())
     except OSError as error:
         problem = error.strerror or str(error)

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.checkpoint_names import METRICS
 from trainer.errors import WRONG_USAGE, UserError
 
 if TYPE_CHECKING:
@@ -88,7 +89,13 @@ class Session:
             return Path(name)
         if name is not None and "/" in name:
             hint = "give a job, or the path of a metrics.jsonl or log file"
-            raise UserError(f"{name} does not exist", hint, WRONG_USAGE)
+            what = "does not exist"
+            if os.path.isdir(name):
+                what, file = "is a folder", os.path.join(name, METRICS)
+                hint = f"give the file: {file}" if os.path.isfile(file) else hint
+            elif os.path.exists(name):
+                what = "is not a regular file"
+            raise UserError(f"{name} {what}", hint, WRONG_USAGE)
         return self.find(name)
 
     def report_damage(self) -> None:

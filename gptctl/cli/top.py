@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING
 
 import click
 
-from gptctl.cli.options import as_json_option, examples, job_argument
+from gptctl.cli.options import NumberRange, as_json_option, examples, job_argument
 from gptctl.cli.session import Session
 from trainer.errors import WRONG_USAGE, UserError
 
@@ -38,7 +39,7 @@ PLAIN_SIZE = (120, 60)  # columns and lines of a snapshot in a pipe
 )
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.5, max=3600),
+    type=NumberRange(min=0.5, max=3600),
     default=INTERVAL,
     show_default=True,
     metavar="SECONDS",
@@ -123,10 +124,10 @@ def print_once(collector: TopCollector, view: ViewState, as_json: bool) -> None:
 
 
 def app_of_textual() -> type[TopApp] | None:
-    """Return the program with keys; None if textual is missing, or too old."""
+    """Return the program with keys; None if textual is missing, too old, or damaged."""
     try:
         from gptctl.cli.top_app import TopApp
-    except ImportError:
+    except Exception:  # whatever a damaged package raises: there is another picture
         return None
     return TopApp
 
@@ -136,6 +137,13 @@ def run_app(app: TopApp) -> None:
     app.feed.stop()
     if app.feed.problem:
         raise app.feed.problem
+    if app.return_code:
+        raise SystemExit(app.return_code)
+
+
+def _end_by_signal(number: int, frame: object) -> None:
+    """Leave the picture first, so that the terminal is as it was."""
+    raise SystemExit(128 + number)
 
 
 def run_without_keys(collector: TopCollector, view: ViewState, interval: float) -> None:
@@ -146,6 +154,8 @@ def run_without_keys(collector: TopCollector, view: ViewState, interval: float) 
     from gptctl.jobs.top_collector import Wanted
 
     view, newest = view._replace(has_keys=False), list["TopSnapshot"]()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end_by_signal)
     feed = TopFeed(collector, interval, newest.append, lambda: None)
     feed.want(Wanted(view.opened, view.rank if view.opened else None))
     feed.start()

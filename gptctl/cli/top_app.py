@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import codecs
+import importlib
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import ClassVar
 
 from textual import events
@@ -18,11 +25,26 @@ from gptctl.jobs.top_collector import TopCollector, Wanted
 from gptctl.jobs.top_snapshot import TopSnapshot
 
 # textual's names of the terminal's own colours.
+DECODER = "getincrementaldecoder"  # the name by which textual's drivers call that of codecs
 _COLOURS = ("green", "cyan", "yellow", "red", "magenta")
 _STYLES = {
     name: " ".join(f"ansi_{word}" if word in _COLOURS else word for word in style.split())
     for name, style in STYLES.items()
 }
+
+
+def ignore_damaged_input() -> None:
+    """Let one byte that is not UTF-8, as a Latin-1 terminal sends it, not end the program."""
+    # textual has no setting for it; a driver without this name keeps its own way.
+    for name in ("linux_driver", "linux_inline_driver"):
+        with suppress(ImportError):
+            module = importlib.import_module(f"textual.drivers.{name}")
+            if hasattr(module, DECODER):
+                setattr(module, DECODER, _lenient_decoder)
+
+
+def _lenient_decoder(encoding: str) -> Callable[[], codecs.IncrementalDecoder]:
+    return partial(codecs.getincrementaldecoder(encoding), errors="replace")
 
 
 class TopApp(App[None]):
@@ -34,6 +56,7 @@ class TopApp(App[None]):
 
     def __init__(self, collector: TopCollector, view: ViewState, interval: float) -> None:
         super().__init__(ansi_color=True)
+        ignore_damaged_input()
         self.view = view
         self.snapshot: TopSnapshot | None = None  # that is shown
         self._newest: TopSnapshot | None = None
@@ -43,6 +66,9 @@ class TopApp(App[None]):
         yield Static(id="screen")
 
     def on_mount(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.exit, None, 128 + number)
         self.theme = "ansi-dark"
         self._want()
         self.feed.start()

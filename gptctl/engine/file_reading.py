@@ -24,7 +24,8 @@ CHUNK = 1 << 20  # bytes that are read at once of a large file
 LONGEST_LINE = 1 << 20  # bytes; the longest record of a trainer has a thousandth of that
 DEEPEST = 100  # levels of JSON; a config may have 32, which `written.json` wraps twice
 MOST_VALUES = 1_000_000  # in one text: empty lists need 30 times the memory of their text
-MOST_INVALID = 1000  # lines of a JSON-lines file; a killed writer leaves one or two
+MOST_INVALID = 1000  # lines in a row of a JSON-lines file; a killed writer leaves one or two
+SHORTEST_RECORD = 7  # bytes: less says nothing
 # Problems that say nothing about the content: the file is missing, or was removed meanwhile.
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 # Not a file at all: gptctl writes no links, FIFOs, sockets or folders under the names of its files.
@@ -44,6 +45,8 @@ _ESCAPE = re.compile(
     r"|\\.",
     re.DOTALL,
 )
+# As Python's own json module writes them.
+_NOT_FINITE = re.compile(rb"([:\[,] ?)-?(?:NaN|Infinity)\b")
 _LINE = re.compile(rb"^\{.*", re.MULTILINE)  # of a JSON-lines file: an object
 
 
@@ -137,7 +140,7 @@ def lines_of(file: Path, most: int, longest: int) -> Iterator[bytes]:
             is_cut = size > most
             stream.seek(max(0, size - most))
             while data := stream.read(min(CHUNK, size - stream.tell())):
-                *lines, rest = (rest + data).split(b"\n")
+                *lines, rest = _without_empty_lines(rest + data).split(b"\n")
                 yield from (line for line in lines[int(is_cut) :] if len(line) <= longest)
                 is_cut = is_cut and not lines
                 if len(rest) > longest:
@@ -146,6 +149,13 @@ def lines_of(file: Path, most: int, longest: int) -> Iterator[bytes]:
         notice_error(file, error)
     if rest and not is_cut and len(rest) <= longest:
         yield rest
+
+
+def _without_empty_lines(data: bytes) -> bytes:
+    # Halved each time: a damaged file can have a million of them in a row.
+    while b"\n\n" in data:
+        data = data.replace(b"\n\n", b"\n")
+    return data
 
 
 def size_of(file: Path) -> int:
@@ -242,19 +252,42 @@ def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
     return _objects(line[0] for line in _LINE.finditer(data))
 
 
-def records_of(file: Path, most: int, longest: int = LONGEST_LINE) -> Iterator[dict[str, Any]]:
-    """As `json_lines`, of the last bytes of a file of any size, in little memory."""
-    return _objects(line for line in lines_of(file, most, longest) if line.startswith(b"{"))
+def records_of(
+    file: Path, most: int, longest: int = LONGEST_LINE, job: str = ""
+) -> Iterator[dict[str, Any]]:
+    """As `json_lines`, of the last bytes of a file of any size, in little memory.
+
+    `job`: leave out most lines that name another one, without parsing them.
+    """
+    lines = lines_of(file, most, longest)
+    if job:
+        # A chain of thirty jobs writes to one file, and each of them reads all of it.
+        own = json.dumps(job).encode()
+        lines = (line for line in lines if own in line or b'"job"' not in line)
+    return _objects((line for line in lines if line.startswith(b"{")), file)
 
 
-def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def _objects(lines: Iterable[bytes], file: Path | None = None) -> Iterator[dict[str, Any]]:
     # One by one: whoever needs only a part of each must not keep all of them in memory.
     invalid = 0
     for line in lines:
-        if (value := parse_json(line)) is not None:
+        value = parse_record(line)
+        if value is not None and len(line) >= SHORTEST_RECORD:
+            invalid = 0
             yield value
         elif (invalid := invalid + 1) > MOST_INVALID:
+            if file:
+                notice(
+                    file, f"more than {MOST_INVALID:,} invalid lines in a row: the rest is ignored"
+                )
             return
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """As `parse_json`, but numbers that are not finite are None: other programs write them."""
+    return parse_json(
+        _NOT_FINITE.sub(rb"\1null", line) if b"NaN" in line or b"Inf" in line else line
+    )
 
 
 def is_time(value: object) -> TypeGuard[float]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from gptctl.engine.file_reading import DamagedFile, load_bytes, open_at_once
+from gptctl.engine.file_reading import DamagedFile, load_bytes, notice_error, open_at_once
 from gptctl.jobs.code_files import BLOCK, MAX_CODE, MOST_FILES, NOT_CODE
 from gptctl.text import count
 
@@ -23,7 +23,11 @@ LONGEST_LINE = 500  # characters
 
 def code_digests(folder: Path) -> dict[str, str] | None:
     """The size and checksum of each file of a job's code, by its path; None if there is no code."""
-    if not folder.is_dir():
+    try:
+        if not folder.is_dir():
+            return None
+    except OSError as error:  # the folder above cannot be read
+        notice_error(folder, error)
         return None
     left, found = MAX_CODE, dict[str, str]()
     for name, path in _files(folder):

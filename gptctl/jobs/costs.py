@@ -32,11 +32,6 @@ from trainer.event_names import FIRST_STEP
 MOST_GPUS = 1 << 26
 
 
-def ledger_of_job(record: JobRecord, state: str, store: Store, now: float) -> Ledger:
-    """Account for a job, from its folder or from what was kept of it."""
-    return times_of_job(record, state, store, now).ledger
-
-
 class JobTimes(NamedTuple):
     """What happened in a job, and what its time went into."""
 
@@ -44,29 +39,48 @@ class JobTimes(NamedTuple):
     ledger: Ledger
 
 
-def times_of_job(record: JobRecord, state: str, store: Store, now: float) -> JobTimes:
+class EarlierSteps:
+    """How far the jobs came that others continue. Each is read once, however many continue it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._last: dict[str, int] = {}  # steps by job
+
+    def before(self, record: JobRecord, timeline: Timeline) -> int:
+        """The last step of the jobs that this one continues; 0 if it starts at step 0."""
+        self._note(timeline)
+        first = next((event for event in timeline.events if event.name == FIRST_STEP), None)
+        if first is None or not first.facts.get("resumed"):
+            return 0
+        earlier = lineage(record, self._store)[1:]
+        for each in earlier:
+            if each.id not in self._last:
+                self._note(timeline_of(each, is_over=True))
+        return max((self._last[each.id] for each in earlier), default=0)
+
+    def _note(self, timeline: Timeline) -> None:
+        steps = [0, *(row["step"] for row in timeline.rows)]
+        steps += [last.step for last in timeline.last_steps.values()]
+        self._last[timeline.job] = max(steps)
+
+
+def ledger_of_job(record: JobRecord, state: str, earlier: EarlierSteps, now: float) -> Ledger:
+    """Account for a job, from its folder or from what was kept of it."""
+    return times_of_job(record, state, earlier, now).ledger
+
+
+def times_of_job(record: JobRecord, state: str, earlier: EarlierSteps, now: float) -> JobTimes:
     if not record.run_folder.is_dir():
         return JobTimes(None, kept_ledger(record) or Ledger(record.id, 0.0, []))
     timeline = timeline_of(record, is_over=state in FINAL)
-    return JobTimes(timeline, ledger_of(timeline, now, reached_before(record, timeline, store)))
-
-
-def reached_before(record: JobRecord, timeline: Timeline, store: Store) -> int:
-    """The last step of the jobs that this one continues; 0 if it starts at step 0."""
-    first = next((event for event in timeline.events if event.name == FIRST_STEP), None)
-    if first is None or not first.facts.get("resumed"):
-        return 0
-    steps = [0]
-    for earlier in lineage(record, store)[1:]:
-        before = timeline_of(earlier, is_over=True)
-        steps += [row["step"] for row in before.rows]
-        steps += [last.step for last in before.last_steps.values()]
-    return max(steps)
+    return JobTimes(timeline, ledger_of(timeline, now, earlier.before(record, timeline)))
 
 
 def keep_ledger(record: JobRecord, state: str, store: Store, now: float) -> None:
     """Keep the sums of a job whose folder is about to be removed."""
-    attempts = [_as_kept(each) for each in ledger_of_job(record, state, store, now).attempts]
+    attempts = [
+        _as_kept(each) for each in ledger_of_job(record, state, EarlierSteps(store), now).attempts
+    ]
     facts = {"token": record.token, "attempts": attempts}
     with suppress(OSError), private_files(), replacing(_file(record)) as stream:
         stream.write(json.dumps(facts).encode() + b"\n")

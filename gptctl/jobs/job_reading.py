@@ -17,12 +17,12 @@ from gptctl.engine.error_text import one_line
 from gptctl.engine.file_reading import size_of
 from gptctl.engine.job_result import FINAL
 from gptctl.engine.run_folder import RunFolder
-from gptctl.jobs.costs import reached_before
+from gptctl.jobs.costs import EarlierSteps
 from gptctl.jobs.ledger import ledger_of
 from gptctl.jobs.live_rows import LiveRows
 from gptctl.jobs.rank_times import RankTimes, newest_rank_times, rank_times
 from gptctl.jobs.recorded_files import tail_of
-from gptctl.jobs.store import JobRecord, Store
+from gptctl.jobs.store import JobRecord
 from gptctl.jobs.timeline import Timeline, timeline_of
 from gptctl.jobs.training_progress import configured_steps
 from gptctl.logs.lines import Clock, readable
@@ -72,8 +72,8 @@ class JobReading(NamedTuple):
 class JobReader:
     """Reads one job. `is_detailed`: also its ranks, and more of its metrics."""
 
-    def __init__(self, record: JobRecord, store: Store, is_detailed: bool = False) -> None:
-        self.record, self.is_detailed, self._store = record, is_detailed, store
+    def __init__(self, record: JobRecord, earlier: EarlierSteps, is_detailed: bool = False) -> None:
+        self.record, self.is_detailed, self._earlier = record, is_detailed, earlier
         most = (JOB_BYTES, JOB_ROWS) if is_detailed else (LIST_BYTES, LIST_ROWS)
         self._rows = LiveRows(record, *most)
         self._timeline: Timeline | None = None
@@ -131,7 +131,7 @@ class JobReader:
     def _read_slow_parts(self, timeline: Timeline) -> None:
         folder = RunFolder(self.record.local_dir)
         if self._reached is None:  # once: those jobs have ended
-            self._reached = reached_before(self.record, timeline, self._store)
+            self._reached = self._earlier.before(self.record, timeline)
         self._goodput = ledger_of(timeline, time.time(), self._reached).goodput
         self._total = configured_steps(self.record)
         self._hosts = tuple(one_line(host, 64) for host in folder.hosts(folder.attempts() - 1))

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+from gptctl.engine.error_text import one_line
 from gptctl.engine.events import FAILURE
 from gptctl.engine.file_reading import is_whole
 from gptctl.jobs.timeline import RANK_EXIT, RANKS_UP, Event, LastStep, Timeline, attempt_starts
@@ -32,6 +33,7 @@ HANG, IDLE, UNKNOWN = "hang", "idle", "unknown"
 ACCOUNTS = (
     COMPUTE, REPEATED, DATA, WAIT, CHECKPOINTS, EVALUATIONS, STARTING, HANG, IDLE, UNKNOWN,
 )  # fmt: skip
+LONGEST_CAUSE = 300  # characters
 LEAST_HANG = 10.0  # seconds without progress before a failure that count as a hang
 HANG_STEPS = 3.0  # and so many times as long as a step
 
@@ -113,6 +115,9 @@ def ledger_of(timeline: Timeline, now: float, reached: int = 0) -> Ledger:
     # Once for all: a damaged file can have thousands of attempts.
     rows, events = _by_attempt(timeline.rows), _by_attempt(timeline.events)
     for span in _attempts(timeline, now):
+        if not span.has_begun:
+            attempts.append(_attempt(timeline, span, [], [], reached))
+            continue
         own = rows.get(span.attempt, [])
         costs = _attempt(timeline, span, events.get(span.attempt, []), own, reached)
         attempts.append(costs)
@@ -136,6 +141,7 @@ class _Span(NamedTuple):
     gpus: int
     is_last: bool  # of its allocation
     is_running: bool
+    has_begun: bool = True  # False: the engine ended before it, and another one began it
 
 
 def _queued(timeline: Timeline, now: float) -> float:
@@ -154,17 +160,20 @@ def _attempts(timeline: Timeline, now: float) -> list[_Span]:
     starts, spans = attempt_starts(timeline), list[_Span]()
     for index, allocation in enumerate(timeline.allocations):
         ended = max(allocation.began, now if allocation.ended is None else allocation.ended)
-        following = timeline.allocations[index + 1 :]
+        following = timeline.allocations[index + 1 : index + 2]
         until = following[0].began if following else float("inf")
         inside = [n for n in starts if allocation.began <= starts[n] < until]
         inside.sort(key=lambda n: starts[n])
-        inside = inside or [allocation.first_attempt]
+        first = allocation.first_attempt
+        # An engine that was killed before its attempt: the next one has begun it.
+        has_begun, inside = bool(inside) or first not in starts, inside or [first]
         # The first one includes what the engine did before it.
         bounds = [allocation.began, *(min(starts.get(n, ended), ended) for n in inside[1:]), ended]
         for number, begin, end in zip(inside, bounds, bounds[1:]):
             is_last = number == inside[-1]
             is_running = is_last and allocation.ended is None
-            spans.append(_Span(number, begin, end, allocation.gpus, is_last, is_running))
+            gpus = allocation.gpus
+            spans.append(_Span(number, begin, end, gpus, is_last, is_running, has_begun))
     return spans
 
 
@@ -185,7 +194,7 @@ def _attempt(
 def _cause(events: Iterable[Event]) -> str:
     for event in events:
         if event.name == FAILURE:
-            return str(event.facts.get("reason", ""))
+            return one_line(str(event.facts.get("reason", "")), LONGEST_CAUSE)
     return ""
 
 
@@ -327,8 +336,9 @@ def _parts(row: Row | None, trained: float, steps: int) -> dict[str, float]:
     """Divide the time of some steps by what the row measured; what it does not explain is idle."""
     if row is None or not steps:
         return {COMPUTE if steps else IDLE: trained}
-    cost, reader = (row.get(name) or 0.0 for name in ("step_time", "reader_time"))
-    wait = row.get("wait_time") or 0.0
+    names = ("step_time", "reader_time", "wait_time")
+    # A damaged record can have less than nothing.
+    cost, reader, wait = (max(0.0, row.get(name) or 0.0) for name in names)
     parts = {DATA: reader * steps, WAIT: wait * steps}
     parts[COMPUTE] = max(0.0, cost * steps - sum(parts.values()))
     parts = _fitted(parts, trained)

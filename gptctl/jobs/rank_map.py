@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from statistics import median
 from typing import NamedTuple
 
 from gptctl.jobs.rank_times import RankTimes
@@ -17,6 +16,7 @@ MOST_SUMS = 1_000_000  # ranks times columns that are kept: 32 MB
 LEAST_COLUMNS = 16
 MOST_GROUPS = 256  # rows of the table; beyond that each of them stands for several ranks
 NUM_SLOWEST = 5
+LEAST_TIME = 1e-6  # milliseconds: nothing is compared with less
 
 
 class RankRatio(NamedTuple):
@@ -47,12 +47,12 @@ class _Bin:
         self.last = other.last
         self.lines += other.lines
         self.median += other.median
-        self.own = _added(self.own, other.own)
+        self.own = [*map(operator.add, self.own, other.own)]
 
     def ratios(self, ranks_per_row: int) -> list[float]:
         starts = range(0, len(self.own), ranks_per_row)
         slowest = [max(self.own[start : start + ranks_per_row]) for start in starts]
-        return [own / self.median if self.median > 0 else 1.0 for own in slowest]
+        return [own / self.median if self.median > LEAST_TIME else 1.0 for own in slowest]
 
 
 def rank_map(times: Iterable[RankTimes]) -> RankMap | None:
@@ -60,7 +60,7 @@ def rank_map(times: Iterable[RankTimes]) -> RankMap | None:
     bins, size = list[_Bin](), 1
     for each in times:
         new = _Bin(each)
-        if bins and bins[-1].lines < size:
+        if bins and bins[-1].lines < size and len(bins[-1].own) == len(each.own_ms):
             bins[-1].add(new)
         else:
             bins.append(new)
@@ -77,7 +77,7 @@ def rank_map(times: Iterable[RankTimes]) -> RankMap | None:
         for row in range(-(-num_ranks // per_row))
     ]
     steps = [(each.first, each.last) for each in bins]
-    return RankMap(num_ranks, per_row, steps, rows, _slowest(_sum(bins)))
+    return RankMap(num_ranks, per_row, steps, rows, _slowest(bins))
 
 
 def _most_columns(ranks: int) -> int:
@@ -85,28 +85,32 @@ def _most_columns(ranks: int) -> int:
 
 
 def _in_pairs(bins: list[_Bin]) -> list[_Bin]:
-    for one, following in zip(bins[::2], bins[1::2]):
-        one.add(following)
-    return bins[::2]
-
-
-def _sum(bins: list[_Bin]) -> list[float]:
-    """The time of every rank over all steps."""
-    total: list[float] = []
+    """Join neighbours, but not of steps with other numbers of ranks: their sums would not match."""
+    joined: list[_Bin] = []
+    is_free = False  # whether the last one is still alone
     for each in bins:
-        total = _added(total, each.own)
-    return total
+        if is_free and len(joined[-1].own) == len(each.own):
+            joined[-1].add(each)
+            is_free = False
+        else:
+            joined.append(each)
+            is_free = True
+    # Only a damaged file has so many changes.
+    return joined if len(joined) < len(bins) else joined[-len(bins) // 2 :]
 
 
-def _added(one: list[float], other: list[float]) -> list[float]:
-    # An elastic job may have had another number of ranks before.
-    longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
-    return [*map(operator.add, longer, shorter), *longer[len(shorter) :]]
-
-
-def _slowest(total: list[float]) -> list[RankRatio]:
-    usual = median(total)
-    if len(total) < 2 or usual <= 0:
+def _slowest(bins: list[_Bin]) -> list[RankRatio]:
+    """Each rank over the steps that it took part in: an elastic job had more of them at times."""
+    own: list[float] = []
+    medians: list[float] = []
+    for each in bins:
+        missing = [0.0] * (len(each.own) - len(own))
+        own, medians = [*own, *missing], [*medians, *missing]
+        for rank, value in enumerate(each.own):
+            own[rank] += value
+            medians[rank] += each.median
+    if len(own) < 2:
         return []
-    ranks = sorted(range(len(total)), key=total.__getitem__, reverse=True)
-    return [RankRatio(rank, total[rank] / usual) for rank in ranks[:NUM_SLOWEST]]
+    ratios = [value / usual if usual > LEAST_TIME else 1.0 for value, usual in zip(own, medians)]
+    ranks = sorted(range(len(own)), key=ratios.__getitem__, reverse=True)
+    return [RankRatio(rank, ratios[rank]) for rank in ranks[:NUM_SLOWEST]]

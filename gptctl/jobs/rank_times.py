@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from gptctl.engine.file_reading import is_time, is_whole, json_lines, lines_of, read_tail
+from gptctl.engine.file_reading import is_time, is_whole, json_lines, read_tail, records_of
 from gptctl.jobs.store import MOST_RANKS, JobRecord
-from gptctl.logs.metric_rows import HIGHEST_STEP
+from gptctl.logs.metric_rows import HIGHEST_STEP, MOST_USELESS
 from trainer.checkpoint_names import RANK_TIMES
 
 MOST_BYTES = 1 << 30  # of a file, from its end: a hundred thousand steps of a thousand ranks
@@ -37,8 +37,8 @@ class RankTimes(NamedTuple):
 def rank_times(record: JobRecord) -> Iterator[RankTimes]:
     """Every recorded step of a job in the order of writing, also those that were trained again."""
     if record.output_dir:
-        lines = lines_of(Path(record.output_dir, RANK_TIMES), MOST_BYTES, NEWEST)
-        yield from _parsed((fields for line in lines for fields in json_lines(line)), record.id)
+        file = Path(record.output_dir, RANK_TIMES)
+        yield from _parsed(records_of(file, MOST_BYTES, NEWEST, record.id), record.id)
 
 
 def newest_rank_times(record: JobRecord) -> RankTimes | None:
@@ -54,7 +54,10 @@ def newest_rank_times(record: JobRecord) -> RankTimes | None:
 
 
 def _parsed(lines: Iterable[dict[str, Any]], job: str) -> Iterator[RankTimes]:
+    useless = 0
     for fields in lines:
+        if "own_ms" not in fields and (useless := useless + 1) > MOST_USELESS:
+            return
         match fields:
             case {"step": step, "own_ms": list(own), "time": moment}:
                 attempt = fields.get("attempt", 0)

@@ -62,7 +62,7 @@ def rows_of_file(
     say: Say = say_nothing,
 ) -> list[Row]:
     """Return the rows of one file; `say` is told if there are too many of them."""
-    sample = sample_of(rows_in(records_of(file, METRICS_BYTES), job, world, names))
+    sample = sample_of(rows_in(records_of(file, METRICS_BYTES, job=job), job, world, names))
     if sample.left_out:
         say(f"{job or file} has {sample.left_out}")
     return sample.rows()
@@ -125,7 +125,7 @@ def trainer_events(record: JobRecord) -> Iterator[Fields]:
     """What the trainer recorded, oldest first; without the events of other jobs in the folder."""
     if not record.output_dir:
         return iter(())
-    events = records_of(Path(record.output_dir, EVENTS), EVENTS_BYTES)
+    events = records_of(Path(record.output_dir, EVENTS), EVENTS_BYTES, job=record.id)
     return (fields for fields in events if fields.get("job") in (None, record.id))
 
 

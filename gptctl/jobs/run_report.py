@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gptctl.backends import Backends, JobState
 from gptctl.jobs.attempt_failures import FailureText, failure_texts
-from gptctl.jobs.costs import JobTimes, times_of_job
+from gptctl.jobs.costs import EarlierSteps, JobTimes, times_of_job
 from gptctl.jobs.job_status import known_states, status
 from gptctl.jobs.rank_map import RankMap, rank_map
 from gptctl.jobs.rank_times import rank_times
@@ -41,13 +41,14 @@ def report_of_job(record: JobRecord, store: Store, backends: Backends, now: floa
     if not record.run_folder.is_dir():
         notes.append(f"the folder of {record.id} is missing: the report has only what is left")
     rows = whole_run(records, say=notes.append)
+    earlier = EarlierSteps(store)
     oldest_first = list(reversed(records))
     return RunReport(
         record.id,
         status(record, backends),
         tuple(each.id for each in oldest_first),
         rows,
-        [times_of_job(each, states[each.id].state, store, now) for each in oldest_first],
+        [times_of_job(each, states[each.id].state, earlier, now) for each in oldest_first],
         rank_map(times for each in oldest_first for times in rank_times(each)),
         _failures(oldest_first, states),
         job_facts(record),

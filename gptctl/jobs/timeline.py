@@ -6,6 +6,7 @@ their own start and exit. Jobs of older versions have only that, and scripts no 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.recorded_files import engine_events, recorded_rows, trainer_events
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.local_files import LocalLogFiles
-from gptctl.logs.metric_rows import HIGHEST_STEP, Row, is_number
+from gptctl.logs.metric_rows import HIGHEST_STEP, MOST_USELESS, Row, is_number
 
 NEEDED = ("time", "clock", "step_time", "reader_time", "wait_time")  # of metrics.jsonl
 MOST_ATTEMPTS = 10_000
@@ -112,7 +113,10 @@ def timeline_of(record: JobRecord, is_over: bool, known: list[Row] | None = None
 def events_in(lines: Iterable[Mapping[str, Any]], clocks: Clocks) -> list[Event]:
     # The newest ones: a damaged file can have a million short ones.
     events: deque[Event] = deque(maxlen=MOST_EVENTS)
+    useless = 0
     for fields in lines:
+        if "event" not in fields and (useless := useless + 1) > MOST_USELESS:
+            break
         name, attempt, moment = fields.get("event"), fields.get("attempt"), clocks.time_of(fields)
         attempt = attempt if is_whole(attempt, -1, MOST_ATTEMPTS) else 0
         if isinstance(name, str) and moment is not None:
@@ -176,15 +180,17 @@ def _allocations(
     if not starts:  # a job of an older version
         starts = [event for event in events if event.name == RANKS_UP][:1]
     last_sign = _moment(read_json(folder.path / ALIVE))
+    # Both are sorted: a damaged file can have thousands of starts.
+    moments, steps = [event.time for event in events], [row["time"] for row in rows]
     found = []
     for number, start in enumerate(starts):
         following = starts[number + 1] if number + 1 < len(starts) else None
         until = following.time if following else float("inf")
-        inside = [e for e in events if start.time <= e.time < until]
+        inside = events[bisect_left(moments, start.time) : bisect_left(moments, until)]
         end = next((e.time for e in inside if e.name == END), None)
         if end is None and (following or is_over):
             seen = _moment(following.facts.get("seen")) if following else last_sign
-            trained = [row["time"] for row in rows if start.time <= row["time"] < until]
+            trained = steps[bisect_left(steps, start.time) : bisect_left(steps, until)]
             signs = [e.time for e in inside] + trained + ([seen] if seen else [])
             # None is before that if two starts have the same time.
             end = min(until, max((sign for sign in signs if sign < until), default=start.time))

@@ -15,6 +15,7 @@ from gptctl.backends import Backends, JobState
 from gptctl.deadline import Deadline
 from gptctl.engine.error_text import one_line
 from gptctl.engine.job_result import UNKNOWN
+from gptctl.jobs.costs import EarlierSteps
 from gptctl.jobs.job_reading import JobReader, JobReading, rank_log
 from gptctl.jobs.job_status import known_states
 from gptctl.jobs.last_state import last_state
@@ -47,6 +48,7 @@ class TopCollector:
         self, store: Store, backends: Backends, only: JobRecord | None, at: float | None
     ) -> None:
         self._store, self._backends, self._only, self._at = store, backends, only, at
+        self._earlier = EarlierSteps(store)
         self._records: list[JobRecord] = []
         self._states: dict[str, JobState] = {}
         self._readers: dict[tuple[str, bool], JobReader] = {}
@@ -169,7 +171,7 @@ class TopCollector:
     def _reader(self, record: JobRecord, is_detailed: bool) -> JobReader:
         key = record.id, is_detailed
         if key not in self._readers:
-            self._readers[key] = JobReader(record, self._store, is_detailed)
+            self._readers[key] = JobReader(record, self._earlier, is_detailed)
         return self._readers[key]
 
 

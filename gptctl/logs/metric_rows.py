@@ -28,6 +28,7 @@ from trainer.logline import (
 )
 
 NO_STEPS = "no step has been logged yet; scripts need log lines in FleetX's style"
+MOST_USELESS = 100_000  # lines without a step, in a row: another file, or a damaged one
 HIGHEST_STEP = 10**12  # more is not a step, whatever a script or a host sends
 MOST_ATTEMPTS = 1 << 31
 MOST_NAMES, LONGEST_NAME = 200, 64  # of numbers in a line; the trainer writes thirty
@@ -76,6 +77,7 @@ def rows_in(
     step of the last row, for whoever reads a file in pieces. `run_rows` drops what a later attempt
     trained again.
     """
+    useless = 0
     for line in lines:
         numbers, writer = _numbers(line), line.get("job")
         step: float = numbers.get("step", numbers.get(RESUMED_FROM, -1))
@@ -84,7 +86,10 @@ def rows_in(
             before = _attempt(before, numbers), int(step)
             own = {"attempt": before[0], "step": before[1]}
             row = {**numbers, **own, **_speeds(numbers, world)}
+            useless = 0
             yield row if names is None else _needed(row, names)
+        elif not 0 <= step < HIGHEST_STEP and (useless := useless + 1) > MOST_USELESS:
+            return
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:

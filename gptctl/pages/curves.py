@@ -19,6 +19,7 @@ from gptctl.thinning import Point, thinned
 WIDTH, HEIGHT = 1000, 400  # of the picture, in units that the page stretches
 NUM_TICKS = 5
 LARGEST = 1e30  # beyond that, browsers lose the picture
+SMALLEST = 1e-30  # below that, it is drawn as 0
 MOST_POINTS = 1600  # of one metric on a page: its runs share them
 LEAST_POINTS = 160
 MOST_SAMPLES = 200  # points of a run at which its tokens and its time are written
@@ -94,7 +95,7 @@ def _series_of(chart: Chart, runs: Sequence[Sequence[Row]], most: int) -> list[S
 
 
 def _series(run: int, metric: str, rows: Sequence[Row], most: int) -> Series:
-    known = [(row["step"], row[metric]) for row in rows if metric in row]
+    known = [(row["step"], _settled(row[metric])) for row in rows if metric in row]
     parts = [
         list(group)
         for is_drawn, group in groupby(known, key=lambda point: _is_drawn(point[1]))
@@ -104,6 +105,11 @@ def _series(run: int, metric: str, rows: Sequence[Row], most: int) -> Series:
     # Each part gets its share, but no more parts are drawn than points.
     kept = [thinned(part, max(4, most * len(part) // points)) for part in parts[:most]]
     return Series(run, metric, kept, len(known) - points)
+
+
+def _settled(value: Any) -> Any:
+    # Numbers near the smallest ones of all cannot be divided by.
+    return 0.0 if is_number(value) and abs(value) < SMALLEST else value
 
 
 def _is_drawn(value: Any) -> bool:

@@ -24,6 +24,7 @@ MARKED = {
     FIRST_STEP: "start",
     STOP: "stop",
 }
+SHORTEST = 1e-3  # seconds of an attempt that is drawn
 MOST_MARKS = 300  # of one kind
 
 
@@ -78,7 +79,7 @@ def stretches(jobs: Sequence[JobTimes]) -> list[Stretch]:
         (each, job.ledger.job)
         for job in jobs
         for each in job.ledger.attempts
-        if each.ended > each.began
+        if each.ended - each.began > SHORTEST
     ]
     total = sum(each.ended - each.began for each, _ in attempts)
     found: list[tuple[float, float, float, AttemptCosts | None, str]] = []

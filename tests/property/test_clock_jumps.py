@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gptctl.jobs.costs import attempt_rows, cost_row, ledger_of_job
+from gptctl.jobs.costs import EarlierSteps, attempt_rows, cost_row, ledger_of_job
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.jobs.timeline import timeline_of
 from tests.job_records import add_job
@@ -104,7 +104,7 @@ def test_accounts_add_up_whatever_clocks_do(happened: Sequence[Any], is_over: bo
         for moment in happened:
             writer.write(*moment)
         store = Store(Path(folder) / "home")
-        ledger = ledger_of_job(record, "FAILED" if is_over else "RUNNING", store, NOW)
+        ledger = ledger_of_job(record, "FAILED" if is_over else "RUNNING", EarlierSteps(store), NOW)
         timeline = timeline_of(record, is_over)
         if is_over:
             # The allocations of an ended job do not depend on when somebody asks.

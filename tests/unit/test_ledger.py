@@ -206,3 +206,28 @@ def test_accounts_always_add_up(
     assert sum(ledger.gpu_seconds.values()) == pytest.approx(ledger.allocation, abs=1e-6)
     assert all(seconds >= -1e-9 for seconds in ledger.gpu_seconds.values())
     assert all(each.repeated_steps >= 0 for each in ledger.attempts)
+
+
+def test_an_engine_that_was_killed_before_its_attempt_repeats_nothing() -> None:
+    """It had the nodes for 15 s; the next one began the attempt, whose 50 steps are new."""
+    allocations = [Allocation(2.0, 7.0, 4, 0), Allocation(20.0, 100.0, 4, 0)]
+    events = [event("attempt", 21.0, 0), event("first step", 30.0, step=1, resumed=0), event("finished", 80.0)]
+    rows = [row(25, 55.0, 1.0), row(50, 80.0, 1.0)]
+    timeline = Timeline("job", 0.0, events, allocations, rows, {0: LastStep(50, 80.0)})
+    ledger = ledger_of(timeline, now=0.0)
+    assert sum(each.repeated_steps for each in ledger.attempts) == 0
+    assert accounts(ledger)["compute"] == 50.0
+    assert sum(ledger.gpu_seconds.values()) == pytest.approx(ledger.allocation)
+
+
+def test_records_with_less_than_nothing_give_no_negative_account() -> None:
+    events = [event("first step", 10.0, step=1, resumed=0), event("finished", 30.0)]
+    timeline = history(events, [row(20, 30.0, 1.0, reader=-5.0, wait=-5.0)], {0: LastStep(20, 30.0)})
+    ledger = ledger_of(timeline, now=0.0)
+    assert min(accounts(ledger).values()) >= 0
+    assert ledger.goodput is not None
+    assert ledger.goodput <= 1
+
+
+def test_what_cannot_be_seen_has_no_goodput() -> None:
+    assert ledger_of(history([event("rank exit", 60.0)], [], {}), now=0.0).goodput is None

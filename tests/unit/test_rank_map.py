@@ -39,9 +39,26 @@ def test_every_column_is_its_steps(steps: int) -> None:
 
 
 def test_the_slowest_ranks_come_first() -> None:
-    found = mapped(times_of(300, 8, {5: 1.4, 2: 1.2}))
+    times = times_of(300, 8, {5: 1.4, 2: 1.2})
+    found = mapped(times)
     assert [each.rank for each in found.slowest[:2]] == [5, 2]
-    assert found.slowest[0].ratio == pytest.approx(1.4, rel=0.03)
+    usual = sum(median(each.own_ms) for each in times)
+    assert found.slowest[0].ratio == pytest.approx(sum(each.own_ms[5] for each in times) / usual)
+
+
+@pytest.mark.parametrize(("first", "then"), [(8, 2), (2, 8), (8, 16)])
+def test_equal_ranks_of_an_elastic_job_are_equal(first: int, then: int) -> None:
+    times = [RankTimes(0, step, float(step), [1000.0] * (first if step <= 700 else then)) for step in range(1, 1001)]
+    found = mapped(times)
+    assert {each.ratio for each in found.slowest} == {1.0}
+    assert {ratio for row in found.rows for ratio in row if ratio is not None} == {1.0}
+
+
+def test_a_rank_that_came_late_and_is_slow_is_named() -> None:
+    times = [RankTimes(0, step, float(step), [1000.0] * 8) for step in range(1, 91)]
+    times += [RankTimes(1, step, float(step), [*[1000.0] * 8, 3000.0, 1000.0]) for step in range(91, 101)]
+    slowest = mapped(times).slowest[0]
+    assert (slowest.rank, slowest.ratio) == (8, 3.0)
 
 
 def test_many_ranks_share_rows_and_the_slowest_counts() -> None:

@@ -256,6 +256,8 @@ def test_stdout_gets_the_page_and_nothing_else(home: Path) -> None:
     [
         (["gpt-1", "--output", "nowhere/x.html"], "cannot write nowhere/x.html"),
         (["./nothing.jsonl"], "./nothing.jsonl does not exist"),
+        (["./runs/gpt-1/output"], "./runs/gpt-1/output is a folder"),
+        (["/dev/null"], "/dev/null is not a regular file"),
         (["gpt-1", "--json", "--output", "-"], "both use stdout"),
         ([f"gpt-{number}" for number in range(65)], "65 jobs are too many"),
     ],

@@ -16,7 +16,7 @@ from gptctl.backends import Backends, JobState
 from gptctl.engine.job_result import UNKNOWN
 from gptctl.jobs import appended_file, job_reading, top_collector
 from gptctl.jobs.appended_file import AppendedFile
-from gptctl.jobs.costs import ledger_of_job
+from gptctl.jobs.costs import EarlierSteps, ledger_of_job
 from gptctl.jobs.job_reading import JobReader, rank_log
 from gptctl.jobs.live_rows import LiveRows
 from gptctl.jobs.run_metrics import whole_run
@@ -150,7 +150,7 @@ def test_a_script_may_log_on_its_last_rank(tmp_path: Path, store: Store) -> None
     (logs / "workerlog.0").write_text("no step\n")
     (logs / "workerlog.3").write_text(SCRIPT_LINE)
     os.utime(logs / "workerlog.3", (2000.0, 2000.0))
-    reading = JobReader(script, store).read(RUNNING)
+    reading = JobReader(script, EarlierSteps(store)).read(RUNNING)
     assert (reading.run[-1]["step"], reading.changed) == (7, 2000.0)
     found = progress_of(script, is_over=False)
     assert found
@@ -178,7 +178,7 @@ def test_a_script_is_read_from_its_log(tmp_path: Path, store: Store) -> None:
     logs = Path(script.log_dir, "attempt-0")
     logs.mkdir(parents=True)
     (logs / "workerlog.0").write_text(SCRIPT_LINE)
-    reading = JobReader(script, store, is_detailed=True).read(RUNNING, rank=0)
+    reading = JobReader(script, EarlierSteps(store), is_detailed=True).read(RUNNING, rank=0)
     shown = detail_of(reading, time.time())
     assert (shown.summary.step, shown.summary.loss, shown.summary.tokens_per_second) == (7, 1.82, 4096.0)
     assert [each.text for each in shown.log.lines] == [" ".join(SCRIPT_LINE.split())] if shown.log else False
@@ -190,8 +190,8 @@ def test_goodput_is_that_of_cost(job: JobRecord, store: Store) -> None:
     first = {"event": "first step", "time": 1000.5, "attempt": 0, "resumed": 0}
     Path(job.output_dir, "events.jsonl").write_text(json.dumps(first) + "\n")
     Path(job.output_dir, "metrics.jsonl").write_text("".join(row(step, step_time=0.9) for step in range(1, 9)))
-    reading = JobReader(job, store).read(JobState("COMPLETED"))
-    expected = ledger_of_job(job, "COMPLETED", store, time.time()).goodput
+    reading = JobReader(job, EarlierSteps(store)).read(JobState("COMPLETED"))
+    expected = ledger_of_job(job, "COMPLETED", EarlierSteps(store), time.time()).goodput
     assert expected
     assert expected > 0.5
     assert summary_of(reading, time.time()).goodput == pytest.approx(expected)
@@ -214,9 +214,9 @@ def test_goodput_of_a_long_run_that_was_restarted_is_that_of_cost(job: JobRecord
     text = "".join(row(step, step_time=0.9) for step in range(1, 7004))
     text += "".join(row(step, step_time=0.9, attempt=1, time=3025.0 + step) for step in range(5001, 9001))
     Path(job.output_dir, "metrics.jsonl").write_text(text)
-    reading = JobReader(job, store).read(JobState("COMPLETED"))
+    reading = JobReader(job, EarlierSteps(store)).read(JobState("COMPLETED"))
     assert len(reading.timeline.rows) < 3000, "thinned out"
-    ledger = ledger_of_job(job, "COMPLETED", store, time.time())
+    ledger = ledger_of_job(job, "COMPLETED", EarlierSteps(store), time.time())
     assert ledger.gpu_seconds["repeated"] > 1700
     assert reading.goodput == pytest.approx(ledger.goodput, abs=1e-4)
 
@@ -257,7 +257,7 @@ def test_a_huge_file_takes_little_memory(job: JobRecord, store: Store) -> None:
             stream.truncate(2 << 30)
             stream.seek(0, 2)
             stream.write(b"\n" + row(9).encode())
-    reader = JobReader(job, store, is_detailed=True)
+    reader = JobReader(job, EarlierSteps(store), is_detailed=True)
     began = time.process_time()
     tracemalloc.start()
     try:
@@ -273,7 +273,7 @@ def test_expensive_parts_are_read_seldom(job: JobRecord, store: Store, monkeypat
     calls = []
     original = job_reading.timeline_of
     monkeypatch.setattr(job_reading, "timeline_of", lambda *words: calls.append(1) or original(*words))
-    reader, file = JobReader(job, store), Path(job.output_dir, "metrics.jsonl")
+    reader, file = JobReader(job, EarlierSteps(store)), Path(job.output_dir, "metrics.jsonl")
     for step in range(1, 20):
         with file.open("a") as stream:
             stream.write(row(step))
@@ -285,7 +285,7 @@ def test_expensive_parts_are_read_seldom(job: JobRecord, store: Store, monkeypat
 
 def test_a_job_without_a_folder(tmp_path: Path, store: Store) -> None:
     gone = JobRecord("gpt-9", "gpt", 5.0, "x", "local", str(tmp_path / "no"), str(tmp_path / "no/logs"), 1, 1, 1)
-    reading = JobReader(gone, store, is_detailed=True).read(JobState("COMPLETED"), rank=0)
+    reading = JobReader(gone, EarlierSteps(store), is_detailed=True).read(JobState("COMPLETED"), rank=0)
     shown = detail_of(reading, 10.0)
     assert (shown.summary.step, shown.summary.goodput, shown.events[0].text) == (None, None, "submitted")
 
