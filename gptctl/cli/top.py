@@ -47,7 +47,7 @@ PLAIN_SIZE = (120, 60)  # columns and lines of a snapshot in a pipe
 )
 @as_json_option
 @click.pass_obj
-def top(session: Session, job: str | None, at: str | None, interval: float, as_json: bool) -> None:
+def top(session: Session, job: str | None, at: str | None, interval: float, as_json: bool) -> int:
     """Watch jobs in full screen: progress, curves, slow ranks, events and logs.
 
     Without JOB: the 30 newest jobs; Enter opens one. Keys need `pip install 'gptctl[ui]'`; `?`
@@ -66,9 +66,13 @@ def top(session: Session, job: str | None, at: str | None, interval: float, as_j
         if as_json or not sys.stdout.isatty() or not ui.TerminalScreen().is_in_place:
             print_once(collector, view, as_json)
         elif sys.stdin.isatty() and (app := app_of_textual()):
-            run_app(app(collector, view, interval))
+            return run_app(app(collector, view, interval))
         else:
-            run_without_keys(collector, view, interval)
+            try:
+                run_without_keys(collector, view, interval)
+            except EndedBySignal as ended:
+                return 128 + int(ended.args[0])
+    return 0
 
 
 def moment_of(text: str) -> float:
@@ -132,18 +136,20 @@ def app_of_textual() -> type[TopApp] | None:
     return TopApp
 
 
-def run_app(app: TopApp) -> None:
+def run_app(app: TopApp) -> int:
     app.run()
     app.feed.stop()
     if app.feed.problem:
         raise app.feed.problem
-    if app.return_code:
-        raise SystemExit(app.return_code)
+    return app.return_code or 0
+
+
+class EndedBySignal(Exception):
+    """Raised wherever the program is, so that it leaves the picture as it would for Ctrl-C."""
 
 
 def _end_by_signal(number: int, frame: object) -> None:
-    """Leave the picture first, so that the terminal is as it was."""
-    raise SystemExit(128 + number)
+    raise EndedBySignal(number)
 
 
 def run_without_keys(collector: TopCollector, view: ViewState, interval: float) -> None:

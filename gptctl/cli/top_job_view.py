@@ -19,6 +19,7 @@ from gptctl.cli.styled_lines import (
 )
 from gptctl.cli.top_jobs_view import number, percent, steps_text
 from gptctl.cli.top_rank_grid import rank_lines
+from gptctl.engine.job_result import FINAL
 from gptctl.jobs.job_reading import RankLog
 from gptctl.jobs.top_snapshot import JobDetail, MetricCurve, averaged
 from gptctl.logs.progress import duration, evaluation_text, step_text
@@ -94,7 +95,7 @@ def _joined(texts: Sequence[str]) -> list[Styled]:
 def chart_lines(detail: JobDetail, width: int, height: int) -> list[StyledLine]:
     """The curves of the loss and of tokens/s."""
     if not detail.loss.steps and not detail.tokens_per_second.steps:
-        return [line_of(Styled("no step has been logged yet", "dim"))]
+        return [line_of(Styled(_no_step(detail.summary.state), "dim"))]
     curves = (("loss", detail.loss), scaled("tokens/s", detail.tokens_per_second))
     if height < SMALLEST_CHART or width < NARROWEST_PAIR:
         return _small_charts(curves, width)
@@ -190,6 +191,10 @@ def _above_end(log: RankLog, height: int) -> int:
     return max(0, len(log.lines) - max(0, height - 1))
 
 
+def _no_step(state: str) -> str:
+    return "no step was logged" if state in FINAL else "no step has been logged yet"
+
+
 def short_line(text: str, total: int) -> str:
     """A line of a log without what the whole screen says already."""
     if line := parse_train_line(text):
@@ -200,6 +205,6 @@ def short_line(text: str, total: int) -> str:
         body = PREFIX.sub("", f"{text} ").strip()
     prefix = PREFIX.match(f"{text} ")
     if not prefix:
-        return body
+        return text.rstrip()  # a traceback needs its indentation
     level = "" if prefix[2] == "INFO" else f"{prefix[2]}: "
     return f"{prefix[1]}  {level}{body}"

@@ -16,8 +16,8 @@ from gptctl.cli.styled_lines import (
     sparkline,
     state_style,
 )
-from gptctl.engine.job_result import COMPLETED, RUNNING
-from gptctl.jobs.top_snapshot import JobSummary
+from gptctl.engine.job_result import COMPLETED, PENDING, RUNNING
+from gptctl.jobs.top_snapshot import JobSummary, averaged
 from gptctl.logs.progress import duration
 from gptctl.text import count
 
@@ -117,10 +117,15 @@ def row(job: JobSummary, name: int, fields: Sequence[tuple[Field, int]], width: 
     if shown is not fields:
         return (*parts, Styled(f"  {job.reason}", "dim"))
     room = width - sum(cells(part.text) for part in parts) - 2
-    return (*parts, Styled("  " + sparkline(job.losses[-room:] if room > 0 else ()), "notice"))
+    # All of the curve, however short: its end alone would be noise.
+    curve = averaged(job.losses, room) if room > 0 else ()
+    return (*parts, Styled("  " + sparkline(curve), "notice"))
 
 
 def totals(jobs: Sequence[JobSummary]) -> str:
     counts = Counter(job.state for job in jobs)
-    states = ", ".join(f"{times:,} {state.lower()}" for state, times in counts.most_common(4))
+    # What may still change comes first.
+    order = [RUNNING, PENDING, *sorted(counts, key=lambda state: -counts[state])]
+    shown = [state for state in dict.fromkeys(order) if counts[state]]
+    states = ", ".join(f"{counts[state]:,} {state.lower()}" for state in shown)
     return f"{count(len(jobs), 'job')}{': ' if states else ''}{states}"

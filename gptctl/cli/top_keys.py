@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gptctl.engine.job_result import FINAL
 from gptctl.jobs.top_snapshot import JobSummary, TopSnapshot
 
 PAGE = 10  # rows or lines
@@ -76,11 +77,11 @@ def pressed(view: ViewState, key: str, character: str | None, snapshot: TopSnaps
         return _rank_typed(view, character, snapshot)
     view = view._replace(digits="")
     if character in ("q", "f", "/", "c", "?"):
-        return _command(view, character, snapshot.is_past)
+        return _command(view, character, snapshot)
     return _moved(view, key, snapshot)
 
 
-def _command(view: ViewState, character: str, is_past: bool) -> ViewState:
+def _command(view: ViewState, character: str, snapshot: TopSnapshot) -> ViewState:
     job = view.opened or view.selected
     match character:
         case "q":
@@ -89,11 +90,20 @@ def _command(view: ViewState, character: str, is_past: bool) -> ViewState:
             return view._replace(follows=not view.follows, scroll=0)
         case "/" if not view.opened:
             return view._replace(is_typing=True)
-        case "c" if job and not is_past:
+        case "c" if job and can_cancel(job, snapshot):
             return view._replace(confirming=job)
         case "?":
             return view._replace(shows_help=True)
     return view
+
+
+def can_cancel(job: str, snapshot: TopSnapshot) -> bool:
+    found = _summary(job, snapshot)
+    return not snapshot.is_past and found is not None and found.state not in FINAL
+
+
+def _summary(job: str | None, snapshot: TopSnapshot) -> JobSummary | None:
+    return next((each for each in snapshot.jobs if each.job == job), None)
 
 
 def _typed(view: ViewState, key: str, character: str | None) -> ViewState:
@@ -116,13 +126,17 @@ def _rank_typed(view: ViewState, digit: str, snapshot: TopSnapshot) -> ViewState
 
 
 def _world(view: ViewState, snapshot: TopSnapshot) -> int:
-    return next((job.world for job in snapshot.jobs if job.job == view.opened), 1)
+    job = _summary(view.opened, snapshot)
+    return job.world if job else 1
 
 
 def _moved(view: ViewState, key: str, snapshot: TopSnapshot) -> ViewState:
     by = {"up": -1, "down": 1, "pageup": -PAGE, "pagedown": PAGE}.get(key)
     if view.opened is None:
         jobs = [job.job for job in visible(snapshot, view.filter)]
+        if key == "enter" and (job := _summary(view.selected, snapshot)):
+            # Of a job that failed, the log that shows it.
+            return view._replace(opened=job.job, rank=job.failed_rank or 0, scroll=0)
         return _moved_in_list(view, key, by, jobs)
     if key == "escape":
         back = view._replace(opened=None, selected=view.opened, scroll=0)
@@ -140,8 +154,6 @@ def _moved(view: ViewState, key: str, snapshot: TopSnapshot) -> ViewState:
 
 
 def _moved_in_list(view: ViewState, key: str, by: int | None, jobs: Sequence[str]) -> ViewState:
-    if key == "enter" and view.selected:
-        return view._replace(opened=view.selected, rank=0, scroll=0)
     if key == "escape":
         return view._replace(filter="")
     if by is None or view.selected is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gptctl.cli.styled_lines import Styled, StyledLine, cells, line_of, page
 from gptctl.cli.top_job_view import job_lines, most_scroll
 from gptctl.cli.top_jobs_view import jobs_lines, totals
-from gptctl.cli.top_keys import HELP, ViewState, visible, with_valid_selection
+from gptctl.cli.top_keys import HELP, ViewState, can_cancel, visible, with_valid_selection
 from gptctl.jobs.top_snapshot import TopSnapshot
 from gptctl.text import clock_time
 
@@ -84,7 +84,8 @@ def footer(snapshot: TopSnapshot, view: ViewState, width: int) -> StyledLine:
         return (Styled(NO_KEYS, "dim"),)
     keys = JOB_KEYS if view.opened else KEYS
     keys = keys.removeprefix("Esc back  ") if view.is_single else keys
-    keys = keys.replace("c cancel  ", "") if snapshot.is_past else keys
+    chosen = view.opened or view.selected
+    keys = keys if chosen and can_cancel(chosen, snapshot) else keys.replace("c cancel  ", "")
     kept = f"filter: {view.filter}  " if view.filter and not view.opened else ""
     return line_of(Styled(kept, "notice"), Styled(keys, "dim"))
 

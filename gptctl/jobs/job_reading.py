@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gptctl.backends import JobState
 from gptctl.engine.contract import EVENTS
@@ -18,15 +19,17 @@ from gptctl.engine.file_reading import size_of
 from gptctl.engine.job_result import FINAL
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.costs import EarlierSteps
+from gptctl.jobs.history import History
 from gptctl.jobs.ledger import ledger_of
 from gptctl.jobs.live_rows import LiveRows
 from gptctl.jobs.rank_times import RankTimes, newest_rank_times, rank_times
 from gptctl.jobs.recorded_files import tail_of
-from gptctl.jobs.store import JobRecord
-from gptctl.jobs.timeline import Timeline, timeline_of
+from gptctl.jobs.store import NOTHING, JobRecord
+from gptctl.jobs.timeline import Timeline, attempt_starts, timeline_of
 from gptctl.jobs.training_progress import configured_steps
 from gptctl.logs.lines import Clock, readable
 from gptctl.logs.metric_rows import Row
+from gptctl.text import clean
 from trainer.checkpoint_names import RANK_TIMES
 
 # Of metrics, in a list and in full: bytes that are read, and steps that are kept.
@@ -67,6 +70,7 @@ class JobReading(NamedTuple):
     hosts: tuple[str, ...] = ()  # of the latest attempt, by node
     ranks: RankTimes | None = None
     log: RankLog | None = None
+    kept: Mapping[str, Any] = NOTHING  # of a folder that was removed, what the history has
 
 
 class JobReader:
@@ -104,6 +108,7 @@ class JobReader:
             hosts=self._hosts,
             ranks=self._newest_ranks() if self.is_detailed else None,
             log=None if rank is None else rank_log(self.record, rank),
+            kept=NOTHING if self.record.run_folder.is_dir() else History().facts(self.record),
         )
 
     def past_ranks(self, moment: float) -> RankTimes | None:
@@ -153,9 +158,18 @@ class JobReader:
         return self._ranks[1]
 
 
-def rank_log(record: JobRecord, rank: int, until: float | None = None) -> RankLog:
+def attempt_at(timeline: Timeline, moment: float) -> int:
+    """The latest attempt that had begun by then; 0 if none had."""
+    begun = [number for number, began in attempt_starts(timeline).items() if began <= moment]
+    return max(begun, default=0)
+
+
+def rank_log(
+    record: JobRecord, rank: int, attempt: int | None = None, until: float | None = None
+) -> RankLog:
     """The last lines of a rank, in its latest attempt; those until a moment if one is given."""
-    attempt = RunFolder(record.local_dir).attempts() - 1
+    if attempt is None:
+        attempt = RunFolder(record.local_dir).attempts() - 1
     file = Path(record.log_dir, f"attempt-{attempt}", f"workerlog.{rank}")
     # Far back in a long log nothing is found: the whole file may have gigabytes.
     data, changed = tail_of(file, LOG_BYTES if until is None else PAST_LOG_BYTES)
@@ -166,7 +180,8 @@ def rank_log(record: JobRecord, rank: int, until: float | None = None) -> RankLo
         clock.now = clock.now if moment is None else moment
         when = None if clock.now == float("-inf") else clock.now
         if line.strip() and (until is None or (when is not None and when <= until)):
-            found.append(LogLine(one_line(readable(line), LONGEST_SHOWN), when))
+            text = clean(readable(line)).expandtabs(4).replace("\n", " ")
+            found.append(LogLine(text[:LONGEST_SHOWN], when))
         del found[:-LOG_LINES]
     return RankLog(rank, tuple(found))
 

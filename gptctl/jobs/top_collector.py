@@ -16,7 +16,7 @@ from gptctl.deadline import Deadline
 from gptctl.engine.error_text import one_line
 from gptctl.engine.job_result import UNKNOWN
 from gptctl.jobs.costs import EarlierSteps
-from gptctl.jobs.job_reading import JobReader, JobReading, rank_log
+from gptctl.jobs.job_reading import JobReader, JobReading, attempt_at, rank_log
 from gptctl.jobs.job_status import known_states
 from gptctl.jobs.last_state import last_state
 from gptctl.jobs.past_reading import past_reading
@@ -161,12 +161,15 @@ class TopCollector:
         state = _shown_state(record, self._states[record.id])
         if self._at is None:
             return reader.read(state, rank)
-        log = rank_log(record, rank, self._at) if rank is not None else None
+        reading = reader.read(state)
+        log = None
+        if rank is not None:
+            log = rank_log(record, rank, attempt_at(reading.timeline, self._at), self._at)
         # Another rank of the same job needs the large file no second time.
         if record.id not in self._past_ranks:
             self._past_ranks[record.id] = reader.past_ranks(self._at)
-        reading = reader.read(state)._replace(ranks=self._past_ranks[record.id], log=log)
-        return past_reading(reading, self._at)
+        found = reading._replace(ranks=self._past_ranks[record.id], log=log)
+        return past_reading(found, self._at)
 
     def _reader(self, record: JobRecord, is_detailed: bool) -> JobReader:
         key = record.id, is_detailed

@@ -51,6 +51,7 @@ class JobSummary(NamedTuple):
     tokens_per_second: float | None
     goodput: float | None
     losses: tuple[float, ...]  # the curve of the loss, in few values
+    failed_rank: int | None = None  # that failed first
 
 
 class SlowRank(NamedTuple):
@@ -114,6 +115,7 @@ def summary_of(reading: JobReading, now: float) -> JobSummary:
         progress = progress._replace(total=reading.total)
     is_running = state.state == RUNNING
     facts: Mapping[str, Any] = progress.as_json(now, is_running) if progress else {}
+    facts = facts or reading.kept.get("progress") or {}
     began = reading.timeline.allocations[0].began if reading.timeline.allocations else None
     until = now if is_running else reading.ended
     return JobSummary(
@@ -124,9 +126,9 @@ def summary_of(reading: JobReading, now: float) -> JobSummary:
         nodes=record.nodes,
         world=record.world,
         created=record.created,
-        duration=max(0.0, until - began) if until is not None and began is not None else None,
+        duration=_duration(began, until, reading.kept),
         step=facts.get("step"),
-        total=facts.get("total") if progress else reading.total,
+        total=facts.get("total") if facts else reading.total,
         percent=facts.get("percent"),
         left=facts.get("seconds_left"),
         loss=facts.get("loss"),
@@ -134,7 +136,14 @@ def summary_of(reading: JobReading, now: float) -> JobSummary:
         tokens_per_second=facts.get("tokens_per_second"),
         goodput=reading.goodput,
         losses=averaged([loss for row in reading.run if (loss := row.get("loss")) is not None]),
+        failed_rank=state.failure.rank if state.failure else None,
     )
+
+
+def _duration(began: float | None, until: float | None, kept: Mapping[str, Any]) -> float | None:
+    if began is None or until is None:
+        return kept.get("duration")
+    return max(0.0, until - began)
 
 
 def averaged(values: Sequence[float], most: int = CURVE_VALUES) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gptctl.cli.top_keys import ViewState, pressed, with_valid_selection
 from gptctl.jobs.top_snapshot import TopSnapshot
-from tests.top_jobs import detail, pending, snapshot, summary
+from tests.top_jobs import NOW, detail, pending, snapshot, summary
 
 JOBS = snapshot(summary("gpt-a"), summary("gpt-b"), pending("gpt-c"))
 
@@ -80,3 +80,15 @@ def test_help_and_quit() -> None:
     assert after(ViewState(), "?", "q").quits
     assert after(ViewState(), "q").quits
     assert after(ViewState(is_typing=True), "ctrl+c").quits
+
+
+def test_only_what_runs_or_waits_can_be_cancelled() -> None:
+    ended = TopSnapshot(NOW, False, (summary("gpt-1", "FAILED"), summary("gpt-2", "PENDING")))
+    assert after(ViewState(selected="gpt-1"), "c", shown=ended).confirming is None
+    assert after(ViewState(selected="gpt-2"), "c", shown=ended).confirming == "gpt-2"
+
+
+def test_a_failed_job_opens_with_the_log_of_the_rank_that_failed() -> None:
+    failed = TopSnapshot(NOW, False, (summary("gpt-1", "FAILED", failed_rank=3),))
+    view = after(ViewState(selected="gpt-1"), "enter", shown=failed)
+    assert (view.opened, view.rank) == ("gpt-1", 3)

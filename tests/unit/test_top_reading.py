@@ -163,7 +163,7 @@ def test_a_whole_log_has_its_first_line(job: JobRecord, until: float | None) -> 
     log = Path(job.log_dir, "attempt-0", "workerlog.0")
     log.parent.mkdir(parents=True)
     log.write_text("".join(f"[2026-11-16 04:25:{n:02},000] [    INFO] - {n} {'x' * 1000}\n" for n in range(30)))
-    numbers = [int(each.text.split()[5]) for each in rank_log(job, 0, until).lines]
+    numbers = [int(each.text.split()[5]) for each in rank_log(job, 0, until=until).lines]
     assert numbers == list(range(0 if until else 15, 30))
 
 
@@ -181,7 +181,7 @@ def test_a_script_is_read_from_its_log(tmp_path: Path, store: Store) -> None:
     reading = JobReader(script, EarlierSteps(store), is_detailed=True).read(RUNNING, rank=0)
     shown = detail_of(reading, time.time())
     assert (shown.summary.step, shown.summary.loss, shown.summary.tokens_per_second) == (7, 1.82, 4096.0)
-    assert [each.text for each in shown.log.lines] == [" ".join(SCRIPT_LINE.split())] if shown.log else False
+    assert [each.text for each in shown.log.lines] == [SCRIPT_LINE.rstrip()] if shown.log else False
 
 
 def test_goodput_is_that_of_cost(job: JobRecord, store: Store) -> None:

@@ -7,6 +7,7 @@ import pytest
 from gptctl.cli import chart
 from gptctl.cli.styled_lines import cut, padded, sparkline
 from gptctl.cli.top_job_view import short_line
+from gptctl.cli.top_jobs_view import totals
 from gptctl.cli.top_keys import ViewState
 from gptctl.cli.top_rank_grid import grid, grouped
 from gptctl.cli.top_view import with_valid_scroll
@@ -177,3 +178,23 @@ def test_log_lines_are_short() -> None:
     assert short_line(prefix, 0) == "04:25:43  "
     assert short_line(prefix.replace("INFO", "WARNING") + " x", 0) == "04:25:43  WARNING: x"
     assert short_line("any text", 0) == "any text"
+
+
+def test_no_state_is_left_out_and_what_runs_comes_first() -> None:
+    states = ["COMPLETED"] * 4 + ["CANCELLED", "FAILED", "TIMEOUT", "PENDING", "RUNNING"]
+    assert totals([summary(state=state) for state in states]) == (
+        "9 jobs: 1 running, 1 pending, 4 completed, 1 cancelled, 1 failed, 1 timeout"
+    )
+
+
+def test_a_short_sparkline_has_the_whole_curve() -> None:
+    """A loss that falls all the time never rises in it, whatever the width."""
+    job = summary(losses=tuple(5 / (1 + n) for n in range(40)))
+    for width in range(90, 130, 5):
+        line = next(text for text in screen(snapshot(job), ViewState(), width, 24) if job.job in text)
+        curve = [char for char in line if char in "▁▂▃▄▅▆▇█"]
+        assert curve == sorted(curve, reverse=True)
+
+
+def test_tracebacks_keep_their_indentation() -> None:
+    assert short_line('    raise ValueError("x")  ', 0) == '    raise ValueError("x")'

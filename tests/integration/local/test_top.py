@@ -4,6 +4,7 @@ job, and what a terminal is told."""
 from __future__ import annotations
 
 import json
+import signal
 from datetime import datetime
 from pathlib import Path
 
@@ -74,5 +75,34 @@ def test_in_a_small_window(tmp_path: Path) -> None:
     assert "q quit" not in run.text, "too narrow for all keys"
     run.resize(100)
     run.read_until("q quit")
+    run.press(b"q")
+    assert run.finish() == 0
+
+
+@pytest.mark.parametrize("has_textual", [True, False])
+def test_a_signal_gives_the_terminal_back(tmp_path: Path, has_textual: bool) -> None:
+    add_job(tmp_path, "gpt-111111", loss=2.5)
+    (tmp_path / "hidden").mkdir()
+    # A damaged textual is as good as none.
+    (tmp_path / "hidden" / "textual.py").write_text("raise RuntimeError('damaged')\n")
+    where = {"GPTCTL_HOME": str(tmp_path / "home"), **({} if has_textual else {"PYTHONPATH": str(tmp_path / "hidden")})}
+    run = Run(GPTCTL, "top", cwd=tmp_path, **where)
+    run.read_until("gpt-111111")
+    run.read_until("q quit" if has_textual else "Ctrl-C quits")
+    run.child.send_signal(signal.SIGTERM)
+    assert run.finish() == 143
+    assert run.shown.rindex(NORMAL) > run.shown.rindex(ALTERNATE)
+    assert run.shown.rindex(b"\x1b[?25h") > run.shown.rindex(b"\x1b[?25l"), "the cursor is seen again"
+
+
+def test_a_byte_that_is_not_utf8_is_no_key(tmp_path: Path) -> None:
+    """As a Latin-1 terminal sends it."""
+    add_job(tmp_path, "gpt-111111", loss=2.5)
+    run = Run(GPTCTL, "top", cwd=tmp_path, GPTCTL_HOME=str(tmp_path / "home"))
+    run.read_until("q quit")
+    run.press(b"\xe4")
+    run.press(b"?")
+    run.read_until("show and hide this help")
+    run.press(b"q")
     run.press(b"q")
     assert run.finish() == 0
