@@ -23,6 +23,7 @@ from trainer.checkpoint_names import METRICS, REPEATED_METRICS
 METRICS_BYTES = 1 << 30  # bytes, from the end of a file: about two million rows
 EVENTS_BYTES = 16 << 20  # of all events: about a hundred thousand
 NEWEST_EVENTS_BYTES = 256 << 10  # of the latest ones
+EVALUATIONS_TAIL = 512 << 10  # some thousand rows, for one of them
 METRICS_TAIL = 8 << 10  # about twenty rows
 HEAD = 1 << 10  # the first line of a file
 MOST_SEARCHED = 64 << 20  # of it
@@ -78,6 +79,21 @@ def newest_rows(record: JobRecord) -> tuple[list[Row], float]:
         data = _tail_of_job(file, record.id)
         rows = run_rows(parse_metrics(data, record.id, record.world))
     return rows, changed
+
+
+def newest_valid_loss(record: JobRecord) -> float | None:
+    """Return the last validation loss, which may be a thousand steps before the last row."""
+    if not record.output_dir:
+        return None
+    data, _ = tail_of(Path(record.output_dir, METRICS), EVALUATIONS_TAIL)
+    # From the end: one line is parsed, however many there are.
+    while (found := data.rfind(b'"valid_loss"')) >= 0:
+        start, end = data.rfind(b"\n", 0, found) + 1, data.find(b"\n", found)
+        rows = parse_metrics(data[start : end if end >= 0 else None], record.id, record.world)
+        if rows and (loss := rows[0].get("valid_loss")) is not None:
+            return float(loss)
+        data = data[:start]
+    return None
 
 
 def tail_of(file: Path, size: int) -> tuple[bytes, float]:

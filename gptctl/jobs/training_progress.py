@@ -20,7 +20,7 @@ from gptctl.engine.file_reading import (
 )
 from gptctl.engine.job_result import FINAL, RUNNING
 from gptctl.engine.run_folder import RunFolder
-from gptctl.jobs.recorded_files import newest_rows, tail_of
+from gptctl.jobs.recorded_files import newest_rows, newest_valid_loss, tail_of
 from gptctl.jobs.store import JobRecord
 from gptctl.logs.lines import readable
 from gptctl.logs.metric_rows import (
@@ -94,6 +94,8 @@ def progress_of(record: JobRecord, is_over: bool) -> TrainingProgress | None:
     found = from_rows(rows, changed)
     if found.total is None:
         found = found._replace(total=configured_steps(record))
+    if found.valid_loss is None:
+        found = found._replace(valid_loss=newest_valid_loss(record))
     # The last step is not logged unless it is a multiple of Engine.logging_freq.
     final = (trainer_status(record) or {}).get("step") if is_over else None
     return found._replace(step=final) if isinstance(final, int) and final > found.step else found

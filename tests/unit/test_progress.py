@@ -15,8 +15,9 @@ from gptctl.engine.job_result import COMPLETED, FAILED, PENDING, RUNNING
 from gptctl.jobs.progress_text import list_cells, status_pairs
 from gptctl.jobs.recorded_files import METRICS_TAIL
 from gptctl.jobs.store import JobRecord
-from gptctl.jobs.training_progress import progress_facts, steps_of_arguments
+from gptctl.jobs.training_progress import progress_facts, progress_of, steps_of_arguments
 from gptctl.logs.metric_rows import metric_table, parse_metrics, run_rows
+from tests.job_records import add_job
 from trainer.logline import TrainLine, evaluation_line
 
 NOW = 1_000_000.0
@@ -242,3 +243,15 @@ def test_a_run_has_each_step_once_and_in_order(lines: list[tuple[int, bool, int]
     steps = [row["step"] for row in run_rows(rows(*data))]
     assert steps == sorted(set(steps))
     assert not lines or steps[-1] == lines[-1][0]
+
+
+def test_the_last_evaluation_may_be_long_ago(tmp_path: Path) -> None:
+    """2,000 logged steps after it, of a chain whose other job evaluated, too."""
+    job = add_job(tmp_path, "gpt-1")
+    rows = [{"step": step, "loss": 2.0, "step_time": 0.1, "job": "gpt-1"} for step in range(1, 3001)]
+    rows.insert(1000, {"step": 1000, "valid_loss": 2.25, "job": "gpt-1"})
+    rows.insert(1500, {"step": 1500, "valid_loss": 9.0, "job": "gpt-2"})
+    Path(job.output_dir, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    progress = progress_of(job, is_over=True)
+    assert progress
+    assert progress.valid_loss == 2.25
