@@ -26,7 +26,6 @@ PLAIN_SIZE = (120, 60)  # columns and lines of a snapshot in a pipe
 @click.command(
     epilog=examples(
         "gptctl top",
-        "gptctl top gpt-3f9a2c",
         "gptctl top gpt-3f9a2c --at 02:30",
         "gptctl top --json",
     )

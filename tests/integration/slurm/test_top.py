@@ -25,6 +25,10 @@ def test_pending_running_and_ended_jobs(login: Login) -> None:
     running = login.submit_quick("--nodes", "1", JOB_SECONDS="100")
     pending = login.submit_quick("--sbatch", "begin=now+100")
     login.wait(running["job"], "RUNNING")
+    # Slurm tells the reason only after it has looked at the job.
+    await_true(
+        lambda: login.slurm("squeue", "-h", "-o", "%r", "-j", pending["scheduler_id"]).strip() == "BeginTime", 30
+    )
     before = len(login.lab.calls())
     shown = json.loads(login.run("top", "--json").stdout)
     assert [name for _, name in login.lab.calls()[before:]] == ["squeue"]
