@@ -34,7 +34,7 @@ VERBS = {
     },
     "Jobs": {
         "list": ("listing", "List jobs and their states."),
-        "top": ("top", "Watch jobs live: progress, curves, slow ranks, events and logs."),
+        "top": ("top", "Watch jobs in full screen: progress, curves, slow ranks, events and logs."),
         "status": ("jobs", "Show the state of a job."),
         "why": ("why", "Explain why a job waits, failed, or seems stuck."),
         "plot": ("plot", "Plot the loss, or another metric, of one or more jobs."),
