@@ -211,8 +211,8 @@ def test_a_node_is_cut_off_and_comes_back(login: Login, undisturbed: dict[int, f
     facts = training.end()
     assert facts["attempts"] == 2
     training.assert_as(undisturbed)
-    left = login.lab.run("node2", "pgrep", "-f", "trainer -c", check=False).stdout
-    assert left == ""
+    # On a busy machine its processes need a moment to end.
+    await_true(lambda: not login.lab.run("node2", "pgrep", "-f", "trainer -c", check=False).stdout, 20)
 
 
 @pytest.mark.long
