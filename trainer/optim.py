@@ -229,7 +229,7 @@ def _summable(gradient: Tensor) -> Sequence[Tensor]:
 
     A sum of 40 million of them would be correct to three digits only.
     """
-    if behaviour(gradient.device) != "cpu":
+    if behaviour(gradient.device) != "cpu" or gradient.numel() <= MAX_SUMMED:
         return [gradient]
     return gradient.flatten().split(MAX_SUMMED)
 
