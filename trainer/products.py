@@ -26,12 +26,11 @@ def use_onednn() -> bool:
     """
     if not _is_faster():
         return False
-    kernels = {"mm": _product, "addmm": _product_and_bias}
-    for name, function in kernels.items():
-        before = torch.library.get_kernel(f"aten::{name}", "CPU")
+    for name in ("mm", "mm.out", "addmm", "addmm.out"):
+        kernel = _replacement(torch.library.get_kernel(f"aten::{name}", "CPU"))
         with warnings.catch_warnings():  # about replacing a kernel
             warnings.simplefilter("ignore")
-            _library().impl(name, function(before), "CPU", with_keyset=True, allow_override=True)
+            _library().impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
     return True
 
 
@@ -58,44 +57,38 @@ def _maker() -> str:
         return ""
 
 
-def _product(before: Any) -> Any:
-    def mm(keys: Any, a: Tensor, b: Tensor) -> Tensor:
-        if _is_large(a, b):
-            return _by_onednn(a, b, None)
-        result: Tensor = before.call_boxed(keys, a, b)
-        return result
+def _replacement(before: Any) -> Any:
+    def kernel(keys: Any, *operands: Tensor, **options: Any) -> Tensor:
+        if not _suits_onednn(*operands, **options):
+            return before.call_boxed(keys, *operands, **options)
+        result, out = _product(*operands), options.get("out")
+        return result if out is None else out.copy_(result)
 
-    return mm
-
-
-def _product_and_bias(before: Any) -> Any:
-    def addmm(
-        keys: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-    ) -> Tensor:
-        # oneDNN ignores the strides of a bias.
-        is_row = bias.shape == b.shape[1:] and bias.dtype == a.dtype and bias.is_contiguous()
-        if is_row and beta == alpha == 1 and _is_large(a, b):
-            return _by_onednn(a, b, bias)
-        result: Tensor = before.call_boxed(keys, bias, a, b, beta=beta, alpha=alpha)
-        return result
-
-    return addmm
+    return kernel
 
 
-def _is_large(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN is faster. If the shapes do not match, torch has the better message."""
+def _suits_onednn(
+    *operands: Tensor, out: Tensor | None = None, beta: float = 1, alpha: float = 1
+) -> bool:
+    """Whether oneDNN computes this, and faster. If shapes do not match, torch says it better."""
+    *bias, a, b = operands
     return (
-        a.dtype == torch.float32 == b.dtype
-        and a.dim() == b.dim() == 2
+        a.dim() == b.dim() == 2
         and a.shape[1] == b.shape[0]
         and a.numel() * b.shape[1] >= SMALL
+        and all(tensor.dtype == torch.float32 for tensor in operands)
+        # oneDNN ignores the strides of a bias.
+        and all(row.shape == b.shape[1:] and row.is_contiguous() for row in bias)
+        and beta == alpha == 1
+        and (out is None or (out.dtype == a.dtype and out.shape == (len(a), b.shape[1])))
     )
 
 
-def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """a · b + bias."""
-    linear = torch.ops.mkldnn._linear_pointwise.default
+def _product(*operands: Tensor) -> Tensor:
+    """a · b, or bias + a · b."""
+    *biases, a, b = operands
+    bias, linear = next(iter(biases), None), torch.ops.mkldnn._linear_pointwise.default
     # oneDNN copies `a` if it is transposed, as in the gradient of a weight: copy the smaller one.
-    if bias is None and a.stride(0) == 1 and a.numel() > b.numel() + a.shape[0] * b.shape[1]:
+    if bias is None and a.stride(0) == 1 and a.numel() > b.numel() + len(a) * b.shape[1]:
         return linear(b.t(), a, None, "none", [], "").t().contiguous()
     return linear(a, b.t(), bias, "none", [], "")
