@@ -1,4 +1,5 @@
 """How soon a job trains again after one of its ranks was killed: `python tests/bench/restart.py [ROUNDS] [CHECKOUT]`
+(or `make bench`), about a minute on two quiet cores.
 
 A job of 2 × 2 ranks on this machine, started by `gptctl submit`; kill -9 of one rank after the other, and a cold start
 each time. Reported are medians of seconds since the kill, from the records that the job keeps anyway. Until the next
