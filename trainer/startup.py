@@ -38,7 +38,7 @@ def install() -> None:
         # Without torch, or with another version of it, torchrun starts as it always does.
         with suppress(Exception):
             _bind_store()
-        sys.excepthook = _exit_quickly
+        _exit_after_report()
         return
     try:
         _register()
@@ -81,19 +81,24 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _exit_quickly(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Exit after torchrun has reported the ranks that failed.
+def _exit_after_report() -> None:
+    """Let torchrun exit as soon as it has reported the ranks that failed.
 
     Otherwise Python first takes torch apart, for almost half a second of every restart.
     """
-    sys.__excepthook__(kind, error, trace)
-    if kind.__name__ == "ChildFailedError":
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1)
+    show = sys.excepthook
+
+    def show_and_exit(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        show(kind, error, trace)
+        if kind.__name__ == "ChildFailedError":
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(1)
+
+    sys.excepthook = show_and_exit
 
 
 def _bind_store() -> None:
