@@ -123,6 +123,7 @@ bench: $(READY)
 	@$(BIN)/python tests/bench/compiling.py
 	@$(BIN)/python tests/bench/parallel.py
 	@$(BIN)/python tests/bench/launch.py
+	@$(BIN)/python tests/bench/restart.py
 	@$(BIN)/python tests/bench/data.py
 	@$(BIN)/python tests/bench/generation.py
 

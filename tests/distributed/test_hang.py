@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -225,13 +226,15 @@ def test_a_mistake_that_one_rank_finds_ends_all_for_good(tmp_path: Path) -> None
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    """It leaves no word; its process is looked for."""
-    ranks = begin(tmp_path, 3, global_batch=12)
+    """It reports nothing. The rank on its host finds out, and tells the one that believes to be on another host."""
+    elsewhere = partial(setattr, socket, "gethostname", lambda: "elsewhere")
+    ranks = begin(tmp_path, 3, patches={1: elsewhere}, global_batch=12)
     ranks.wait_for(f"global step {STEP},")
     ranks.kill(signal.SIGKILL, 2)
     ended, seconds = end(ranks)
     assert ended.codes == [3, 3, -signal.SIGKILL], ended.text
-    assert seconds < 4
+    assert next(iter(ranks.codes)) == ranks.pids[2]
+    assert seconds < 2
     for rank in (0, 1):
         assert (
             f"error: another rank exited unexpectedly: rank 2 (host {os.uname().nodename}, pid {ranks.pids[2]}"

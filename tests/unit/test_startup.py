@@ -49,6 +49,19 @@ def test_torch_listens_where_we_cannot(host: str) -> None:
         assert _listening_socket(host, taken.getsockname()[1]) is None
 
 
+@pytest.mark.parametrize(("error", "takes_apart"), [("ChildFailedError", False), ("ValueError", True)])
+def test_torchrun_exits_at_once_after_its_report(tmp_path: Path, error: str, takes_apart: bool) -> None:
+    """Without what Python does at its end, which takes long with torch; other programs end as they always do."""
+    shutil.copyfile(ROOT / "trainer/startup.py", tmp_path / "sitecustomize.py")
+    program = f"import atexit; atexit.register(print, 'apart'); print('said'); ChildFailedError = type('ChildFailedError', (Exception,), {{}}); raise {error}('boom')"
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stdout == ("said\napart\n" if takes_apart else "said\n")
+    assert ended.stderr.startswith("Traceback")
+    assert ended.stderr.endswith(f"{error}: boom\n")
+
+
 def test_torchrun_exits_with_the_script_that_started_it(tmp_path: Path) -> None:
     """The script is killed, so it can neither wait for torchrun nor end it."""
     shutil.copyfile(ROOT / "trainer/startup.py", tmp_path / "sitecustomize.py")

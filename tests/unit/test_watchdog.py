@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 
 from tests.conftest import ROOT
 from trainer.mesh import wait_for
 from trainer.watchdog import WAITING, Answer, find_stuck_ranks
-from trainer.watchdog.peer import Peer
+from trainer.watchdog.peer import Peer, _began
 
 
 def answers(*places: tuple[int, float, bool]) -> list[Answer]:
@@ -38,6 +40,21 @@ def test_a_later_process_with_the_same_number_is_another() -> None:
     assert later.has_exited
     assert not later.state
     assert not own._replace(host="elsewhere").has_exited  # nobody can tell
+
+
+def test_an_exit_is_known_once_the_parent_has_asked_for_it() -> None:
+    """A session of its own, as torchrun starts ranks. Until then it is a zombie: torchrun may not have noticed."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        rank = Peer.of_this_rank()._replace(pid=process.pid, began=_began(process.pid), leader=process.pid)
+        assert not rank.exit_is_known
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert rank.has_exited
+        assert not rank.exit_is_known
+    assert rank.exit_is_known
+    assert rank._replace(leader=os.getsid(0)).exit_is_known  # no torchrun
+    assert not rank._replace(leader=os.getpid()).exit_is_known  # its watcher is still there
+    assert not rank._replace(host="elsewhere").exit_is_known
 
 
 def test_ranks_wait_for_messages_in_one_file() -> None:

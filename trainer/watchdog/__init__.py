@@ -30,13 +30,12 @@ from trainer.mesh import Mesh, answer_time
 from trainer.rank_log import UNRECOVERABLE
 from trainer.resume import output_dir
 from trainer.status import report_failure
-from trainer.watchdog.channel import Channel, address, is_in_first_rank, with_timeout
+from trainer.watchdog.channel import PAUSE, Channel, address, is_in_first_rank, with_timeout
 from trainer.watchdog.network_errors import LOST, TIMED_OUT, nccl_error, network_error
 from trainer.watchdog.peer import Peer
 from trainer.watchdog.verdicts import Answer, Verdict, answer_in, verdict_in
 
-# Seconds by which other ranks outlive the one that failed. torchrun finds the first failure by time
-# stamps in whole seconds, so it must be clearly the first to exit.
+# Seconds that other ranks leave to the one that fails: for its report, and then for its exit.
 EXIT_DELAY = 1.1
 DELIVERY = 0.5  # seconds that others get to receive a verdict; less than EXIT_DELAY
 EXIT_GRACE = 5.0  # seconds that a thread leaves to another one that is already exiting
@@ -147,13 +146,14 @@ class Watchdog:
     def _verdict_on_loss(self, nccl: str) -> Verdict:
         """The connection to a rank is lost.
 
-        Wait first: that rank may have reported its failure, or the other thread may know more.
-        Otherwise, look for ranks whose process has exited. NCCL also fails if all are running.
+        Wait for a process that has exited: it has reported its failure before, or never will. If
+        there is none on this host, another rank may report, or the other thread may know more. NCCL
+        also fails if all are running.
         """
-        self.is_decided.wait(EXIT_DELAY)
-        if self.is_checking:
+        wait_until(lambda: self.is_decided.is_set() or bool(self._exited()), EXIT_DELAY)
+        if self.is_checking and not self._exited():
             self.is_decided.wait(2 * self.window)
-        exited = [rank for rank, peer in enumerate(self.peers) if peer.has_exited]
+        exited = self._exited()
         names = f": {self._names(exited)}" if exited else ""
         if nccl and not exited and not self.verdict:
             reason = f"rank {self.mesh.rank} failed {self.mesh.heartbeat.where}: {nccl}"
@@ -162,6 +162,9 @@ class Watchdog:
         return self.verdict or self._publish(
             Verdict(f"another rank exited unexpectedly{names}", "see the log of that rank", exited)
         )
+
+    def _exited(self) -> list[int]:
+        return [rank for rank, peer in enumerate(self.peers) if peer.has_exited]
 
     def _verdict_on_timeout(self) -> Verdict:
         """Ranks have waited too long. The job stops even if no rank can be blamed."""
@@ -304,8 +307,18 @@ class Watchdog:
             report_failure(self.output, reason or verdict.reason, idle)
 
     def _delay_exit(self, verdict: Verdict) -> None:
-        if self.mesh.rank not in verdict.culprits:
-            time.sleep(EXIT_DELAY)
+        """Let the failing ranks exit first: torchrun and Slurm react to the first exit.
+
+        Ranks on their host see when their launcher knows of it, and tell those on other hosts.
+        """
+        failing = [self.peers[rank] for rank in verdict.culprits]
+        if self.mesh.rank in verdict.culprits:
+            return
+        if all(peer.is_here for peer in failing):
+            wait_until(lambda: all(peer.exit_is_known for peer in failing), EXIT_DELAY)
+            with_timeout(DELIVERY, self.channel.announce_exit)
+        else:
+            with_timeout(EXIT_DELAY, lambda: self.channel.wait_for_exit(EXIT_DELAY))
 
     def _kill_silent(self, verdict: Verdict) -> None:
         """Kill ranks that do not respond, after saving what the kernel knows about them.
@@ -363,6 +376,13 @@ def watched(run: RunConfig, mesh: Mesh, report: Callable[[UserError], None]) -> 
             raise
         raise explained from None
     watchdog.leave()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait for what sends no message, such as the exit of another process."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(PAUSE)
 
 
 def exit_now(code: int) -> NoReturn:

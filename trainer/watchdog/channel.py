@@ -101,6 +101,13 @@ class Channel:
     def wait_until_all_left(self) -> None:
         self._sender.wait([self._key("left", rank) for rank in range(self.world)])
 
+    def announce_exit(self) -> None:
+        """Say that the ranks that failed have exited, and that their launcher knows it."""
+        self._sender.set(self._key("exited", ""), "")
+
+    def wait_for_exit(self, timeout: float) -> None:
+        self._sender.wait([self._key("exited", "")], timedelta(seconds=timeout))
+
     def _key(self, kind: str, what: object) -> str:
         return f"watchdog/{self.name}/{kind}/{what}"
 

@@ -15,10 +15,13 @@ class Peer(NamedTuple):
     host: str
     pid: int
     began: str
+    # The process that torchrun started, which is this one or the watcher of it: torchrun gives each
+    # rank a session of its own, and this process leads it.
+    leader: int  # 0: outside of this container
 
     @classmethod
     def of_this_rank(cls) -> Peer:
-        return cls(socket.gethostname(), os.getpid(), _began(os.getpid()))
+        return cls(socket.gethostname(), os.getpid(), _began(os.getpid()), os.getsid(0))
 
     @property
     def is_here(self) -> bool:
@@ -36,6 +39,15 @@ class Peer(NamedTuple):
     def has_exited(self) -> bool:
         """Whether it surely has exited; False if it is on another host."""
         return self.is_here and self.state[:1] in ("", "Z", "X")  # Z: zombie, X: dead
+
+    @property
+    def exit_is_known(self) -> bool:
+        """Whether the launcher that started it knows; False if it is on another host."""
+        # A process has a pid until its parent has asked how it exited: first this one, then its
+        # watcher. A session that is also ours is not of torchrun, and its leader does not exit.
+        has_launcher = self.leader != os.getsid(0)
+        is_running = _began(self.pid) == self.began or (has_launcher and _began(self.leader))
+        return self.is_here and not is_running
 
     def threads(self) -> Iterator[str]:
         """One entry per thread: its state, and where it waits in the kernel if that is readable."""
