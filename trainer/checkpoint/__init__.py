@@ -25,6 +25,7 @@ from trainer.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from trainer.checkpoint.priority import yield_to_training
 from trainer.checkpoint.sharing import Rows, share_out
 from trainer.checkpoint.signing import (
     SIGNATURE_HINT,
@@ -250,6 +251,7 @@ class Checkpoints:
         Ranks agree on the result of every step, so that all of them succeed or fail together.
         """
         use_in_thread(self.mesh.device)
+        yield_to_training()
         part, name = self.store.part(step), file_name(self.mesh.rank_on_disk)
         written: list[Written] = []
         are_busy: Sequence[bool] = [True]
