@@ -152,8 +152,6 @@ class Rounds:
         self.raw.unlink(missing_ok=True)
         self.direct.unlink(missing_ok=True)
         found = self.in_turns(writes, number)
-        self.checkpoints.verifier.wait(60)
-        self.mesh.barrier()
         for file in (self.raw, *(self.folder / "output").glob(f"step_*/rank_{self.mesh.rank}.safetensors")):
             drop_from_cache(file)
         found |= self.in_turns({READING: lambda: raw_read(self.raw), LOAD: self.load}, number)
@@ -171,11 +169,13 @@ class Rounds:
         cpu = cost(action).cpu
         self.mesh.barrier()
         wall = time.perf_counter() - began
+        self.checkpoints.verifier.wait(60)  # the next action is measured alone
         return Cost(wall, sum(self.mesh.gather(cpu)))
 
     def save(self) -> None:
         self.step += 1
-        self.stalled = cost(lambda: self.checkpoints.save(self.step, pieces(self.tensors, self.mesh), {}))
+        mine = pieces(self.tensors, self.mesh)
+        self.stalled = cost(lambda: self.checkpoints.save(self.step, mine, {}, is_waited_for=True))
         failure = self.checkpoints.wait()
         assert not failure, failure
 
@@ -224,7 +224,7 @@ def report_ranks(world: int, megabytes: float) -> None:
 
 
 def report_beside(size: Size, rounds: int, steps: int) -> None:
-    """Steps alone, and the same number beside a save and its verification; which comes first changes."""
+    """Steps alone, and as many beside a save and its verification; which comes first changes."""
     with ours(size) as trainer:
         tensors = trainer.training.optimizer.tensors
         found: Costs = {"alone": [], "beside": []}

@@ -8,13 +8,21 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from trainer.checkpoint import file_writer
+import trainer.checkpoint
+from trainer.checkpoint import Checkpoints, file_writer
 from trainer.checkpoint.file_writer import UNIT, FileWriter
-from trainer.checkpoint.priority import LOWEST, yield_to_training
+from trainer.checkpoint.priority import LOWEST
+from trainer.checkpoint.tensor_files import Written, write_pieces
+from trainer.layout import Layout
+from trainer.mesh import Mesh
+from trainer.slices import whole
 
 SLOT = 2 * UNIT
 Pwrite = Callable[[int, memoryview, int], int]
@@ -93,20 +101,28 @@ def test_an_existing_file_is_not_changed(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "old"
 
 
-def test_only_the_thread_that_asks_and_those_it_starts_yield_to_training() -> None:
-    before, found = os.getpriority(os.PRIO_PROCESS, 0), []
+def test_only_threads_that_write_beside_training_have_a_low_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the system's priority of a thread that the writing thread starts, as it starts those that hash."""
+    found = []
 
-    def started() -> None:
-        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    def write_and_look(*arguments: Any) -> Written:
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(priority).result())
+        return write_pieces(*arguments)
 
-    def background() -> None:
-        yield_to_training()
-        inner = threading.Thread(target=started)
-        inner.start()
-        inner.join()
+    monkeypatch.setattr(trainer.checkpoint, "write_pieces", write_and_look)
+    before = priority()
+    checkpoints = Checkpoints(tmp_path, None, Mesh(Layout(), 0, 0, torch.device("cpu")), print, print)
+    checkpoints.open()
+    for step, is_waited_for in ((1, False), (2, True)):
+        checkpoints.save(step, whole({"model.weight": torch.ones(4, 4)}), {}, is_waited_for)
+        assert not checkpoints.wait()
+    checkpoints.close()
+    assert found == [LOWEST, before]
+    assert priority() == before
 
-    thread = threading.Thread(target=background)
-    thread.start()
-    thread.join()
-    assert found == [LOWEST]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+def priority() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
