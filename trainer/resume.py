@@ -248,7 +248,8 @@ def save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
 def _save(t: Training, checkpoints: Checkpoints, is_regular: bool) -> None:
     snapshot_path = t.run.Engine.save_load.snapshot_path
     if not snapshot_path:
-        checkpoints.save(t.progress.step, t.optimizer.tensors(), _facts_of(t))
+        tensors, facts = t.optimizer.tensors(), _facts_of(t)
+        checkpoints.save(t.progress.step, tensors, facts, is_waited_for=not is_regular)
     elif t.mesh.is_first:
         epoch, _ = t.length.epoch_and_batch(t.progress.step)
         try:

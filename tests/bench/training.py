@@ -226,29 +226,6 @@ def report_two_processes(size: Size, rounds: int, steps: int) -> None:
     print(f"{size}: two processes reach {median(ratios):.2f} of the tokens per CPU second of one with two threads")
 
 
-def report_saving(size: Size, steps: int) -> None:
-    """The stall of the training loop by a save, and the steps beside which the thread writes."""
-    with ours(size) as trainer:
-        t = trainer.training
-        trainer.steps(2)
-        facts: dict[str, Any] = {"step": 0}
-        plain, beside, stalls, whole = [], [], [], []
-        for number in range(4):
-            plain.append(cost(lambda: trainer.steps(steps), steps).wall)
-            began = time.perf_counter()
-            trainer.checkpoints.save(number + 1, t.optimizer.tensors(), facts)
-            stalls.append(time.perf_counter() - began)
-            beside.append(cost(lambda: trainer.steps(steps), steps).wall)
-            trainer.checkpoints.wait()
-            whole.append(time.perf_counter() - began)
-        size_mb = sum(piece.tensor.nbytes for piece in t.optimizer.tensors().values()) / 1e6
-    print(
-        f"{size}: a save of {size_mb:.0f} MB stalls the loop for {median(stalls[1:]) * 1e3:.0f} ms "
-        f"(the first one {stalls[0] * 1e3:.0f}), {median(stalls[1:]) / median(plain):.2f} of a step; "
-        f"the {steps} steps beside it take {median(beside) / median(plain):.2f} of their time"
-    )
-
-
 def main() -> None:
     torch.set_num_threads(1)  # for the forks; see tests/ranks.py
     report_two_processes(SMALL, 3, 30)
@@ -256,8 +233,6 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     report_step(SMALL, 7, 20)
     report_step(LARGE, 3, 3)
-    report_saving(SMALL, 10)
-    report_saving(LARGE, 2)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from trainer.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from trainer.checkpoint.priority import yield_to_training
 from trainer.checkpoint.sharing import Rows, share_out
 from trainer.checkpoint.signing import (
     SIGNATURE_HINT,
@@ -206,15 +207,18 @@ class Checkpoints:
                 self.warn(f"{folder} {why}: renamed to {aside.name}")
         self.mesh.barrier()
 
-    def save(self, step: int, pieces: dict[str, Piece], facts: Facts) -> None:
-        """Copy the tensors and return; a thread writes them.
+    def save(
+        self, step: int, pieces: dict[str, Piece], facts: Facts, is_waited_for: bool = False
+    ) -> None:
+        """Copy the tensors and return; a thread writes them, with low priority.
 
-        First waits for the previous save, whose buffers are used again.
+        First waits for the previous save, whose buffers are used again. `is_waited_for`: training
+        has stopped, perhaps with little time left, so other processes must not slow this one down.
         """
         self.wait()
         if step == self.saved_step:
             return
-        arguments = (step, self._staged(pieces), {"step": step, **facts})
+        arguments = (step, self._staged(pieces), {"step": step, **facts}, is_waited_for)
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
@@ -244,12 +248,16 @@ class Checkpoints:
         wait_for_copies(self.mesh.device)
         return {name: piece._replace(tensor=self._buffers[name]) for name, piece in mine.items()}
 
-    def _write(self, step: int, pieces: dict[str, Piece], facts: Facts) -> None:
+    def _write(
+        self, step: int, pieces: dict[str, Piece], facts: Facts, is_waited_for: bool
+    ) -> None:
         """Write a checkpoint, in the background thread. It has the same id on all disks.
 
         Ranks agree on the result of every step, so that all of them succeed or fail together.
         """
         use_in_thread(self.mesh.device)
+        if not is_waited_for:
+            yield_to_training()
         part, name = self.store.part(step), file_name(self.mesh.rank_on_disk)
         written: list[Written] = []
         are_busy: Sequence[bool] = [True]

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.file_writer import FileWriter
 from trainer.checksums import ENTRY_BYTES, FileFacts, block_facts, block_table
 from trainer.slices import Piece
 
 BLOCK = 1 << 22  # bytes: small enough to stay in a cache while it is hashed and copied
-FLUSH = 1 << 26  # bytes after which the disk starts to write, while the rest is still copied
 HASHERS = 2  # threads
 ALIGNMENT = 64
 CHECKSUMS = "checksums"
@@ -56,14 +55,10 @@ def write_pieces(file: Path, pieces: dict[str, Piece]) -> Written:
     blocks = list(_blocks(ordered))
     header = _header(ordered, num_blocks=1 + len(blocks))
     blocks.insert(0, [memoryview(header)])
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        table = _write_blocks(descriptor, blocks)
-        _write(descriptor, [memoryview(table)])
-        os.fsync(descriptor)
-        size = os.lseek(descriptor, 0, os.SEEK_CUR)
-    finally:
-        os.close(descriptor)
+    with FileWriter(file) as writer:
+        table = _write_blocks(writer, blocks)
+        writer.append(memoryview(table))
+        size = writer.finish()
     return Written(block_facts(size, table), list(_index(ordered, len(header))))
 
 
@@ -128,30 +123,19 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write_blocks(descriptor: int, blocks: list[list[memoryview]]) -> bytes:
+def _write_blocks(writer: FileWriter, blocks: list[list[memoryview]]) -> bytes:
     """Write blocks, and hash them at the same time. Returns their table."""
-    lengths = [sum(map(len, block)) for block in blocks]
-    with ThreadPoolExecutor(HASHERS) as hashers, ThreadPoolExecutor(1) as flusher:
+    with ThreadPoolExecutor(HASHERS) as hashers:
         digests = [hashers.submit(_digest, block) for block in blocks]
-        waiting, flush = 0, _done()
         try:
-            for block, length in zip(blocks, lengths):
-                _write(descriptor, block)
-                waiting += length
-                if waiting >= FLUSH and flush.done():
-                    flush.result()  # the system reports an error of the disk only once
-                    flush, waiting = flusher.submit(os.fdatasync, descriptor), 0
-            flush.result()
+            for block in blocks:
+                for view in block:
+                    writer.append(view)
         except BaseException:
             hashers.shutdown(cancel_futures=True)
             raise
+        lengths = [sum(map(len, block)) for block in blocks]
         return block_table(zip(lengths, [digest.result() for digest in digests]))
-
-
-def _done() -> Future[None]:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
 
 
 def _digest(views: list[memoryview]) -> bytes:
@@ -159,17 +143,6 @@ def _digest(views: list[memoryview]) -> bytes:
     for view in views:
         digest.update(view)
     return digest.digest()
-
-
-def _write(descriptor: int, views: list[memoryview]) -> None:
-    """Write all bytes: a system call may write fewer, and takes at most 1,024 buffers."""
-    for first in range(0, len(views), 1024):
-        group = views[first : first + 1024]
-        missing = sum(map(len, group)) - os.writev(descriptor, group)
-        if missing:
-            rest = memoryview(b"".join(group))[-missing:]
-            while len(rest):
-                rest = rest[os.write(descriptor, rest) :]
 
 
 def tensor_index(files: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

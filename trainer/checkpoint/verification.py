@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.checkpoint.manifest import record
+from trainer.checkpoint.priority import yield_to_training
 from trainer.checkpoint_names import is_damaged, is_verified
 from trainer.checksums import Damaged, FileFacts, verify_file
 from trainer.input_files import open_regular
 
-LOWEST_PRIORITY = 19
 LONGEST_POLL = 1.0  # seconds
 AT_THE_END = 10.0  # seconds that a run waits for its last verification
 
@@ -75,8 +75,7 @@ class Verifier:
             return job
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # of this thread only; some containers forbid it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        yield_to_training()
         while job := self._take():
             # A full disk or memory, or a folder that was deleted meanwhile: it stays unverified.
             with contextlib.suppress(OSError, MemoryError):
