@@ -19,6 +19,7 @@ import numpy as np
 SLOT = 1 << 22  # bytes to write at once
 UNIT = 4096  # bytes: direct writes start and end at multiples of it, in memory and in the file
 FLUSH = 1 << 26  # bytes after which the disk starts to write what is in the page cache
+DIRECT = getattr(os, "O_DIRECT", 0)  # not on all systems
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -95,7 +96,7 @@ class FileWriter:
     def _set_direct(self, wanted: bool) -> None:
         """Some file systems refuse it here, others only when they write."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        flags = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT
+        flags = flags | DIRECT if wanted else flags & ~DIRECT
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
             self._is_direct = wanted
