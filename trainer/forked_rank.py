@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from trainer import rank_log
-from trainer.program import configure_threads
+from trainer.program import configure_threads, without_collection
 from trainer.startup import register_stacks
 
 PR_SET_NAME = 15  # of Linux
@@ -37,7 +37,12 @@ def fork_ranks() -> None:
     if "OMP_NUM_THREADS" not in os.environ:  # OpenMP reads it when torch is imported
         return
     configure_threads()
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    with without_collection():
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+        import trainer.__main__
+        import trainer.train
+        import trainer.watchdog  # noqa: F401
 
     execute = SubprocessHandler._popen
 
