@@ -40,7 +40,6 @@ def fork_ranks() -> None:
     with without_collection():
         from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-        import trainer.__main__
         import trainer.train
         import trainer.watchdog  # noqa: F401
 
