@@ -34,7 +34,9 @@ def fork_ranks() -> None:
 
     torch has no option for it. Any other command is executed, as always.
     """
-    if "OMP_NUM_THREADS" not in os.environ:  # OpenMP reads it when torch is imported
+    # OpenMP reads its variable when torch is imported. Elsewhere than on Linux, libraries with
+    # threads do not survive a fork.
+    if "OMP_NUM_THREADS" not in os.environ or not sys.platform.startswith("linux"):
         return
     configure_threads()
     with without_collection():
@@ -51,7 +53,7 @@ def fork_ranks() -> None:
             return execute(handler, words, environment)
         return ForkedRank(words, env=environment)
 
-    SubprocessHandler._popen = start  # type: ignore[method-assign]
+    SubprocessHandler._popen = start  # type: ignore[method-assign,assignment]
 
 
 class ForkedRank(subprocess.Popen[bytes]):
@@ -71,7 +73,7 @@ class ForkedRank(subprocess.Popen[bytes]):
 
 
 def _become_rank(
-    arguments: Sequence[str], environment: Mapping[str, str], blocked: set[signal.Signals]
+    arguments: Sequence[str], environment: Mapping[str, str], blocked: set[int | signal.Signals]
 ) -> NoReturn:
     """Do what Popen and a new Python would do. The stack of torchrun is below: never return."""
     try:
@@ -86,7 +88,7 @@ def _become_rank(
         os.environ.update(environment)
         code = rank_log.main([*arguments], _run_program)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     finally:
         os._exit(code)
@@ -115,7 +117,7 @@ def _run_program(command: list[str]) -> NoReturn:
     except SystemExit as exit:
         code = exit.code
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     if isinstance(code, str):
         print(code, file=sys.stderr)
