@@ -113,6 +113,7 @@ gpu: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python tests/bench/startup.py
+	@$(BIN)/python tests/bench/start.py
 	@$(BIN)/python tests/bench/follow.py
 	@$(BIN)/python tests/bench/top.py
 	@$(BIN)/python tests/bench/training.py

@@ -26,7 +26,7 @@ import errno
 import signal
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 UNRECOVERABLE = 93  # exit code: a restart would fail in the same way
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
@@ -38,7 +38,8 @@ RUN_MODULE = (
 )
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], start_program: Callable[[list[str]], object] | None = None) -> int:
+    """Run a rank. `start_program` replaces the program that runs in the child; it never returns."""
     # torch.distributed.launch passes this flag as our first argument; it belongs to the script.
     flags = [word for word in arguments[:1] if word.startswith(("--local-rank=", "--local_rank="))]
     program = arguments[len(flags) :]
@@ -62,9 +63,9 @@ def main(arguments: list[str]) -> int:
         start = ["-P", *start] if sys.version_info >= (3, 11) else ["-c", RUN_MODULE, start[1]]
         paths = [os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    enable_stack_dumps(os.environ.get("GPTCTL_RUN_DIR", ""))
     # Unbuffered: a killed process must not take its last lines with it.
-    return watch([sys.executable, "-u", *start, *flags, *program[size:]])
+    command = [sys.executable, "-u", *start, *flags, *program[size:]]
+    return watch(command, start_program or execute)
 
 
 def redirect(folder: str) -> None:
@@ -118,7 +119,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def watch(command: list[str]) -> int:
+def watch(command: list[str], start_program: Callable[[list[str]], object]) -> int:
     """Start the program, wait for its exit, and record it.
 
     Returns the exit code of the program. If a signal killed it, kills itself with the same signal.
@@ -130,7 +131,7 @@ def watch(command: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     child = os.fork()
     if not child:
-        exec_program(command, signals)
+        become_program(command, start_program, signals)
     for number in signals:
         signal.signal(number, lambda number, frame: os.kill(child, number))
     note("start", child, log_start=log_start)
@@ -163,7 +164,11 @@ def watch(command: list[str]) -> int:
     return code
 
 
-def exec_program(command: list[str], signals: list[signal.Signals]) -> None:
+def become_program(
+    command: list[str],
+    start_program: Callable[[list[str]], object],
+    signals: list[signal.Signals],
+) -> None:
     """Run the program in the child, in its own process group.
 
     So a signal to torchrun's group reaches it only once, forwarded by the parent.
@@ -173,9 +178,14 @@ def exec_program(command: list[str], signals: list[signal.Signals]) -> None:
         os.setpgid(0, 0)
         die_with_parent(parent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        os.execv(command[0], command)
+        start_program(command)
     finally:
         os._exit(127)  # exec failed: never return into the parent's code
+
+
+def execute(command: list[str]) -> None:
+    enable_stack_dumps(os.environ.get("GPTCTL_RUN_DIR", ""))
+    os.execv(command[0], command)
 
 
 def die_with_parent(parent: int) -> None:

@@ -30,35 +30,46 @@ def install() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(kept)
     if not any(kept):
         del os.environ["PYTHONPATH"]
-    _import_next()
+    has_next = _import_next()
     # Whatever is wrong here, the program must run.
     if "RANK" not in os.environ:
         with suppress(Exception):
             _die_with_parent()
+        # Another sitecustomize may be meant for each rank: then each starts a Python of its own.
+        if os.environ.pop("GPTCTL_FORK_RANKS", None) and not has_next:
+            with suppress(Exception):
+                from trainer.forked_rank import fork_ranks
+
+                fork_ranks()
         # Without torch, or with another version of it, torchrun starts as it always does.
         with suppress(Exception):
             _bind_store()
         _exit_after_report()
         return
     try:
-        _register()
+        register_stacks()
     except Exception as error:
         print(f"gptctl stacks will not work for this rank: {error}", file=sys.stderr)
 
 
-def _import_next() -> None:
-    """Import the sitecustomize of the user or the system, which this one hides."""
+def _import_next() -> bool:
+    """Import the sitecustomize that this one hides. Returns whether it is a user's.
+
+    Those of Linux distributions are in the standard library's folder.
+    """
     hidden_by = sys.modules.pop("sitecustomize")
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
         if error.name != "sitecustomize":
             raise
+        return False
     finally:
         sys.modules.setdefault("sitecustomize", hidden_by)
+    return os.path.dirname(str(sitecustomize.__file__)) != os.path.dirname(os.__file__)
 
 
-def _register() -> None:
+def register_stacks() -> None:
     import faulthandler
     import signal
 

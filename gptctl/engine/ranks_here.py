@@ -35,7 +35,16 @@ def _runs_here(folder: RunFolder, found: LiveRank) -> bool:
     # Another process may have the pid by now, here or on another host with the same folder.
     variables = environment_of(found.pid)
     is_own = variables.get(RUN_DIR_VARIABLE) == str(folder.path)
-    return is_own and variables.get("RANK") == str(found.rank)
+    # A rank that torchrun forked was started with torchrun's variables, but has a name of its own.
+    names = {variables.get("RANK"), _name_of(found.pid).removeprefix("rank ")}
+    return is_own and str(found.rank) in names
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return (PROC / str(pid) / "comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def environment_of(pid: int) -> dict[str, str]:
