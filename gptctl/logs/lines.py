@@ -54,9 +54,10 @@ class Assembler:
         begin = data.find(b"\n") + 1 if self._open or self._long else 0
         if begin:
             self._extend(data[: begin - 1])
-        block = (self.close() + b"\n" if begin else b"") + self._shortened(data[begin:end])
+        first = self.close() + b"\n" if begin else b""
         self._extend(data[end:])
-        return block
+        # One copy of the chunk, not two: copying takes longer than searching it.
+        return self._shortened(b"".join((first, memoryview(data)[begin:end])), len(first))
 
     def close(self) -> bytes:
         """Return the rest: a line without a newline."""
@@ -88,10 +89,9 @@ class Assembler:
             self._open += text[:room]
             self._cut += max(0, len(text) - room)
 
-    def _shortened(self, block: bytes) -> bytes:
-        """Cut the long lines of a block."""
+    def _shortened(self, block: bytes, position: int) -> bytes:
+        """Cut the long lines of a block, from `position` on."""
         # Jump from newline to newline, each time as far as a line may reach: few steps per block.
-        position = 0
         while len(block) - position > self._longest:
             end = block.rfind(b"\n", position, position + self._longest + 1)
             if end < 0:

@@ -19,7 +19,8 @@ from gptctl.logs.files import FileFilter, LogFile, LogFiles
 from gptctl.logs.lines import LONGEST_LINE, Assembler, Clock, start_of_last
 from gptctl.logs.match import Errors, Grep, Span, every_line
 
-CHUNK = 1 << 18  # bytes per read; stays in the processor's cache while it is searched
+# Bytes per read: they stay in the processor's cache, and malloc does not map pages for them.
+CHUNK = 1 << 17
 MEMORY = 16 << 20  # bytes of all chunks that a merge holds at once
 # Seconds between two ticks while there is output, and after there was none for a while.
 BUSY, IDLE = 0.25, 0.6
