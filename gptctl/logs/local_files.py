@@ -13,11 +13,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gptctl.engine.contract import ATTEMPT_NAME, OUTCOME
 from gptctl.engine.file_reading import open_at_once, read_bytes
 from gptctl.engine.run_folder import RunFolder
 from gptctl.logs.files import Kind, LogFile, kind_of
+
+if TYPE_CHECKING:
+    from gptctl.logs.log_watch import LogWatch
 
 SPARE_DESCRIPTORS = 32  # left for everything else this process opens
 # Exactly the names that gptctl writes: other files in these folders are ignored.
@@ -118,17 +122,49 @@ class LocalLogFiles:
         self._descriptors = Descriptors(
             lambda file: f"{log_dir}/attempt-{file.attempt}/{file.name}"
         )
-        # Files of the last scan, by attempt and name.
+        # The files as last seen, by attempt and name.
         self._last: dict[int, dict[str, LogFile]] = {}
+        self._watch: LogWatch | None = None
 
     def attempts(self) -> list[int]:
         # An attempt that failed before its first log line has records only.
         return sorted({*_attempts(self._log_dir), *_attempts(self._run_dir)})
 
     def scan(self, first: int = 0) -> list[LogFile]:
+        if self._watch:
+            self._watch.begin_scan()
         wanted = [attempt for attempt in _attempts(self._log_dir) if attempt >= first]
-        self._last = {attempt: self._scan_folder(attempt) for attempt in wanted}
+        if self._watch:
+            self._watch.cover(wanted)
+        before, self._last = (
+            self._last,
+            {attempt: self._scan_folder(attempt) for attempt in wanted},
+        )
+        if self._watch:
+            self._watch.end_scan(before, self._last)
         return [file for files in self._last.values() for file in files.values()]
+
+    def written(self) -> list[LogFile] | None:
+        places = self._watch.written() if self._watch else None
+        if places is None:
+            return None
+        files = []
+        for attempt, name in places:
+            if file := self._last[attempt].get(name):
+                now = self._updated(file) or _described(
+                    f"{self._log_dir}/attempt-{attempt}/{name}", attempt, file.kind, file.number
+                )
+                if not now or now.identity != file.identity:
+                    return None
+                self._last[attempt][name] = now
+                files.append(now)
+        return files
+
+    def wait(self, seconds: float) -> None:
+        from gptctl.logs.log_watch import LogWatch
+
+        self._watch = self._watch or LogWatch(str(self._log_dir))
+        self._watch.wait(seconds)
 
     def read(self, file: LogFile, offset: int, size: int) -> bytes:
         return self._descriptors.read(file, offset, size)
@@ -148,19 +184,27 @@ class LocalLogFiles:
         return RunFolder(self._run_dir).own_records(attempt, found)
 
     def _scan_folder(self, attempt: int) -> dict[str, LogFile]:
-        before, now, open_files = self._last.get(attempt, {}), {}, self._descriptors.by_identity
+        before, now = self._last.get(attempt, {}), {}
         with suppress(OSError), os.scandir(f"{self._log_dir}/attempt-{attempt}") as entries:
             for entry in entries:
                 name = entry.name
                 file = before.get(name)
-                # lseek on an open file costs a tenth of a stat. The inode shows whether the name
-                # still belongs to the same file.
-                if file and file.identity[1] == entry.inode() and file.identity in open_files:
-                    size = os.lseek(open_files[file.identity], 0, os.SEEK_END)
-                    now[name] = file if size == file.size else file.grown(size, time.time())
+                # The inode shows whether the name still belongs to the same file.
+                same = file if file and file.identity[1] == entry.inode() else None
+                if same and (updated := self._updated(same)):
+                    now[name] = updated
                 elif (held := kind_of(name)) and (file := _described(entry.path, attempt, *held)):
                     now[name] = file
         return now
+
+    def _updated(self, file: LogFile) -> LogFile | None:
+        """The file with its size of now, if it is open."""
+        descriptor = self._descriptors.by_identity.get(file.identity)
+        if descriptor is None:
+            return None
+        # lseek on an open file costs a tenth of a stat.
+        size = os.lseek(descriptor, 0, os.SEEK_END)
+        return file if size == file.size else file.grown(size, time.time())
 
 
 class LocalFile:
@@ -176,6 +220,12 @@ class LocalFile:
     def scan(self, first: int = 0) -> list[LogFile]:
         file = _described(self._path, 0, "file", 0)
         return [file] if file else []
+
+    def written(self) -> list[LogFile] | None:
+        return None
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(max(0.0, seconds))
 
     def read(self, file: LogFile, offset: int, size: int) -> bytes:
         return self._descriptors.read(file, offset, size)

@@ -60,4 +60,4 @@ def _memmem() -> Callable[[bytes, int, bytes, int], int | None] | None:
         return None
     memmem.restype = ctypes.c_void_p
     memmem.argtypes = (ctypes.c_char_p, ctypes.c_size_t) * 2
-    return memmem  # type: ignore[no-any-return]
+    return memmem

@@ -23,7 +23,8 @@ from gptctl.logs.match import Errors, Grep, Span, every_line
 CHUNK = 1 << 17
 MEMORY = 16 << 20  # bytes of all chunks that a merge holds at once
 # Seconds between two ticks while there is output, and after there was none for a while.
-BUSY, IDLE = 0.25, 0.6
+BUSY, IDLE = 0.15, 0.6
+GATHER = 0.1  # seconds between two ticks at least: reading lines one by one costs more
 BAR_EVERY = 10.0  # seconds between two states of a progress bar
 ASK_EVERY = 1.0  # seconds between two checks whether the job has ended
 SILENCE = 30.0  # seconds without output after which a replaced file is closed
@@ -229,7 +230,9 @@ def follow(
         if over:
             return
         # If a tick takes long, the file system is slow: load it at most half of the time.
-        sleep(max(pause, time.monotonic() - begin))
+        rest = max(GATHER, time.monotonic() - begin)
+        sleep(rest)
+        files.wait(pause - rest)
 
 
 class Follower:
@@ -248,17 +251,22 @@ class Follower:
         self._named: dict[tuple[int, str], LogReader] = {}  # the newest source of each name
         self._bars: set[LogReader] = set()
         self._first = wanted.first_attempt(files.attempts())
-        self._ticks = 0
+        self._ticks = 0  # those that listed all files
+        self._has_nameless = False
 
     def tick(self, last: bool = False) -> bool:
         """Show what is new; return whether there was anything. The last tick ends open lines."""
-        self._ticks += 1
         now = time.monotonic()
-        known, new = self._sorted(self._files.scan(self._first))
+        # No report tells of files that were renamed or removed and may still be written.
+        written = None if last or self._has_nameless else self._files.written()
+        if is_scan := written is None:
+            self._ticks += 1
+        known, new = self._sorted(self._files.scan(self._first) if written is None else written)
         chosen = self._chosen(new) if new else []
         nameless: list[LogReader] = []
-        if len(known) < len(self._sources):
+        if is_scan and len(known) < len(self._sources):
             nameless = [source for source in self._sources.values() if source.tick != self._ticks]
+        self._has_nameless = bool(nameless)
         news = [self._drain(source, now) for source in nameless]
         grown = [source for source in known if last or source.file.size != source.offset]
         # Show new files before the rest of their attempt: a rank writes its lines before torchrun
