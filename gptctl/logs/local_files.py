@@ -119,12 +119,13 @@ class LocalLogFiles:
 
     def __init__(self, log_dir: Path, run_dir: Path) -> None:
         self._log_dir, self._run_dir = log_dir, run_dir
-        self._descriptors = Descriptors(
-            lambda file: f"{log_dir}/attempt-{file.attempt}/{file.name}"
-        )
+        self._descriptors = Descriptors(self._path)
         # The files as last seen, by attempt and name.
         self._last: dict[int, dict[str, LogFile]] = {}
         self._watch: LogWatch | None = None
+
+    def _path(self, file: LogFile) -> str:
+        return f"{self._log_dir}/attempt-{file.attempt}/{file.name}"
 
     def attempts(self) -> list[int]:
         # An attempt that failed before its first log line has records only.
@@ -136,10 +137,8 @@ class LocalLogFiles:
         wanted = [attempt for attempt in _attempts(self._log_dir) if attempt >= first]
         if self._watch:
             self._watch.cover(wanted)
-        before, self._last = (
-            self._last,
-            {attempt: self._scan_folder(attempt) for attempt in wanted},
-        )
+        before = self._last
+        self._last = {attempt: self._scan_folder(attempt) for attempt in wanted}
         if self._watch:
             self._watch.end_scan(before, self._last)
         return [file for files in self._last.values() for file in files.values()]
@@ -150,14 +149,12 @@ class LocalLogFiles:
             return None
         files = []
         for attempt, name in places:
-            if file := self._last[attempt].get(name):
-                now = self._updated(file) or _described(
-                    f"{self._log_dir}/attempt-{attempt}/{name}", attempt, file.kind, file.number
-                )
-                if not now or now.identity != file.identity:
-                    return None
-                self._last[attempt][name] = now
-                files.append(now)
+            if file := self._last.get(attempt, {}).get(name):
+                now = self._updated(file) or _described(self._path(file), attempt, *file[1:3])
+                # If it was replaced after the reports were read, the next ones say so.
+                if now and now.identity == file.identity:
+                    self._last[attempt][name] = now
+                    files.append(now)
         return files
 
     def wait(self, seconds: float) -> None:

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from gptctl.logs.files import LogFile, kind_of
 from gptctl.logs.inotify import FolderReports
 
-SCAN_EVERY = 2.0  # seconds between two scans while reports are trusted
+SCAN_EVERY = 5.0  # seconds between two scans while reports are trusted
+
+_LOG_DIR = -1  # its number among the folders of attempts
 
 Place = tuple[int, str]  # attempt and name of a log file
 Scan = Mapping[int, Mapping[str, LogFile]]  # files by attempt and name
@@ -22,7 +24,6 @@ Scan = Mapping[int, Mapping[str, LogFile]]  # files by attempt and name
 class LogWatch:
     def __init__(self, log_dir: str) -> None:
         self._log_dir = log_dir
-        self._attempts: dict[str, int] = {}  # by folder
         self._new: set[int] = set()  # attempts whose folders were not watched at the last scan
         self._unreported: set[Place] = set()  # grown, but the report may still come
         self._is_proven = False  # growth was reported at least once
@@ -50,10 +51,11 @@ class LogWatch:
         if not reports or not self.is_trusted or time.monotonic() - self._scanned > SCAN_EVERY:
             return None
         reports.read()
-        if reports.were_lost or any(self._is_of_log(*name) for name in reports.renamed):
+        if reports.were_lost or any(map(_is_of_log, reports.renamed)):
             return None
         reports.renamed.clear()
-        return self._take_written(reports)
+        written, reports.written = reports.written, set()
+        return written
 
     def begin_scan(self) -> None:
         """Call before listing folders: what is reported from now on, the scan may have missed."""
@@ -64,22 +66,20 @@ class LogWatch:
     def cover(self, attempts: list[int]) -> None:
         """Watch the folders of these attempts from now on."""
         if self._reports:
-            self._attempts = {f"{self._log_dir}/attempt-{attempt}": attempt for attempt in attempts}
+            folders = {attempt: f"{self._log_dir}/attempt-{attempt}" for attempt in attempts}
             try:
-                new = self._reports.watch([self._log_dir, *self._attempts])
+                self._new = self._reports.watch({_LOG_DIR: self._log_dir, **folders})
             except OSError:  # the system has no more watches
                 self._stop()
-            else:
-                self._new = {self._attempts[folder] for folder in new & self._attempts.keys()}
 
     def end_scan(self, before: Scan, after: Scan) -> None:
         """Compare what grew between two scans with what was reported."""
         reports = self._reports
         if not reports:
             return
-        known = self._take_written(reports)  # from before the sizes were read
+        known, reports.written = reports.written, set()
         reports.read()
-        known |= self._places(reports)
+        known |= reports.written
         grown = {
             (attempt, name)
             for attempt in after.keys() - self._new
@@ -95,25 +95,15 @@ class LogWatch:
             self._unreported = grown - known
         self._scanned = time.monotonic()
 
-    def _take_written(self, reports: FolderReports) -> set[Place]:
-        places = self._places(reports)
-        reports.written.clear()
-        return places
-
-    def _places(self, reports: FolderReports) -> set[Place]:
-        return {
-            (self._attempts[folder], name)
-            for folder, name in reports.written
-            if folder in self._attempts
-        }
-
-    def _is_of_log(self, folder: str, name: str) -> bool:
-        return not name or folder == self._log_dir or kind_of(name) is not None
-
     def _stop(self) -> None:
         if self._reports:
             self._reports.close()
         self._reports, self._is_proven = None, False
+
+
+def _is_of_log(place: Place) -> bool:
+    number, name = place
+    return number == _LOG_DIR or not name or kind_of(name) is not None
 
 
 def _grew(before: LogFile | None, now: LogFile) -> bool:
