@@ -25,7 +25,13 @@ SPARSE = 2000  # bytes per hit; with fewer hits, examining only their lines is f
 _NEEDS_LINES = re.compile(r"\\[AZz]|\(\?<?!|\(\?>|\(\?\(|[*+?}]\+|\(\?[a-zA-Z]*-")
 
 
-def every_line(block: bytes, start: int = 0) -> Iterator[Span]:
+def every_line(block: bytes, start: int = 0) -> Iterable[Span]:
+    end = block.find(b"\n", start)
+    # A generator would cost more than the line that a followed file usually has.
+    return [(start, end)] if end == len(block) - 1 >= start else _each_line(block, start)
+
+
+def _each_line(block: bytes, start: int) -> Iterator[Span]:
     last = len(block)
     while start < last:
         end = block.find(b"\n", start)

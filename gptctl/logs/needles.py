@@ -32,7 +32,7 @@ class Needles:
                 has = [needle for needle in needles if occurs(needle, block)]
                 found += has
                 in_vain += [] if has else [byte]
-        if any(len(set(needle)) > 1 for byte in in_vain for needle in self._by_byte[byte]):
+        if in_vain:
             self._hits.update(in_vain)
             self._choose_bytes()
         return found

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from gptctl.logs.failed import failure_in
 from gptctl.logs.files import FileFilter, LogFile, LogFiles
-from gptctl.logs.lines import LONGEST_LINE, Assembler, Clock, start_of_last
+from gptctl.logs.lines import LONGEST_LINE, NEVER, Assembler, Clock, start_of_last
 from gptctl.logs.match import Errors, Grep, Span, every_line
 
 # Bytes per read: they stay in the processor's cache, and malloc does not map pages for them.
@@ -24,7 +24,6 @@ CHUNK = 1 << 17
 MEMORY = 16 << 20  # bytes of all chunks that a merge holds at once
 # Seconds between two ticks while there is output, and after there was none for a while.
 BUSY, IDLE = 0.15, 0.6
-GATHER = 0.1  # seconds between two ticks at least: reading lines one by one costs more
 BAR_EVERY = 10.0  # seconds between two states of a progress bar
 ASK_EVERY = 1.0  # seconds between two checks whether the job has ended
 SILENCE = 30.0  # seconds without output after which a replaced file is closed
@@ -110,7 +109,7 @@ class LogReader:
                 self._head += data[: HEAD - self.offset]
             self.offset += len(data)
             # A torn file can have terabytes of NULs, which are dropped: do not read them.
-            if not self._lines.raw and not data.strip(b"\0"):
+            if data[0] == 0 and not self._lines.raw and not data.strip(b"\0"):
                 self.offset = min(end, self._files.next_data(self.file, self.offset))
                 continue
             if block := self._assembler.feed(data):
@@ -131,9 +130,8 @@ class LogReader:
     @property
     def has_bar(self) -> bool:
         # A bar is shown before its line is complete: that would break raw output and filters.
-        return (
-            not (self._lines.raw or self._lines.grep or self._lines.errors)
-            and self._assembler.has_bar
+        return self._assembler.has_bar and not (
+            self._lines.raw or self._lines.grep or self._lines.errors
         )
 
     def wanted(self, block: bytes) -> Iterator[Line]:
@@ -141,13 +139,13 @@ class LogReader:
         clock.start(block)
         for start, end in self._matches(block):
             stamp = clock.visit(block, start, end)
-            # Lines before any timestamp have the time -inf: show them, since their time is unknown.
-            if since is None or not float("-inf") < clock.now < since:
+            # Show lines before any timestamp, since their time is unknown.
+            if since is None or not NEVER < clock.now < since:
                 yield Line(
                     clock.now, self.order, stamp, block[start:end], self.file, end < len(block)
                 )
 
-    def _matches(self, block: bytes) -> Iterator[Span]:
+    def _matches(self, block: bytes) -> Iterable[Span]:
         grep = self._lines.grep
         if self._lines.errors:
             return (
@@ -230,7 +228,7 @@ def follow(
         if over:
             return
         # If a tick takes long, the file system is slow: load it at most half of the time.
-        rest = max(GATHER, time.monotonic() - begin)
+        rest = max(BUSY, time.monotonic() - begin)
         sleep(rest)
         files.wait(pause - rest)
 
