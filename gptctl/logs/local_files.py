@@ -65,7 +65,10 @@ class Descriptors:
             self.by_identity[file.identity] = descriptor
         return descriptor
 
-    def release(self, identity: tuple[int, ...]) -> None:
+    def release(self, file: LogFile) -> None:
+        self._close(file.identity)
+
+    def _close(self, identity: tuple[int, ...]) -> None:
         descriptor = self.by_identity.pop(identity, None)
         if descriptor is not None:
             os.close(descriptor)
@@ -75,7 +78,7 @@ class Descriptors:
             self._most = max(4, _raised_limit() - SPARE_DESCRIPTORS)
         # A dict keeps insertion order: its first key is the file opened first.
         while len(self.by_identity) >= self._most:
-            self.release(next(iter(self.by_identity)))
+            self._close(next(iter(self.by_identity)))
 
 
 def _raised_limit() -> int:
@@ -120,6 +123,9 @@ class LocalLogFiles:
     def __init__(self, log_dir: Path, run_dir: Path) -> None:
         self._log_dir, self._run_dir = log_dir, run_dir
         self._descriptors = Descriptors(self._path)
+        # Not methods that pass the call on: one of them is called for every line.
+        self.read, self.next_data = self._descriptors.read, self._descriptors.next_data
+        self.release = self._descriptors.release
         # The files as last seen, by attempt and name.
         self._last: dict[int, dict[str, LogFile]] = {}
         self._watch: LogWatch | None = None
@@ -163,15 +169,6 @@ class LocalLogFiles:
         self._watch = self._watch or LogWatch(str(self._log_dir))
         self._watch.wait(seconds)
 
-    def read(self, file: LogFile, offset: int, size: int) -> bytes:
-        return self._descriptors.read(file, offset, size)
-
-    def next_data(self, file: LogFile, offset: int) -> int:
-        return self._descriptors.next_data(file, offset)
-
-    def release(self, file: LogFile) -> None:
-        self._descriptors.release(file.identity)
-
     def records(self, attempt: int) -> dict[str, bytes]:
         found = {}
         with suppress(OSError):
@@ -209,7 +206,9 @@ class LocalFile:
 
     def __init__(self, path: Path) -> None:
         self._path = str(path.absolute())
-        self._descriptors = Descriptors(lambda file: self._path)
+        descriptors = Descriptors(lambda file: self._path)
+        self.read, self.next_data = descriptors.read, descriptors.next_data
+        self.release = descriptors.release
 
     def attempts(self) -> list[int]:
         return [0]
@@ -223,15 +222,6 @@ class LocalFile:
 
     def wait(self, seconds: float) -> None:
         time.sleep(max(0.0, seconds))
-
-    def read(self, file: LogFile, offset: int, size: int) -> bytes:
-        return self._descriptors.read(file, offset, size)
-
-    def next_data(self, file: LogFile, offset: int) -> int:
-        return self._descriptors.next_data(file, offset)
-
-    def release(self, file: LogFile) -> None:
-        self._descriptors.release(file.identity)
 
     def records(self, attempt: int) -> dict[str, bytes]:
         return {}

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple, Protocol
 
 from gptctl.logs.failed import failure_in
@@ -23,7 +23,7 @@ from gptctl.logs.match import Errors, Grep, Span, every_line
 CHUNK = 1 << 17
 MEMORY = 16 << 20  # bytes of all chunks that a merge holds at once
 # Seconds between two ticks while there is output, and after there was none for a while.
-BUSY, IDLE = 0.15, 0.6
+BUSY, IDLE = 0.13, 0.6
 BAR_EVERY = 10.0  # seconds between two states of a progress bar
 ASK_EVERY = 1.0  # seconds between two checks whether the job has ended
 SILENCE = 30.0  # seconds without output after which a replaced file is closed
@@ -116,7 +116,7 @@ class LogReader:
                 yield block
 
     def read(self, end: int = sys.maxsize, chunk: int = CHUNK) -> Iterator[Line]:
-        return (line for block in self.blocks(end, chunk) for line in self.wanted(block))
+        return chain.from_iterable(map(self.wanted, self.blocks(end, chunk)))
 
     def rest(self) -> Iterator[Line]:
         """The last line, if it has no newline."""
