@@ -154,13 +154,18 @@ class LocalLogFiles:
         if places is None:
             return None
         files = []
-        for attempt, name in places:
-            if file := self._last.get(attempt, {}).get(name):
-                now = self._updated(file) or _described(self._path(file), attempt, *file[1:3])
-                # If it was replaced after the reports were read, the next ones say so.
-                if now and now.identity == file.identity:
-                    self._last[attempt][name] = now
-                    files.append(now)
+        try:
+            for attempt, name in sorted(places):  # lines of earlier attempts come first
+                if file := self._last.get(attempt, {}).get(name):
+                    now = self._updated(file) or _described(
+                        self._path(file), attempt, file.kind, file.number
+                    )
+                    # If it was replaced after the reports were read, the next ones say so.
+                    if now and now.identity == file.identity:
+                        self._last[attempt][name] = now
+                        files.append(now)
+        except OSError:  # a stale file of a network file system: a scan finds the others
+            return None
         return files
 
     def wait(self, seconds: float) -> None:

@@ -77,7 +77,9 @@ def test_changes_of_names_are_noticed(job: Job) -> None:
     job.add("workerlog.0", "attempt 1\n", 1)
     assert watch.look() == ["attempt 1"]
     job.add("workerlog.0", "more\n", 1)
-    assert watch.look() == ["more"]
+    job.add("workerlog.2", "", 0)
+    job.add("workerlog.1", "last words\n", 0)
+    assert watch.look() == ["last words", "more"]
 
 
 def test_a_folder_that_replaces_another(job: Job) -> None:
