@@ -50,7 +50,13 @@ class LogFiles(Protocol):
     def attempts(self) -> list[int]: ...
 
     def scan(self, first: int = 0) -> list[LogFile]:
-        """List the log files of the attempts from `first` on; called on every tick."""
+        """List the log files of the attempts from `first` on."""
+
+    def written(self) -> list[LogFile] | None:
+        """List the files written since they were listed last; None if only `scan` can tell."""
+
+    def wait(self, seconds: float) -> None:
+        """Return after this time, or as soon as a file was written, if that is reported."""
 
     def read(self, file: LogFile, offset: int, size: int) -> bytes:
         """Read at most `size` bytes of this very file, even if it was renamed since the scan."""

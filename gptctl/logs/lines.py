@@ -17,6 +17,7 @@ from trainer.errors import WRONG_USAGE, UserError
 
 LONGEST_LINE = 64 << 10  # bytes; limits the memory that one file can take
 LONGEST_SEARCHED = 1 << 20  # bytes without a newline; the line of a progress bar can have as many
+NEVER = float("-inf")  # the time of lines before any timestamp
 MAX_LINES_SEARCHED = 1000  # for the nearest timestamp
 
 # The trainer's and ISO's `2026-11-16 04:25:43,446`, perhaps in brackets, in colour or first in a
@@ -47,6 +48,9 @@ class Assembler:
         # maxsize means raw: every byte is kept.
         if b"\0" in data and self._longest != sys.maxsize:
             data = data.replace(b"\0", b"")
+        # Most reads of a followed file are a few whole lines.
+        if not self._open and not self._long and len(data) <= self._longest and data[-1:] == b"\n":
+            return data
         end = data.rfind(b"\n") + 1
         if not end:
             self._extend(data)
@@ -54,9 +58,10 @@ class Assembler:
         begin = data.find(b"\n") + 1 if self._open or self._long else 0
         if begin:
             self._extend(data[: begin - 1])
-        block = (self.close() + b"\n" if begin else b"") + self._shortened(data[begin:end])
+        first = self.close() + b"\n" if begin else b""
         self._extend(data[end:])
-        return block
+        # One copy of the chunk, not two: copying takes longer than searching it.
+        return self._shortened(b"".join((first, memoryview(data)[begin:end])), len(first))
 
     def close(self) -> bytes:
         """Return the rest: a line without a newline."""
@@ -88,10 +93,9 @@ class Assembler:
             self._open += text[:room]
             self._cut += max(0, len(text) - room)
 
-    def _shortened(self, block: bytes) -> bytes:
-        """Cut the long lines of a block."""
+    def _shortened(self, block: bytes, position: int) -> bytes:
+        """Cut the long lines of a block, from `position` on."""
         # Jump from newline to newline, each time as far as a line may reach: few steps per block.
-        position = 0
         while len(block) - position > self._longest:
             end = block.rfind(b"\n", position, position + self._longest + 1)
             if end < 0:
@@ -118,14 +122,15 @@ class Clock:
     """The timestamps of one file's lines, read in order."""
 
     def __init__(self, changed: float) -> None:
-        self.now = float("-inf")  # the time of the last visited line
+        self.now = NEVER  # the time of the last visited line
         self._changed = changed
         self._seen = 0
 
     def start(self, block: bytes) -> None:
         """Start a block. Lines before the first timestamp of a file get that timestamp."""
         self._seen = 0
-        if self.now == float("-inf"):
+        is_one_line = block.find(b"\n") == len(block) - 1  # `visit` reads its stamp
+        if self.now == NEVER and not is_one_line:
             position = 0
             for _ in range(MAX_LINES_SEARCHED):
                 if (stamp := self.stamp(block, position)) is not None:

@@ -13,11 +13,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gptctl.engine.contract import ATTEMPT_NAME, OUTCOME
 from gptctl.engine.file_reading import open_at_once, read_bytes
 from gptctl.engine.run_folder import RunFolder
 from gptctl.logs.files import Kind, LogFile, kind_of
+
+if TYPE_CHECKING:
+    from gptctl.logs.log_watch import LogWatch
 
 SPARE_DESCRIPTORS = 32  # left for everything else this process opens
 # Exactly the names that gptctl writes: other files in these folders are ignored.
@@ -61,7 +65,10 @@ class Descriptors:
             self.by_identity[file.identity] = descriptor
         return descriptor
 
-    def release(self, identity: tuple[int, ...]) -> None:
+    def release(self, file: LogFile) -> None:
+        self._close(file.identity)
+
+    def _close(self, identity: tuple[int, ...]) -> None:
         descriptor = self.by_identity.pop(identity, None)
         if descriptor is not None:
             os.close(descriptor)
@@ -71,7 +78,7 @@ class Descriptors:
             self._most = max(4, _raised_limit() - SPARE_DESCRIPTORS)
         # A dict keeps insertion order: its first key is the file opened first.
         while len(self.by_identity) >= self._most:
-            self.release(next(iter(self.by_identity)))
+            self._close(next(iter(self.by_identity)))
 
 
 def _raised_limit() -> int:
@@ -115,29 +122,57 @@ class LocalLogFiles:
 
     def __init__(self, log_dir: Path, run_dir: Path) -> None:
         self._log_dir, self._run_dir = log_dir, run_dir
-        self._descriptors = Descriptors(
-            lambda file: f"{log_dir}/attempt-{file.attempt}/{file.name}"
-        )
-        # Files of the last scan, by attempt and name.
+        self._descriptors = Descriptors(self._path)
+        # Not methods that pass the call on: one of them is called for every line.
+        self.read, self.next_data = self._descriptors.read, self._descriptors.next_data
+        self.release = self._descriptors.release
+        # The files as last seen, by attempt and name.
         self._last: dict[int, dict[str, LogFile]] = {}
+        self._watch: LogWatch | None = None
+
+    def _path(self, file: LogFile) -> str:
+        return f"{self._log_dir}/attempt-{file.attempt}/{file.name}"
 
     def attempts(self) -> list[int]:
         # An attempt that failed before its first log line has records only.
         return sorted({*_attempts(self._log_dir), *_attempts(self._run_dir)})
 
     def scan(self, first: int = 0) -> list[LogFile]:
+        if self._watch:
+            self._watch.begin_scan()
         wanted = [attempt for attempt in _attempts(self._log_dir) if attempt >= first]
+        if self._watch:
+            self._watch.cover(wanted)
+        before = self._last
         self._last = {attempt: self._scan_folder(attempt) for attempt in wanted}
+        if self._watch:
+            self._watch.end_scan(before, self._last)
         return [file for files in self._last.values() for file in files.values()]
 
-    def read(self, file: LogFile, offset: int, size: int) -> bytes:
-        return self._descriptors.read(file, offset, size)
+    def written(self) -> list[LogFile] | None:
+        places = self._watch.written() if self._watch else None
+        if places is None:
+            return None
+        files = []
+        try:
+            for attempt, name in sorted(places):  # lines of earlier attempts come first
+                if file := self._last.get(attempt, {}).get(name):
+                    now = self._updated(file) or _described(
+                        self._path(file), attempt, file.kind, file.number
+                    )
+                    # If it was replaced after the reports were read, the next ones say so.
+                    if now and now.identity == file.identity:
+                        self._last[attempt][name] = now
+                        files.append(now)
+        except OSError:  # a stale file of a network file system: a scan finds the others
+            return None
+        return files
 
-    def next_data(self, file: LogFile, offset: int) -> int:
-        return self._descriptors.next_data(file, offset)
+    def wait(self, seconds: float) -> None:
+        from gptctl.logs.log_watch import LogWatch
 
-    def release(self, file: LogFile) -> None:
-        self._descriptors.release(file.identity)
+        self._watch = self._watch or LogWatch(str(self._log_dir))
+        self._watch.wait(seconds)
 
     def records(self, attempt: int) -> dict[str, bytes]:
         found = {}
@@ -148,19 +183,27 @@ class LocalLogFiles:
         return RunFolder(self._run_dir).own_records(attempt, found)
 
     def _scan_folder(self, attempt: int) -> dict[str, LogFile]:
-        before, now, open_files = self._last.get(attempt, {}), {}, self._descriptors.by_identity
+        before, now = self._last.get(attempt, {}), {}
         with suppress(OSError), os.scandir(f"{self._log_dir}/attempt-{attempt}") as entries:
             for entry in entries:
                 name = entry.name
                 file = before.get(name)
-                # lseek on an open file costs a tenth of a stat. The inode shows whether the name
-                # still belongs to the same file.
-                if file and file.identity[1] == entry.inode() and file.identity in open_files:
-                    size = os.lseek(open_files[file.identity], 0, os.SEEK_END)
-                    now[name] = file if size == file.size else file.grown(size, time.time())
+                # The inode shows whether the name still belongs to the same file.
+                same = file if file and file.identity[1] == entry.inode() else None
+                if same and (updated := self._updated(same)):
+                    now[name] = updated
                 elif (held := kind_of(name)) and (file := _described(entry.path, attempt, *held)):
                     now[name] = file
         return now
+
+    def _updated(self, file: LogFile) -> LogFile | None:
+        """The file with its size of now, if it is open."""
+        descriptor = self._descriptors.by_identity.get(file.identity)
+        if descriptor is None:
+            return None
+        # lseek on an open file costs a tenth of a stat.
+        size = os.lseek(descriptor, 0, os.SEEK_END)
+        return file if size == file.size else file.grown(size, time.time())
 
 
 class LocalFile:
@@ -168,7 +211,9 @@ class LocalFile:
 
     def __init__(self, path: Path) -> None:
         self._path = str(path.absolute())
-        self._descriptors = Descriptors(lambda file: self._path)
+        descriptors = Descriptors(lambda file: self._path)
+        self.read, self.next_data = descriptors.read, descriptors.next_data
+        self.release = descriptors.release
 
     def attempts(self) -> list[int]:
         return [0]
@@ -177,14 +222,11 @@ class LocalFile:
         file = _described(self._path, 0, "file", 0)
         return [file] if file else []
 
-    def read(self, file: LogFile, offset: int, size: int) -> bytes:
-        return self._descriptors.read(file, offset, size)
+    def written(self) -> list[LogFile] | None:
+        return None
 
-    def next_data(self, file: LogFile, offset: int) -> int:
-        return self._descriptors.next_data(file, offset)
-
-    def release(self, file: LogFile) -> None:
-        self._descriptors.release(file.identity)
+    def wait(self, seconds: float) -> None:
+        time.sleep(max(0.0, seconds))
 
     def records(self, attempt: int) -> dict[str, bytes]:
         return {}

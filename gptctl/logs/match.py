@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
+from gptctl.logs.needles import Needles
 from trainer.errors import WRONG_USAGE, UserError
 
 Span = tuple[int, int]  # start and end of a line in its block, without the newline
@@ -24,7 +25,13 @@ SPARSE = 2000  # bytes per hit; with fewer hits, examining only their lines is f
 _NEEDS_LINES = re.compile(r"\\[AZz]|\(\?<?!|\(\?>|\(\?\(|[*+?}]\+|\(\?[a-zA-Z]*-")
 
 
-def every_line(block: bytes, start: int = 0) -> Iterator[Span]:
+def every_line(block: bytes, start: int = 0) -> Iterable[Span]:
+    end = block.find(b"\n", start)
+    # A generator would cost more than the line that a followed file usually has.
+    return [(start, end)] if end == len(block) - 1 >= start else _each_line(block, start)
+
+
+def _each_line(block: bytes, start: int) -> Iterator[Span]:
     last = len(block)
     while start < last:
         end = block.find(b"\n", start)
@@ -65,7 +72,7 @@ class Grep:
                 warnings.simplefilter("ignore")  # syntax that later Pythons will read differently
                 # MULTILINE: ^ and $ match at the ends of each line of a block.
                 self._regex = re.compile(pattern.encode("utf-8", "surrogateescape"), re.MULTILINE)
-                self._needles = _needles(pattern)
+                conditions = _conditions(pattern)
         except (re.error, RecursionError, OverflowError) as error:
             at = (
                 f" at character {error.pos + 1}"
@@ -78,15 +85,20 @@ class Grep:
                 "use a Python regular expression; escape special characters with \\",
                 WRONG_USAGE,
             ) from None
+        self._needles = conditions[0] if conditions else ()
+        self._conditions = [Needles(needles) for needles in conditions]
         self._by_line = bool(_NEEDS_LINES.search(pattern))
 
     def __call__(self, block: bytes) -> Iterator[Span]:
-        # `in` and `count` run at memory speed; a regular expression is many times slower.
-        present = [needle for needle in self._needles if needle in block]
-        if self._needles and not present:
-            return iter(())
-        if self._needles and sum(map(block.count, present)) * SPARSE < len(block):
-            return self._among(block, lines_with(block, present))
+        # Needles are found at memory speed; a regular expression is many times slower.
+        found = []
+        for needles in self._conditions:
+            found.append(needles.present(block))
+            if not found[-1]:
+                return iter(())
+        for present in found:
+            if sum(map(block.count, present)) * SPARSE < len(block):
+                return self._among(block, lines_with(block, present))
         return self._among(block, every_line(block)) if self._by_line else self._anywhere(block)
 
     def has(self, line: bytes) -> bool:
@@ -111,45 +123,39 @@ class Grep:
             position = end + 1
 
 
-def _needles(pattern: str) -> tuple[bytes, ...]:
-    """Find byte strings of which every match must contain at least one; none if that is unknown."""
+def _conditions(pattern: str) -> list[tuple[bytes, ...]]:
+    """Find sets of byte strings: every match contains at least one of each set. Best set first."""
     try:
         parser = importlib.import_module(
             "re._parser" if sys.version_info >= (3, 11) else "sre_parse"
         )
         parsed = parser.parse(pattern.encode("utf-8", "surrogateescape"), re.MULTILINE)
-        return () if parsed.state.flags & re.IGNORECASE else _needed(parsed)
+        found = [] if parsed.state.flags & re.IGNORECASE else list(_needed(parsed))
     # The parser is not a public part of Python: without it, search without needles.
     except (ImportError, AttributeError, TypeError, ValueError):
-        return ()
+        return []
+    return sorted(found, key=_worth, reverse=True)
 
 
-def _needed(parsed: Any) -> tuple[bytes, ...]:
-    """Choose the most selective needles: the longest literal, or one for each side of a `|`."""
-    best: tuple[bytes, ...] = ()
+def _needed(parsed: Any) -> Iterator[tuple[bytes, ...]]:
+    """Find the literals of an expression, and sets of one for each side of a `|`."""
     run = b""
     for operation, argument in [*parsed, ("END", None)]:
-        found: tuple[bytes, ...] = ()
         if str(operation) == "LITERAL":
             run += bytes([argument])
             continue
         if run:
-            best = max(best, (run,), key=_worth)
+            yield (run,)
             run = b""
         if str(operation) == "SUBPATTERN" and not argument[1] & re.IGNORECASE:
-            found = _needed(argument[3])
+            yield from _needed(argument[3])
         elif str(operation) in ("MAX_REPEAT", "MIN_REPEAT") and argument[0] > 0:
-            found = _needed(argument[2])
+            yield from _needed(argument[2])
         elif str(operation) == "BRANCH":
             # Each side needs a needle of its own. With many sides the search would be slower.
-            sides = [_needed(side) for side in argument[1]]
-            found = (
-                tuple(needle for side in sides for needle in side)
-                if all(sides) and len(sides) <= 8
-                else ()
-            )
-        best = max(best, found, key=_worth)
-    return best
+            sides = [max(_needed(side), key=_worth, default=()) for side in argument[1]]
+            if all(sides) and len(sides) <= 8:
+                yield tuple(needle for side in sides for needle in side)
 
 
 def _worth(needles: tuple[bytes, ...]) -> int:
@@ -179,6 +185,7 @@ class Errors:
 
     def __init__(self) -> None:
         self._in_traceback = False
+        self._needles = Needles(_ERROR_NEEDLES)
 
     def __call__(self, block: bytes) -> Iterator[Span]:
         done = 0  # lines before this offset are decided
@@ -187,7 +194,8 @@ class Errors:
                 yield span
                 done = span[1] + 1
         # The first line has no newline before it, which the needles for glog need.
-        for start, end in chain([_line_at(block, 0)], lines_with(block, _ERROR_NEEDLES)):
+        hits = lines_with(block, self._needles.present(block))
+        for start, end in chain([_line_at(block, 0)], hits):
             line = block[start:end]
             if start < done:
                 continue

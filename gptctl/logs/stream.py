@@ -11,18 +11,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple, Protocol
 
 from gptctl.logs.failed import failure_in
 from gptctl.logs.files import FileFilter, LogFile, LogFiles
-from gptctl.logs.lines import LONGEST_LINE, Assembler, Clock, start_of_last
+from gptctl.logs.lines import LONGEST_LINE, NEVER, Assembler, Clock, start_of_last
 from gptctl.logs.match import Errors, Grep, Span, every_line
 
-CHUNK = 1 << 20  # bytes per read
+# Bytes per read: they stay in the processor's cache, and malloc does not map pages for them.
+CHUNK = 1 << 17
 MEMORY = 16 << 20  # bytes of all chunks that a merge holds at once
 # Seconds between two ticks while there is output, and after there was none for a while.
-BUSY, IDLE = 0.25, 0.6
+BUSY, IDLE = 0.13, 0.6
 BAR_EVERY = 10.0  # seconds between two states of a progress bar
 ASK_EVERY = 1.0  # seconds between two checks whether the job has ended
 SILENCE = 30.0  # seconds without output after which a replaced file is closed
@@ -108,14 +109,14 @@ class LogReader:
                 self._head += data[: HEAD - self.offset]
             self.offset += len(data)
             # A torn file can have terabytes of NULs, which are dropped: do not read them.
-            if not self._lines.raw and not data.strip(b"\0"):
+            if data[0] == 0 and not self._lines.raw and not data.strip(b"\0"):
                 self.offset = min(end, self._files.next_data(self.file, self.offset))
                 continue
             if block := self._assembler.feed(data):
                 yield block
 
     def read(self, end: int = sys.maxsize, chunk: int = CHUNK) -> Iterator[Line]:
-        return (line for block in self.blocks(end, chunk) for line in self.wanted(block))
+        return chain.from_iterable(map(self.wanted, self.blocks(end, chunk)))
 
     def rest(self) -> Iterator[Line]:
         """The last line, if it has no newline."""
@@ -129,9 +130,8 @@ class LogReader:
     @property
     def has_bar(self) -> bool:
         # A bar is shown before its line is complete: that would break raw output and filters.
-        return (
-            not (self._lines.raw or self._lines.grep or self._lines.errors)
-            and self._assembler.has_bar
+        return self._assembler.has_bar and not (
+            self._lines.raw or self._lines.grep or self._lines.errors
         )
 
     def wanted(self, block: bytes) -> Iterator[Line]:
@@ -139,13 +139,13 @@ class LogReader:
         clock.start(block)
         for start, end in self._matches(block):
             stamp = clock.visit(block, start, end)
-            # Lines before any timestamp have the time -inf: show them, since their time is unknown.
-            if since is None or not float("-inf") < clock.now < since:
+            # Show lines before any timestamp, since their time is unknown.
+            if since is None or not NEVER < clock.now < since:
                 yield Line(
                     clock.now, self.order, stamp, block[start:end], self.file, end < len(block)
                 )
 
-    def _matches(self, block: bytes) -> Iterator[Span]:
+    def _matches(self, block: bytes) -> Iterable[Span]:
         grep = self._lines.grep
         if self._lines.errors:
             return (
@@ -228,7 +228,9 @@ def follow(
         if over:
             return
         # If a tick takes long, the file system is slow: load it at most half of the time.
-        sleep(max(pause, time.monotonic() - begin))
+        rest = max(BUSY, time.monotonic() - begin)
+        sleep(rest)
+        files.wait(pause - rest)
 
 
 class Follower:
@@ -247,17 +249,22 @@ class Follower:
         self._named: dict[tuple[int, str], LogReader] = {}  # the newest source of each name
         self._bars: set[LogReader] = set()
         self._first = wanted.first_attempt(files.attempts())
-        self._ticks = 0
+        self._ticks = 0  # those that listed all files
+        self._has_nameless = False
 
     def tick(self, last: bool = False) -> bool:
         """Show what is new; return whether there was anything. The last tick ends open lines."""
-        self._ticks += 1
         now = time.monotonic()
-        known, new = self._sorted(self._files.scan(self._first))
+        # No report tells of files that were renamed or removed and may still be written.
+        written = None if last or self._has_nameless else self._files.written()
+        if is_scan := written is None:
+            self._ticks += 1
+        known, new = self._sorted(self._files.scan(self._first) if written is None else written)
         chosen = self._chosen(new) if new else []
         nameless: list[LogReader] = []
-        if len(known) < len(self._sources):
+        if is_scan and len(known) < len(self._sources):
             nameless = [source for source in self._sources.values() if source.tick != self._ticks]
+        self._has_nameless = bool(nameless)
         news = [self._drain(source, now) for source in nameless]
         grown = [source for source in known if last or source.file.size != source.offset]
         # Show new files before the rest of their attempt: a rank writes its lines before torchrun

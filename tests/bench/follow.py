@@ -2,7 +2,8 @@
 
 Following: a writer appends 1,000 lines a second to 1,024 rank files while the follower and `tail -F` watch the same
 files; each line carries the monotonic clock. Searching: a log of the given size, `--grep` against GNU grep (LC_ALL=C).
-Reported are CPU seconds from the operating system's account of the children. Exit code 1 over a budget.
+Reported are CPU seconds from the operating system's account of the children. Exit code 1 over a budget: 2.6 times the CPU of
+`tail -F` and 0.2 s of delay (99 %), 1.5 times grep's CPU, and 3 times for `--errors`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_DELAY, MAX_RSS_MB = 1.0, 200.0
+MAX_DELAY, MAX_RSS_MB = 0.2, 200.0
+# Times the CPU seconds of tail and of grep. The goal against tail is 2; 1.8 to 2.4 were measured.
+MAX_CPU, MAX_GREP, MAX_ERRORS = 2.6, 1.5, 3.0
 TRAIN = (
     b"[2026-11-16 04:%02d:%02d,446] [    INFO] - global step %d, epoch: 0, batch: %d, loss: 1.820000000, avg_reader_cost: "
     b"0.00100 sec, avg_batch_cost: 0.25000 sec, speed: 4.00 step/s, ips_total: 4096 tokens/s, ips: 2048 tokens/s, "
@@ -105,15 +108,19 @@ def follow_ranks(ranks: int, per_second: int, seconds: float) -> tuple[int, dict
         ]
         for reader in readers:
             reader.start()
-        time.sleep(1)  # start-up is not what is measured here
-        begin = time.monotonic()
-        written = write_lines(files, per_second, seconds)
-        time.sleep(1.5)
+        # Start-up is not what is measured here, nor is finding out that reports can be trusted.
+        time.sleep(1)
+        written = write_lines(files, per_second, 1)
+        begin, before = time.monotonic(), {watch: running_seconds(child) for watch, child in watchers.items()}
+        written += write_lines(files, per_second, seconds)
+        time.sleep(1)
         passed = time.monotonic() - begin
+        shares = {watch: (running_seconds(child) - before[watch]) / passed for watch, child in watchers.items()}
         memory = {watch: peak_memory_mb(child) for watch, child in watchers.items()}
         (Path(name) / "done").touch()
         watchers["tail -F"].terminate()
-        shares = {watch: cpu_seconds(child) / passed for watch, child in watchers.items()}
+        for child in watchers.values():
+            child.wait()
         for reader in readers:
             reader.join()
         for file in files:
@@ -125,6 +132,11 @@ def peak_memory_mb(child: subprocess.Popen[bytes]) -> float:
     """Of the program alone: what `wait4` reports begins with the memory of the process that forked it."""
     status = Path(f"/proc/{child.pid}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def running_seconds(child: subprocess.Popen[bytes]) -> float:
+    """CPU seconds until now, without start and end: 1,024 files are opened once, but followed for days."""
+    return int(Path(f"/proc/{child.pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def cpu_seconds(child: subprocess.Popen[bytes]) -> float:
@@ -148,8 +160,8 @@ def cpu_of(child: subprocess.Popen[bytes]) -> tuple[float, int]:
     return cpu_seconds(child), lines
 
 
-def search(path: Path, pattern: str, runs: int = 3) -> tuple[float, float]:
-    """CPU seconds of `--grep` and of grep, the median of runs in turns; they must find as many lines."""
+def search(path: Path, pattern: str, option: str = "", runs: int = 3) -> tuple[float, float]:
+    """CPU seconds of `--grep` (or the option) and of grep, medians of runs in turns; both must find as many lines."""
     environment = {**os.environ, "LC_ALL": "C"}
 
     def by_grep() -> tuple[float, int]:
@@ -157,7 +169,7 @@ def search(path: Path, pattern: str, runs: int = 3) -> tuple[float, float]:
         return cpu_of(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment))
 
     def by_us() -> tuple[float, int]:
-        return cpu_of(start(SCAN, path, pattern))
+        return cpu_of(start(SCAN, path, option or pattern))
 
     ways: tuple[Callable[[], tuple[float, int]], ...] = (by_us, by_grep)
     seconds: list[list[float]] = [[], []]
@@ -169,6 +181,11 @@ def search(path: Path, pattern: str, runs: int = 3) -> tuple[float, float]:
     return statistics.median(seconds[0]), statistics.median(seconds[1])
 
 
+# What --errors looks for, as far as grep can: it prints no whole tracebacks.
+ERRORS = (
+    "ERROR|FATAL|CRITICAL|[A-Za-z]*(Error|Exception)|error:|Killed|oom-kill|[sS]ignal|SIG|loss[:=]? *(nan|inf)|NCCL WARN"
+    r"|[oO]ut [oO]f [mM]emory|Segmentation fault|core dumped|Traceback \(|^\[?[EF][0-9]{4}"
+)
 PATTERNS = {
     "a literal": "needle 12345",
     "a regex, rare": "rank [0-9]+ says: [a-z]+ [0-9]+",
@@ -192,7 +209,8 @@ def main() -> int:
         print(f"{watch:<28} {len(seen.delays):>7} {numbers}")
     ours, theirs = followed.values()
     print(f"CPU, gptctl / tail -F: {ours.cpu_share / theirs.cpu_share:.2f}\n")
-    over = ours.quantile(0.99) > MAX_DELAY or ours.max_rss_mb > MAX_RSS_MB or len(ours.delays) != written
+    over = ours.cpu_share / theirs.cpu_share > MAX_CPU or ours.quantile(0.99) > MAX_DELAY
+    over |= ours.max_rss_mb > MAX_RSS_MB or len(ours.delays) != written
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "big.log"
         make_log(path, int(arguments.gigabytes * 1e9))
@@ -202,8 +220,10 @@ def main() -> int:
         for what, pattern in PATTERNS.items():
             ours, theirs = search(path, pattern)
             print(f"{what:<36} {ours:>7.2f} {theirs:>7.2f} {ours / theirs:>6.2f}")
-        print(f"{'--errors':<36} {cpu_of(start(SCAN, path, '--errors'))[0]:>7.2f}")
-    return int(over)
+            over |= ours / theirs > MAX_GREP
+        ours, theirs = search(path, ERRORS, "--errors")
+        print(f"{'--errors':<36} {ours:>7.2f} {theirs:>7.2f} {ours / theirs:>6.2f}")
+    return int(over or ours / theirs > MAX_ERRORS)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from gptctl.logs import match
 from gptctl.logs.files import FileFilter
 from gptctl.logs.local_files import LocalFile
 from gptctl.logs.match import Errors, Grep
+from gptctl.logs.needles import Needles
 from gptctl.logs.stream import LineFilter, LogReader, merged
 from tests.unit.test_logline import PUBLISHED
 from tests.unit.test_logs import BYTES
@@ -116,6 +117,21 @@ def test_any_expression_finds_what_it_finds_in_each_line(pattern: str, lines: li
 def test_the_bytes_that_a_match_must_hold(pattern: str, needles: tuple[bytes, ...]) -> None:
     """Oracle: by eye. Without needles a search is right but slow."""
     assert Grep(pattern)._needles == needles
+
+
+@pytest.mark.parametrize("has_memmem", [True, False])
+@given(
+    words=st.lists(st.binary(min_size=1, max_size=3), min_size=1, max_size=4),
+    blocks=st.lists(st.lists(st.sampled_from([b"a", b"b", b"\0", b"\n", b"\xff"])).map(b"".join), max_size=4),
+)
+def test_needles_in_block_after_block(has_memmem: bool, words: list[bytes], blocks: list[bytes]) -> None:
+    """Oracle: `in`. What earlier blocks taught about rare bytes must not hide a needle, with or without the C library."""
+    searched = Needles([*words, b"ab", b"\n\xff"])
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_memmem:
+            patch.setattr("gptctl.logs.needles._memmem", lambda: None)
+        for block in blocks:
+            assert sorted(searched.present(block)) == sorted(n for n in [*words, b"ab", b"\n\xff"] if n in block)
 
 
 @pytest.mark.parametrize("pattern", ["(", "[a", "*", "a{99999999999}", "(?P<x", "\\"])
