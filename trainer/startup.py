@@ -30,13 +30,13 @@ def install() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(kept)
     if not any(kept):
         del os.environ["PYTHONPATH"]
-    has_next = _import_next()
+    has_users = _import_next()
     # Whatever is wrong here, the program must run.
     if "RANK" not in os.environ:
         with suppress(Exception):
             _die_with_parent()
         # Another sitecustomize may be meant for each rank: then each starts a Python of its own.
-        if os.environ.pop("GPTCTL_FORK_RANKS", None) and not has_next:
+        if os.environ.pop("GPTCTL_FORK_RANKS", None) and not has_users:
             with suppress(Exception):
                 from trainer.forked_rank import fork_ranks
 
@@ -59,7 +59,7 @@ def _import_next() -> bool:
     """
     hidden_by = sys.modules.pop("sitecustomize")
     try:
-        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+        import sitecustomize  # type: ignore[import-not-found]
     except ImportError as error:
         if error.name != "sitecustomize":
             raise
