@@ -48,10 +48,12 @@ def one_line(text: str, longest: int = LONGEST) -> str:
     """Make one bounded line of a text; control characters are shown as escapes."""
     # Cut first: a line of a log can have any length.
     text = " ".join(text[: 4 * longest].split())
-    safe = "".join(
-        character if character.isprintable() else ascii(character)[1:-1] for character in text
-    )
+    safe = text if text.isprintable() else "".join(map(_escaped, text))
     return safe if len(safe) <= longest else f"{safe[: longest - 1]}…"
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 def describe_exit(code: int | None, killer: int | None, log: str, oom: str | None = None) -> str:

@@ -20,9 +20,7 @@ from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.contract import RESULT
 from gptctl.engine.file_reading import DamagedFile, load_bytes, load_value
 from gptctl.engine.job_result import FINAL, LOST
-from gptctl.jobs.state import needs_backend
 from gptctl.jobs.store import ENDED, LABELS, REMOVED, JobRecord, Store
-from gptctl.jobs.training_progress import step_logs
 from trainer.checkpoint_names import METRICS
 
 FILE = "listed.json"  # beside the folder of the records
@@ -88,6 +86,8 @@ class ListedJobs:
 
 
 def _is_settled(found: ListedJob, row: Mapping[str, Any], latest: float) -> bool:
+    from gptctl.jobs.state import needs_backend
+
     is_final = row["state"] in FINAL and row["state"] != LOST
     is_old = all(each is None or each < latest for each in found.stamp)
     return is_final and is_old and not needs_backend(found.record)
@@ -114,6 +114,8 @@ def _measured_files(record: JobRecord) -> list[str]:
     """The files that tell how far a job came; see `training_progress.py`."""
     if record.output_dir:
         return [os.path.join(record.output_dir, name) for name in (METRICS, "status.json")]
+    from gptctl.jobs.training_progress import step_logs
+
     return list(map(str, step_logs(record)))
 
 
