@@ -111,7 +111,9 @@ gpu: $(READY)
 	@$(BIN)/python -m tests.gpu
 	@$(BIN)/python -m pytest -m 'gpu or not long' -s -rs tests/gpu
 
+# Each bench adds its rows to bench.json; tests/bench/compare.py compares two of these files.
 bench: $(READY)
+	@[ -n "$$BENCH_MORE" ] || rm -f bench.json
 	@$(BIN)/python tests/bench/startup.py
 	@$(BIN)/python tests/bench/start.py
 	@$(BIN)/python tests/bench/follow.py

@@ -13,11 +13,22 @@ CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]"
 )
+LONGEST_TIME = 1e12  # seconds; a log line may contain any number
 
 
 def clean(text: str) -> str:
     """Remove escape sequences and control characters; keep tabs and newlines."""
-    return CONTROL.sub("", text)
+    # None of them is printable, and almost every text is: searching takes ten times as long.
+    return text if text.isprintable() else CONTROL.sub("", text)
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as `0:40`, `1:02:03` or, from one day on, `2 d 03:04`."""
+    minutes, second = divmod(max(0, int(min(seconds, LONGEST_TIME))), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24:,} d {hours % 24:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def clock_time(moment: float) -> str:

@@ -11,23 +11,24 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from gptctl.deadline import Deadline
 from gptctl.engine.cause import Cause
 from gptctl.engine.contract import LAUNCH_SCRIPT
-from gptctl.engine.first_failure import cause_on_nodes
 from gptctl.engine.job_result import LOST, PENDING, UNKNOWN, Result
-from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.engine.processes import is_alive, is_here
 from gptctl.engine.run_folder import RunFolder
 from gptctl.jobs.store import JobRecord
-from gptctl.planning.build import IN_PLACE, JobIdentity, PlanDefaults, Site, build_plan
 from gptctl.reporting import Fetched, FetchOptions, Say, ShowProgress, Waiting
-from gptctl.spec.check import Checked
 from gptctl.spec.cluster_kinds import KINDS
-from trainer.config import Override
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError
+
+if TYPE_CHECKING:
+    from gptctl.engine.launch_plan import LaunchPlan
+    from gptctl.planning.build import JobIdentity, PlanDefaults, Site
+    from gptctl.spec.check import Checked
+    from trainer.config import Override
 
 
 class JobState(NamedTuple):
@@ -56,6 +57,8 @@ def cause_in_folder(record: JobRecord, folder: RunFolder) -> Cause | None:
     first = next((node for node, code in codes.items() if code), None)
     if first is None:
         return None
+    from gptctl.engine.first_failure import cause_on_nodes
+
     return cause_on_nodes(folder, attempt, record.log_dir, codes, first)
 
 
@@ -81,9 +84,13 @@ class Backend(Protocol):
         self,
         checked: Checked,
         site: Site,
-        identity: JobIdentity = IN_PLACE,
+        identity: JobIdentity | None = None,
         overrides: Sequence[Override] = (),
     ) -> LaunchPlan:
+        # Imported here: configs take half of a start, and verbs such as `list` read none.
+        from gptctl.planning.build import IN_PLACE, build_plan
+
+        identity = identity or IN_PLACE
         defaults = self.plan_defaults(checked, site, identity)
         return build_plan(checked, site, identity, overrides, defaults)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,18 +185,19 @@ class Listing:
         return [{**row, **self._size_facts(row["job"])} for row in rows]
 
     def _rows_of(self, records: Sequence[JobRecord]) -> list[dict[str, Any]]:
-        from gptctl.jobs import job_status
-
         known = self._kept.known if self._kept else {}
         rows = [
-            known[record.id].row
-            if record.id in known
-            else job_status.row_in_state(record, self._states[record.id])
+            known[record.id].row if record.id in known else self._new_row(record)
             for record in records
         ]
         if self._kept:
             self._kept.keep(rows)
         return rows
+
+    def _new_row(self, record: JobRecord) -> dict[str, Any]:
+        from gptctl.jobs.job_status import row_in_state
+
+        return row_in_state(record, self._states[record.id])
 
     def _records(self) -> list[JobRecord]:
         from gptctl.jobs.listed_jobs import ListedJobs
@@ -226,13 +227,17 @@ class Listing:
     def _ask(self, records: Sequence[JobRecord]) -> None:
         """Ask for the states of these jobs, all at once: one query to Slurm answers for many."""
         from gptctl.backends import JobState
-        from gptctl.jobs import job_status
 
         if self._kept:
             self._kept.prepare(records)
             rows = {name: each.row for name, each in self._kept.known.items()}
             self._states |= {n: JobState(row["state"], row["reason"]) for n, row in rows.items()}
         left = [record for record in records if record.id not in self._states]
+        if not left:
+            return
+        # Imported here: with the backends it takes longer than a list whose rows were kept.
+        from gptctl.jobs import job_status
+
         self._states |= job_status.known_states(left, self._session.backends, self._deadline)
 
     def _measure(self, records: Sequence[JobRecord]) -> None:
@@ -269,7 +274,7 @@ def measured(records: Sequence[JobRecord]) -> dict[str, DiskUse]:
 def print_rows(listing: Listing, rows: Sequence[Mapping[str, Any]]) -> None:
     from gptctl.cli import ui
 
-    texts = [cells_of(row) for row in rows]
+    texts = list(cells_of(rows))
     shown = [
         column
         for column in LIST_COLUMNS
@@ -282,42 +287,55 @@ def print_rows(listing: Listing, rows: Sequence[Mapping[str, Any]]) -> None:
     ui.print_table(title_of(listing, rows), shown, cells)
 
 
-def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """The columns of a row, as people read them."""
+def cells_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+    """The columns of rows, as people read them."""
     from gptctl.engine.error_text import one_line
-    from gptctl.jobs.disk_use import DiskUse
     from gptctl.jobs.labels import LONGEST_NOTE, tags_text
     from gptctl.jobs.progress_text import list_cells, state_text
     from gptctl.jobs.store import short_id
     from gptctl.text import clock_time
 
-    has_size = row["size"] is not None
-    return {
-        **{name: row[name] for name in ("job", "cluster", "reason")},
-        "state": state_text(dict(row)),
-        **list_cells(dict(row)),
-        "ranks": f"{row['nodes']} × {row['world_size'] // row['nodes']}",
-        "created": clock_time(row["created"]),
-        # The hash of the job that it continues: short, and enough for any command.
-        "from": short_id(row["continues"] or ""),
-        "size": str(DiskUse(row["size"], row["size_is_complete"])) if has_size else "",
-        "tags": tags_text(row["tags"]),
-        "note": one_line(row["note"] or "", LONGEST_NOTE),
-    }
+    for row in rows:
+        yield {
+            **{name: row[name] for name in ("job", "cluster", "reason")},
+            "state": state_text(row),
+            **list_cells(row),
+            "ranks": f"{row['nodes']} × {row['world_size'] // row['nodes']}",
+            "created": clock_time(row["created"]),
+            # The hash of the job that it continues: short, and enough for any command.
+            "from": short_id(row["continues"]) if row["continues"] else "",
+            "size": _size_text(row),
+            "tags": tags_text(row["tags"]),
+            "note": one_line(row["note"], LONGEST_NOTE) if row["note"] else "",
+        }
+
+
+def _size_text(row: Mapping[str, Any]) -> str:
+    if row["size"] is None:
+        return ""
+    # Imported here: only --size needs what counts bytes, with its threads.
+    from gptctl.jobs.disk_use import DiskUse
+
+    return str(DiskUse(row["size"], row["size_is_complete"]))
 
 
 def title_of(listing: Listing, rows: Sequence[Mapping[str, Any]]) -> str:
     """How many jobs are shown, what they take, and how to see the others."""
-    from gptctl.jobs.disk_use import DiskUse, total_use
     from gptctl.text import count
 
-    sizes = [
-        DiskUse(row["size"], row["size_is_complete"]) for row in rows if row["size"] is not None
-    ]
-    size = f", {total_use(sizes)}" if sizes else ""
-    parts = [f"{count(len(rows), 'job')}{size}"]
+    parts = [f"{count(len(rows), 'job')}{_total_text(rows)}"]
     if listing.is_plain and listing.more:
         parts.append(f"--all shows {listing.more:,} more, older or removed")
     elif listing.more:
         parts.append(f"--limit {len(rows) + listing.more} shows {listing.more:,} more")
     return "; ".join(parts)
+
+
+def _total_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    measured_rows = [row for row in rows if row["size"] is not None]
+    if not measured_rows:
+        return ""
+    from gptctl.jobs.disk_use import DiskUse, total_use
+
+    sizes = [DiskUse(row["size"], row["size_is_complete"]) for row in measured_rows]
+    return f", {total_use(sizes)}"

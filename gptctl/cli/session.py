@@ -45,12 +45,16 @@ class Session:
         """Open the job store, and clean up after any gptctl that was killed during a submit."""
         from gptctl.cli import ui
         from gptctl.jobs.store import Store
-        from gptctl.jobs.submit import finish_interrupted_submits
 
         # Before any verb reads it: a half-submitted job must not be listed or chosen as the latest.
         store = Store()
-        for note in finish_interrupted_submits(store, self.backends):
-            ui.say(f"note: {note}")
+        store.remove_temporary_files()
+        if store.has_pending():
+            # Imported here: it loads half of gptctl, and most stores have nothing half-submitted.
+            from gptctl.jobs.submit import finish_interrupted_submits
+
+            for note in finish_interrupted_submits(store, self.backends):
+                ui.say(f"note: {note}")
         return store
 
     def backend_of(self, record: JobRecord) -> Backend:

@@ -22,8 +22,8 @@ from gptctl.cli.top_rank_grid import rank_lines
 from gptctl.engine.job_result import FINAL
 from gptctl.jobs.job_reading import RankLog
 from gptctl.jobs.top_snapshot import JobDetail, MetricCurve, averaged
-from gptctl.logs.progress import duration, evaluation_text, step_text
-from gptctl.text import clock_time, count, size_text
+from gptctl.logs.progress import evaluation_text, step_text
+from gptctl.text import clock_time, count, duration, size_text
 from trainer.errors import UserError
 from trainer.logline import PREFIX, parse_evaluation_line, parse_train_line
 

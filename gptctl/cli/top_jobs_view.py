@@ -18,8 +18,7 @@ from gptctl.cli.styled_lines import (
 )
 from gptctl.engine.job_result import COMPLETED, PENDING, RUNNING
 from gptctl.jobs.top_snapshot import JobSummary, averaged
-from gptctl.logs.progress import duration
-from gptctl.text import count
+from gptctl.text import count, duration
 
 LARGE = 1e9
 LONGEST_JOB = 28

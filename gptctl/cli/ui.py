@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -187,7 +186,7 @@ def has_colours() -> bool:
 
 def chart_size() -> ChartSize:
     """Return the size of a chart: the window, but for the prompt; a page if there is no window."""
-    lines = shutil.get_terminal_size().lines
+    lines = _assumed_size().lines
     with suppress(OSError, ValueError):
         lines = os.get_terminal_size(sys.stdout.fileno()).lines or lines
     return ChartSize(
@@ -201,7 +200,14 @@ def terminal_width(stream: Any = None) -> int:
     with suppress(OSError, ValueError):
         if columns := os.get_terminal_size((stream or sys.stdout).fileno()).columns:
             return columns
-    return shutil.get_terminal_size().columns
+    return _assumed_size().columns
+
+
+def _assumed_size() -> os.terminal_size:
+    # Imported here: shutil loads two libraries for compression, which few commands need.
+    from shutil import get_terminal_size
+
+    return get_terminal_size()
 
 
 def print_box(title: str, body: str | Sequence[tuple[str, str]], colour: str = "cyan") -> None:
@@ -372,13 +378,10 @@ def print_table(
 def _print_plain_table(title: str, names: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     """Print columns for pipes and tests: no frames, no colours, no wrapping."""
     # A cell of several lines would break the columns.
-    flat = [[cell.replace("\n", "; ") for cell in row] for row in cells]
-    widths = [
-        max([len(name), *(len(row[index]) for row in flat)]) for index, name in enumerate(names)
-    ]
-    print(clean(title))
-    for row in [list(names), *flat]:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip())
+    rows = [names, *([cell.replace("\n", "; ") for cell in row] for row in cells)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    print(clean(title), *lines, sep="\n")
 
 
 def _print_rich_table(

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from gptctl.engine.atomic_files import private_files, replacing
-from gptctl.engine.attempt_outcome import exits_and_stopped
 from gptctl.engine.file_reading import DamagedFile, is_time, notice, read_json
 from gptctl.engine.job_result import FINAL
 from gptctl.engine.run_folder import RunFolder
@@ -138,6 +137,8 @@ def missing_folder(record: JobRecord, hint: str = "") -> UserError:
 
 def facts_of(record: JobRecord) -> dict[str, Any]:
     """Read from the run folder what `gptctl status` shows besides the state."""
+    # Imported here: it loads all that finds the first failure, which a submit does not need.
+    from gptctl.engine.attempt_outcome import exits_and_stopped
     from gptctl.jobs.training_progress import trainer_status
 
     folder = RunFolder(record.local_dir)

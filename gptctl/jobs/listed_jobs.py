@@ -18,17 +18,14 @@ from typing import Any, NamedTuple
 from gptctl import __version__
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.contract import RESULT
-from gptctl.engine.file_reading import DamagedFile, load_bytes, load_value
+from gptctl.engine.file_reading import DamagedFile, load_bytes, load_own_value
 from gptctl.engine.job_result import FINAL, LOST
-from gptctl.jobs.state import needs_backend
 from gptctl.jobs.store import ENDED, LABELS, REMOVED, JobRecord, Store
-from gptctl.jobs.training_progress import step_logs
 from trainer.checkpoint_names import METRICS
 
 FILE = "listed.json"  # beside the folder of the records
-FORM = f"1 {__version__}"  # another version may make other rows
+FORM = f"2 {__version__}"  # another version may make other rows
 MOST_BYTES = 256 << 20
-MOST_VALUES = 20_000_000
 MOST_JOBS = 50_000
 LEAST_NEW = 20  # rows; reading fewer again costs less than writing all
 SETTLED = 2.0  # seconds after which a file that changes again has another time
@@ -83,11 +80,19 @@ class ListedJobs:
         # Only a job without a folder is told by the history; and this list may write it.
         notes = (REMOVED, LABELS) if folder else (REMOVED, LABELS, ENDED)
         others = [self._stamps.get(f"{record.id}{suffix}", (None,))[0] for suffix in notes]
-        paths = (os.path.join(record.local_dir, RESULT), *files)
-        return [*own, *others, folder, *map(_changed, paths)]
+        # Not os.path.join, which takes as long as asking for the time.
+        return [
+            *own,
+            *others,
+            folder,
+            _changed(f"{record.local_dir}/{RESULT}"),
+            *map(_changed, files),
+        ]
 
 
 def _is_settled(found: ListedJob, row: Mapping[str, Any], latest: float) -> bool:
+    from gptctl.jobs.state import needs_backend
+
     is_final = row["state"] in FINAL and row["state"] != LOST
     is_old = all(each is None or each < latest for each in found.stamp)
     return is_final and is_old and not needs_backend(found.record)
@@ -114,6 +119,8 @@ def _measured_files(record: JobRecord) -> list[str]:
     """The files that tell how far a job came; see `training_progress.py`."""
     if record.output_dir:
         return [os.path.join(record.output_dir, name) for name in (METRICS, "status.json")]
+    from gptctl.jobs.training_progress import step_logs
+
     return list(map(str, step_logs(record)))
 
 
@@ -122,9 +129,9 @@ def _load(file: Path) -> list[ListedJob]:
         head, _, body = load_bytes(file, MOST_BYTES).partition(b"\n")
         if head != _head(body):
             return []
-        found = load_value(body, MOST_VALUES)
     except (OSError, DamagedFile):
         return []
+    found = load_own_value(body)
     return [
         ListedJob(JobRecord(**record), row, files, stamp) for record, row, files, stamp in found
     ]
@@ -143,5 +150,7 @@ def _write(file: Path, jobs: Sequence[ListedJob]) -> None:
 
 
 def _plain(record: JobRecord) -> dict[str, Any]:
-    values = record._asdict()
-    return {n: dict(v) if isinstance(v, Mapping) else v for n, v in values.items()}
+    """The fields that differ from their defaults: half of them, and so half to read."""
+    values, defaults = record._asdict(), JobRecord._field_defaults
+    chosen = {n: v for n, v in values.items() if n not in defaults or v != defaults[n]}
+    return {n: dict(v) if isinstance(v, Mapping) else v for n, v in chosen.items()}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gptctl.engine.file_reading import is_time
-from gptctl.jobs.job_phase import phase_text
-from gptctl.logs.progress import duration
-from gptctl.text import clock_time
+from gptctl.text import clock_time, duration
 
 LARGE = 1e9
-Facts = dict[str, Any]  # a row of `gptctl list --json`
+Facts = Mapping[str, Any]  # a row of `gptctl list --json`
 
 
 def list_cells(facts: Facts) -> dict[str, str]:
@@ -44,6 +43,8 @@ def age_text(seconds: float) -> str:
 
 def status_pairs(facts: Facts, now: float) -> list[tuple[str, str]]:
     """The lines of `gptctl status` that tell how far a job is."""
+    from gptctl.jobs.job_phase import phase_text
+
     progress, cells = facts["progress"] or {}, list_cells(facts)
     done = f" ({cells['done']})" if cells["done"] else ""
     valid = _number(progress.get("valid_loss"), ".4f")

@@ -10,15 +10,17 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from gptctl.backends import JobState
 from gptctl.engine.job_result import FINAL, PENDING, RUNNING, UNKNOWN
 from gptctl.jobs.labels import Labels, LabelStore, Tag
 from gptctl.jobs.last_state import last_state
 from gptctl.jobs.store import JobRecord, Store
 from gptctl.text import clock_time, count, some_of
 from trainer.errors import WRONG_USAGE, UserError, closest, one_of
+
+if TYPE_CHECKING:
+    from gptctl.backends import JobState
 
 STATES = (RUNNING, PENDING, UNKNOWN, *FINAL)
 CLOCK_ERROR = 86_400.0  # seconds: a file server may have another time than this machine

@@ -28,6 +28,7 @@ from gptctl.spec.resources import home
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError, closest
 
 SCHEMA = 1
+PENDING = ".pending"  # marks the record of a job that its backend has not accepted yet
 # Files beside the record of a job: see `history.py`, `labels.py` and `costs.py`.
 ENDED, REMOVED, LABELS, COSTS = ".ended", ".removed", ".labels", ".costs"
 NEWEST = 500  # records that are searched for the latest job of a folder: opening all may be slow
@@ -35,6 +36,7 @@ ABANDONED = 3600.0  # seconds: no gptctl takes that long to write a temporary fi
 MAX_RECORD = 1 << 20  # bytes that are read of a record: a damaged one may be of any size
 _HASH = re.compile(r"-([0-9a-f]{6}(?:-\d+)?)$")  # of `gpt-3f9a2c` and `gpt-3f9a2c-2`
 _COMPLETE = re.compile(r"(^|-)[0-9a-f]{6}(-\d+)?$")  # an id or a hash, not only the start of one
+_TEMPORARY = re.compile(r"\..+\.\d+|.+\.(json|ended|removed|labels|costs)\.part\d+")
 _SET_ASIDE = re.compile(r"(.+)\.json\.\d+")  # a damaged record, with the time when it was moved
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -146,8 +148,17 @@ class Store:
 
     def pending(self) -> list[JobRecord]:
         """Jobs that are being submitted, or whose gptctl was killed while it submitted them."""
-        markers = sorted(self.folder.glob("*.pending"))
-        return [record for marker in markers if (record := self._valid_record(marker.name))]
+        return [record for name in self._named(PENDING) if (record := self._valid_record(name))]
+
+    def has_pending(self) -> bool:
+        return bool(self._named(PENDING))
+
+    def _named(self, suffix: str) -> list[str]:
+        """The files with this suffix, by name."""
+        try:
+            return sorted(name for name in os.listdir(self.folder) if name.endswith(suffix))
+        except OSError:  # missing, or `ids` says why it cannot be read
+            return []
 
     def ids(self) -> list[str]:
         """All job ids, oldest first."""
@@ -155,8 +166,8 @@ class Store:
         # submission, and opening thousands of files would be slow.
         try:
             with os.scandir(self.folder) as entries:
-                times = {
-                    entry.name.removesuffix(".json"): _changed(entry)
+                files = {
+                    entry.name.removesuffix(".json"): entry
                     for entry in entries
                     if entry.name.endswith(".json") and not entry.name.startswith(".")
                 }
@@ -167,11 +178,11 @@ class Store:
             raise UserError(
                 f"cannot read {self.folder}: {error.strerror}", hint, OUT_OF_REACH
             ) from None
-        return in_order(self.folder, sorted(times, key=lambda name: (times[name], name)))
+        return in_order(self.folder, files, lambda name: _changed(files[name]))
 
     def present_ids(self) -> list[str]:
         """The ids of jobs that `gptctl rm` has not removed, oldest first."""
-        removed = {file.name.removesuffix(REMOVED) for file in self.folder.glob(f"*{REMOVED}")}
+        removed = {name.removesuffix(REMOVED) for name in self._named(REMOVED)}
         return [job_id for job_id in self.ids() if job_id not in removed]
 
     def records(self, last: int | None = None) -> list[JobRecord]:
@@ -197,9 +208,9 @@ class Store:
             names = os.listdir(self.folder)
         except OSError:  # missing, or `ids` says why it cannot be read
             return
-        for name in filter(
-            re.compile(r"\..+\.\d+|.+\.(json|ended|removed|labels|costs)\.part\d+").fullmatch, names
-        ):
+        # By their last character first: almost all names are those of records.
+        numbered = [name for name in names if name[-1].isdigit()]
+        for name in filter(_TEMPORARY.fullmatch, numbered):
             with suppress(OSError):
                 # Whatever the clock says: not those of a process that may be writing.
                 is_old = time.time() - (self.folder / name).stat().st_mtime > ABANDONED
@@ -289,7 +300,7 @@ class Store:
         return self.folder / f"{job_id}.json"
 
     def _pending(self, record: JobRecord) -> Path:
-        return self.folder / f"{record.id}.{record.token}.pending"
+        return self.folder / f"{record.id}.{record.token}{PENDING}"
 
     def _set_aside(self, name: str, reason: str) -> None:
         """Move a damaged record away, so that it is reported once and can still be inspected."""
@@ -368,7 +379,7 @@ def _read(file: Path) -> JobRecord:
     for name, is_valid in _rules(record).items():
         if not is_valid:
             raise DamagedFile(f"{name} is invalid")
-    if file.name not in (f"{record.id}.json", f"{record.id}.{record.token}.pending"):
+    if file.name not in (f"{record.id}.json", f"{record.id}.{record.token}{PENDING}"):
         raise DamagedFile("id is invalid")
     return record
 

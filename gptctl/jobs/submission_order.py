@@ -6,7 +6,7 @@ be the last one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,13 +22,18 @@ def append_to_order(folder: Path, name: str) -> None:
         append_line(folder / ORDER, name)
 
 
-def in_order(folder: Path, names: Sequence[str]) -> list[str]:
-    """Sort names that are sorted by time: those in the list change places among each other.
+def in_order(folder: Path, names: Collection[str], time_of: Callable[[str], float]) -> list[str]:
+    """Sort names by their times, then let those in the list change places among each other.
 
     Names of older versions are not in the list, and keep their places.
     """
     lines = read_text(folder / ORDER).split("\n")
     # An id that was removed may be used again: its last line counts.
     places = {line: number for number, line in enumerate(lines)}
-    listed = iter(sorted((name for name in names if name in places), key=places.__getitem__))
-    return [next(listed) if name in places else name for name in names]
+    listed = sorted((name for name in names if name in places), key=places.__getitem__)
+    # Mostly these are all, and then nobody needs the times.
+    if len(listed) == len(names):
+        return listed
+    by_time = sorted((time_of(name), name) for name in names)
+    following = iter(listed)
+    return [next(following) if name in places else name for _, name in by_time]

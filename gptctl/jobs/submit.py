@@ -368,7 +368,6 @@ def undo(record: JobRecord, store: Store, backend: Backend, was_sent: bool = Tru
 
 def finish_interrupted_submits(store: Store, backends: Backends) -> list[str]:
     """Complete or undo what a killed gptctl left half-submitted; return messages for the user."""
-    store.remove_temporary_files()
     # A gptctl that is still running, or may be running on another machine, settles its own job.
     interrupted = [
         record

@@ -131,8 +131,8 @@ class SweepStore:
         files = self.folder.glob("*.json")
         found = [sweep for file in files if (sweep := _read(file))]
         known = {sweep.id: sweep for sweep in found}
-        by_time = sorted(known, key=lambda name: (known[name].created, name))
-        return [known[name] for name in in_order(self.folder, by_time)]
+        ids = in_order(self.folder, known, lambda name: known[name].created)
+        return [known[name] for name in ids]
 
     def find(self, name: str | None) -> SweepRecord:
         """Find a sweep by id or unique prefix; without a name, the latest."""

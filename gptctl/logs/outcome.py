@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from gptctl.engine.job_result import COMPLETED, FAILED
-from gptctl.logs.progress import StepHistory, duration
+from gptctl.logs.progress import StepHistory
+from gptctl.text import duration
 
 MOST_CHECKPOINTS = 6  # listed one by one; more would not fit on a line
 MORE_STEPS = 2  # the suggested next run trains for this many times the steps

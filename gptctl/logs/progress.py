@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from gptctl.text import duration
 from trainer.logline import Evaluation, TrainLine
 
 LONGEST_BAR, SHORTEST_BAR = 40, 8
-LONGEST = 1e12  # seconds; a log line may contain any number
 RECENT = 10  # train lines whose mean is the current speed
 
 
@@ -65,15 +65,6 @@ def _cost(line: TrainLine) -> float | None:
     if math.isfinite(line.avg_batch_cost) and line.avg_batch_cost > 0:
         return line.avg_batch_cost
     return 1 / line.speed if math.isfinite(line.speed) and line.speed > 0 else None
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as `0:40`, `1:02:03` or, from one day on, `2 d 03:04`."""
-    minutes, second = divmod(max(0, int(min(seconds, LONGEST))), 60)
-    hours, minute = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24:,} d {hours % 24:02}:{minute:02}"
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 class Position(NamedTuple):

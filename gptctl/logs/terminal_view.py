@@ -19,7 +19,6 @@ from gptctl.logs.printer import Printer, hidden_text
 from gptctl.logs.progress import (
     Position,
     StepHistory,
-    duration,
     evaluation_text,
     progress_text,
     seconds_per_step,
@@ -28,6 +27,7 @@ from gptctl.logs.progress import (
 from gptctl.logs.rank_count import RankWatch, count_text, first_start
 from gptctl.logs.stream import Line
 from gptctl.logs.tables import failure_line, failure_of
+from gptctl.text import duration
 from trainer.logline import Evaluation, TrainLine, announced_steps, is_mingpt_train_line
 
 

@@ -19,14 +19,13 @@ from gptctl.jobs.ledger import ACCOUNTS, COMPUTE, Ledger
 from gptctl.jobs.progress_text import list_cells, state_text
 from gptctl.jobs.run_report import RunReport
 from gptctl.jobs.timeline import Event
-from gptctl.logs.progress import duration
 from gptctl.pages.config_tables import differences, everything
 from gptctl.pages.curves import COLOURS, charts
 from gptctl.pages.markup import Markup, element, joined
 from gptctl.pages.page_parts import cut, folded, pairs, section, table
 from gptctl.pages.rank_section import colour_scale, rank_section
 from gptctl.pages.time_strip import time_strip
-from gptctl.text import clock_time, count, plain_value, some_of
+from gptctl.text import clock_time, count, duration, plain_value, some_of
 
 GENERATOR = "gptctl report"
 MOST_EVENTS = 500  # of a run, the newest ones

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from gptctl.engine.events import FAILURE
 from gptctl.jobs.costs import JobTimes
 from gptctl.jobs.ledger import ACCOUNTS, AttemptCosts
-from gptctl.logs.progress import duration
 from gptctl.pages.markup import Markup, element
+from gptctl.text import duration
 from trainer.event_names import COMMITTED, EVALUATION, FIRST_STEP, STOP
 
 WIDTH, HEIGHT, MARKS = 1000, 40, 12  # units of the picture, which the page stretches

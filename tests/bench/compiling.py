@@ -13,6 +13,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.bench.recorder import record
 from tests.bench.training import LARGE, SMALL, Cost, Size, cost, ours, ratio
 
 
@@ -29,6 +30,7 @@ def report(size: Size, rounds: int, steps: int) -> None:
             compiled.append(cost(lambda: fast.steps(steps), steps))
     tokens = size.batch * size.block
     speeds = [tokens / median(each.wall for each in costs) for costs in (eager, compiled)]
+    record(f"compiled step of {size}", ours=[c.wall for c in compiled], peer=[c.wall for c in eager])
     print(f"{size}: {speeds[0]:.0f} tokens/s, compiled {speeds[1]:.0f} tokens/s")
     print(
         f"  compiled: {ratio(compiled, eager, 'wall'):.3f} of the wall time, {ratio(compiled, eager, 'cpu'):.3f} of the "

@@ -32,6 +32,8 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import tokenizers
 
+from tests.bench.recorder import record
+
 VOCABULARY, ROUNDS, CHUNK = 32_000, 3, 1000
 CORES = len(os.sched_getaffinity(0))
 
@@ -151,6 +153,7 @@ def main(megabytes: float) -> None:
         print(f"  {name:<9} {size / median(times):6.2f} MB/s   {len(documents) / median(times):8.0f} docs/s")
     for name in ("alone", "Megatron"):
         ratios = sorted(theirs / ours for theirs, ours in zip(seconds[name], seconds["prepare"]))
+        record(f"prepare of {size:.0f} MB against {name}", ours=seconds["prepare"], peer=seconds[name])
         print(f"  prepare is {median(ratios):.2f} × {name} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
 
 

@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from tests.bench.recorder import record
+
 MIB, RANKS = 1 << 20, 4
 LIMIT = 3.0  # times the largest tensor
 
@@ -135,6 +137,8 @@ def report(preset: str) -> None:
     for name, cost in (("export", mine), ("import", returned), ("export, all at once", peer)):
         times = f"{cost['peak'] / MIB:.0f} MiB = {cost['peak'] / largest:.2f} × the largest tensor"
         print(f"{preset}: {name}: peak {times}, {cost['seconds']:.1f} s", flush=True)
+    record(f"export of {preset}, seconds", ours=[mine["seconds"]], peer=[peer["seconds"]])
+    record(f"export of {preset}, memory", ours=[mine["peak"] / largest], goal=LIMIT, unit="of the largest tensor")
     verdict = "ok" if mine["peak"] <= LIMIT * largest else f"OVER {LIMIT:g}"
     print(f"{preset}: limit of the export: {LIMIT:g} × {largest / MIB:.0f} MiB: {verdict}", flush=True)
 

@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+from tests.bench.recorder import record
 from tests.gpt2 import gpt2_of
 from trainer.config import Override, load
 from trainer.config.sections import Generation
@@ -90,6 +91,7 @@ def main() -> None:
             continue
         ours, theirs = measure(*sizes)
         ratios = [a / b for a, b in zip(ours, theirs)]
+        record(f"generation, {name}", ours=ours, peer=theirs, unit="tokens/s", more_is_better=True)
         print(
             f"{name:<36} ours {statistics.median(ours):8.1f}   transformers {statistics.median(theirs):8.1f}   "
             f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",

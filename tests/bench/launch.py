@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.bench.recorder import record
 from tests.integration.ssh.desk import Desk
 from tests.lab import Lab, missing
 from tests.lab.shares import Shares
@@ -65,6 +66,7 @@ def measure(rounds: int, share: float | None) -> Times:
 
 def main() -> int:
     own = measure(rounds=5, share=SHARE)
+    record(f"start of {HOSTS} hosts", ours=[own.all_of_them], peer=[own.one], goal=MAX_RATIO)
     print(f"{own} (budget {MAX_RATIO}), each host with {SHARE:.0%} of a core")
     print(f"{measure(rounds=5, share=None)}, hosts that share {os.cpu_count()} cores")
     return int(own.ratio > MAX_RATIO)

@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.bench.recorder import record
 from tests.bench.training import SMALL, Cost, cost, ours, ratio
 from trainer.events import NO_EVENTS, Events
 from trainer.step_times import WAIT, HostSpans, measured
@@ -65,6 +66,7 @@ def main() -> None:
         f"  measured: {ratio(measured_loop, plain, 'wall'):.4f} of the wall time, "
         f"{ratio(measured_loop, plain, 'cpu'):.4f} of the CPU seconds (medians of {len(plain)} turns)"
     )
+    record("measured steps, CPU", ours=[c.cpu for c in measured_loop], peer=[c.cpu for c in plain], goal=1.01)
     wait = time_of_a_wait()
     print(f"  a measured wait: {1e6 * wait:.2f} µs; 40 of them are {100 * 40 * wait / step:.3f} % of a step")
 

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainer.parallel.sharding  # noqa: F401 - imported once, for all forks
+from tests.bench.recorder import record
 from tests.bench.training import Cost, Ours, Size, config, cost, ratio
 from tests.ranks import fork, free_port
 from trainer.config.resolve import layout_of
@@ -154,6 +155,9 @@ def report_steps(size: Size, which: str, rounds: int, steps: int) -> None:
     for name, mine in spent.items():
         cpu, wall, reference = ratio(mine, alone, "cpu"), ratio(mine, alone, "wall"), getattr(CASES[name], which)
         print(f"  {name:<34} {cpu:>9.2f} {wall:>10.2f} {reference or '':>13} {mark(cpu, reference)}", flush=True)
+        for what in ("wall", "cpu"):
+            each = [[getattr(c, what) for c in costs] for costs in (mine, alone)]
+            record(f"{name}, {size}, {what}", ours=each[0], peer=each[1], goal=reference if what == "cpu" else None)
 
 
 def mark(measured: float, reference: float | None) -> str:
@@ -294,7 +298,9 @@ def loss_time(rounds: int) -> float:
 def report_loss(rounds: int) -> None:
     print(f"loss of {TOKENS} tokens, {HIDDEN} hidden, vocabulary {VOCAB}: forward and backward")
     for name, reference in LOSS_MB.items():
-        used = median(loss_memory(name) for _ in range(rounds))
+        each = [loss_memory(name) for _ in range(rounds)]
+        used = median(each)
+        record(f"loss, {name}, memory", ours=each, goal=reference, unit="MB")
         print(
             f"  {name:<12} {used:>6.0f} MB beside inputs and gradients, reference {reference} {mark(used, reference)}"
         )

@@ -26,6 +26,8 @@ Runner = Callable[[tuple[int, ...], int, "Stopwatch", str], None]
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tests.bench.recorder import record
+
 # Layers, hidden, heads, block, batch. Nothing is tuned to the first two only.
 SIZES = {"4x128": (4, 128, 4, 64, 12), "8x512": (8, 512, 8, 128, 16), "6x384": (6, 384, 6, 256, 8)}
 VOCAB = 96
@@ -198,6 +200,9 @@ def main() -> int:
         walls = {name: median(turn["wall"] for turn in each) for name, each in turns.items()}
         cpus = {name: median(turn["cpu"] for turn in each) for name, each in turns.items()}
         for name in RUNNERS:
+            if name != "ours":
+                mine, theirs = ([turn["wall"] for turn in turns[each]] for each in ("ours", name))
+                record(f"step of {size} against {name}", ours=mine, peer=theirs, goal=1.0)
             rate, wall, cpu = batch * block / walls[name], walls[name] / walls["ours"], cpus[name] / cpus["ours"]
             print(
                 f"  {name:<28} {walls[name] * 1e3:8.1f} ms  {rate:7.0f} tokens/s  {wall:.2f} × our time, {cpu:.2f} × our CPU seconds"

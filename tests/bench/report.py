@@ -20,6 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tests.bench.recorder import record
 from tests.job_records import add_job
 
 STEPS = 10_000
@@ -99,6 +100,7 @@ def main() -> int:
             size = page.stat().st_size / 1000
             is_over |= cost.wall > MOST_SECONDS or cost.memory_mb > MOST_MB or size > MOST_KB * max(1, runs)
             ratio = cost.cpu / reading.cpu
+            record(f"report of {runs} runs of {ranks} ranks, CPU", ours=[cost.cpu], peer=[reading.cpu])
             print(
                 f"{runs:4}  {ranks:5}  {cost.wall:6.2f}  {cost.cpu:5.2f}  {ratio:9.2f}  {cost.memory_mb:7.0f}  {size:7.0f}"
             )

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+from tests.bench.recorder import record
 from tests.job_records import add_job
 
 RANKS, STEPS, NODES = 1024, 10_000, 128
@@ -142,6 +143,7 @@ def main() -> int:
     print(f"{'top, 1,024 ranks x 10,000 steps':<32} {'CPU':>6} {'RSS MB':>7} {'start, CPU s':>13}")
     for what, seen in found.items():
         print(f"{what:<32} {seen.cpu_share:>6.1%} {seen.max_rss_mb:>7.0f} {seen.first:>13.2f}")
+        record(f"top of {what}, share of a core", ours=[seen.cpu_share], goal=MAX_SHARE, unit="cores")
     over = any(seen.cpu_share > MAX_SHARE or seen.max_rss_mb > MAX_RSS_MB for seen in found.values())
     return int(over)
 

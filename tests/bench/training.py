@@ -25,6 +25,7 @@ configure_threads()
 import torch
 import torch.nn.functional as F
 
+from tests.bench.recorder import record
 from trainer.checkpoint import Checkpoints
 from trainer.config import Override, load
 from trainer.config.sections import RunConfig
@@ -176,6 +177,8 @@ def report_step(size: Size, rounds: int, steps: int) -> None:
     print(
         f"  against the bare loop: {ratio(mine, plain, 'cpu'):.3f} of its CPU seconds, {ratio(mine, plain, 'wall'):.3f} of its wall time"
     )
+    for what in ("wall", "cpu"):
+        record(f"step of {size}, {what}", ours=[getattr(c, what) for c in mine], peer=[getattr(c, what) for c in plain])
     share, rate = matrix_products(size, 3)
     print(f"  matrix products take {share:.0%} of the step, at {rate / peak:.0%} of the GEMM peak")
 
@@ -223,6 +226,7 @@ def report_two_processes(size: Size, rounds: int, steps: int) -> None:
         two = tokens_per_cpu_second(size, 2, 1, steps)
         one = tokens_per_cpu_second(size, 1, 2, steps)
         ratios.append(two / one)
+    record(f"tokens per CPU second of two processes, {size}", ours=ratios, unit="of one", more_is_better=True)
     print(f"{size}: two processes reach {median(ratios):.2f} of the tokens per CPU second of one with two threads")
 
 
