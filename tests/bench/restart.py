@@ -23,8 +23,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.bench.recorder import record
+
+T = TypeVar("T")
 ROUNDS = 6
 MAX_DOWN = 1.0  # seconds until the next torchrun starts
 KEYS = (
@@ -146,6 +150,8 @@ def main() -> int:
         print(f"{checkout.name}: seconds after kill -9 of a rank, medians of {len(moments)} (lowest to highest)")
         for name, times in zip(Moments._fields, zip(*moments)):
             print(f"  {name:10} {median(times):6.2f} ({min(times):.2f} to {max(times):.2f})")
+    record("kill -9 of a rank until the next torchrun", ours=[each.down for each in found[ROOT]], goal=MAX_DOWN)
+    record("kill -9 of a rank until the next step", ours=[each.trains for each in found[ROOT]])
     print(f"load: {os.getloadavg()[0]:.1f}")
     return int(median(each.down for each in found[ROOT]) > MAX_DOWN)
 

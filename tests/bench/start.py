@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from gptctl.engine.processes import adopt_orphans
+from tests.bench.recorder import record
 
 ROUNDS = 5
 GPTCTL = str(Path(sys.executable).with_name("gptctl"))
@@ -139,6 +140,9 @@ def main() -> int:
         ratios = [[a / b for a, b in zip(own, other)] for own, other in zip(taken, samples[bare])]
         walls[name], ratio = (statistics.median(column) for column in zip(*ratios))
         print(f"{name:<34} {wall:>7.2f} {cpu:>7.2f} {walls[name]:>6.2f} {ratio:>6.2f}")
+        for what in Sample._fields:
+            mine, peers = ([getattr(each, what) for each in samples[of]] for of in (name, bare))
+            record(f"{name} until step 1, {what}", ours=mine, peer=peers, goal=1.0 if name == ours else None)
     load = os.getloadavg()[0]
     print(f"{rounds} rounds; load average {load:.1f}")
     return int(walls[ours] > 1)
