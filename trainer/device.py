@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +13,8 @@ from torch import Tensor
 from trainer.config.sections import RunConfig
 from trainer.errors import UserError
 from trainer.products import use_onednn
+from trainer.program import keep_memory
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from glibc's malloc.h
 # Steps that may be under way on a device while the host reads the numbers of an earlier one.
 READ_LAG = {"cpu": 0, "cuda": 1}
 
@@ -42,21 +40,6 @@ def choose_device(run: RunConfig, local_rank: int) -> torch.device:
     torch.set_float32_matmul_precision("high" if run.Engine.tf32 else "highest")
     torch.cuda.set_device(local_rank)  # otherwise libraries would also use memory of the first GPU
     return torch.device("cuda", local_rank)
-
-
-def keep_memory() -> None:
-    """Let the C library keep freed memory, unless the user has configured it otherwise.
-
-    By default it returns large blocks to the kernel, which clears every page before its next use:
-    a step of 8 layers × 512 would take 1.13 times as long.
-    """
-    if any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    with suppress(AttributeError, OSError):  # not glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
-        mallopt(M_TOP_PAD, 64 << 20)
 
 
 _behaviour: dict[str, str] = {}  # other than its own, by type of device

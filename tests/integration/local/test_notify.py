@@ -35,7 +35,7 @@ def seconds_of(jobs: Jobs, job: str) -> float:
 
 
 def delivered(jobs: Jobs, job: str) -> list[str]:
-    files = (jobs.run_dir(job) / "notifications").glob("[a-z]*")
+    files = [file for file in (jobs.run_dir(job) / "notifications").glob("[a-z]*") if ".part" not in file.name]
     return [file.name.rsplit(".", 2)[0] for file in files if '"delivered"' in file.read_text()]
 
 

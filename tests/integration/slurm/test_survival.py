@@ -156,7 +156,7 @@ def test_preempted_twice(login: Login, undisturbed: dict[int, float], crashed: F
     steps = [step for attempt in range(3) for step in steps_of_attempt(training, attempt)]
     assert steps == list(range(1, STEPS + 1))
     assert login.batch_log(training.job).count("requeueing: the scheduler asked the job to stop") == 2
-    assert "attempt 2" in training.said()
+    assert "requeued" in training.said()  # an attempt may be shorter than the time between two queries
     spans = training.assert_ledger()
     training.assert_report(spans)
     assert [each["repeated_steps"] for each in spans] == [0, 0, 0]
