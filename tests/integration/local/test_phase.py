@@ -18,7 +18,10 @@ def test_a_job_starts_trains_evaluates_and_starts_again(jobs) -> None:
     """A rank is killed while the second evaluation runs, which would take minutes."""
     jobs.gptctl("init")
     freq = ["-o", "Engine.eval_freq=300", "-o", "Engine.eval_iters=30000", "-o", "Engine.save_load.save_steps=300"]
-    job = jobs.submit(*ASKED, *freq)
+    # With a sitecustomize of the user each rank imports torch by itself, so that no phase is too short to be seen.
+    (jobs.folder / "python").mkdir()
+    (jobs.folder / "python" / "sitecustomize.py").touch()
+    job = jobs.submit(*ASKED, *freq, PYTHONPATH=str(jobs.folder / "python"))
     seen: list[dict] = []
 
     def look() -> dict | None:
