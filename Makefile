@@ -105,7 +105,7 @@ $(VENV)/.ready-long: $(READY)
 
 test-long: $(VENV)/.ready-long
 	@echo "== slow tests"
-	@$(BIN)/python -m pytest -m long -s
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m long -s
 
 gpu: $(READY)
 	@$(BIN)/python -m tests.gpu
