@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,11 @@ def test_two_jobs_at_once_and_their_environments(lab: Lab) -> None:
     ]
     asked += ["--env", "FROM_FLAG=a\\'b\"c", "--json"]
     leaked = {"SLURM_CPU_BIND": "none", "SBATCH_PARTITION": "high", "OMP_NUM_THREADS": "77"}
-    jobs = [json.loads(login.run(*asked, "--name", name, "--", "dump.py", **leaked).stdout) for name in ("a", "b")]
+    changes = {"a": (), "b": ("--env", "ONLY_B=1")}
+    jobs = [
+        json.loads(login.run(*asked, *more, "--name", name, "--", "dump.py", **leaked).stdout)
+        for name, more in changes.items()
+    ]
     facts = [login.wait(job["job"], "COMPLETED") for job in jobs]
     assert facts[0]["endpoint"] != facts[1]["endpoint"]
     for job in facts:
@@ -89,6 +94,13 @@ def test_two_jobs_at_once_and_their_environments(lab: Lab) -> None:
             assert (env["NCCL_IB_TIMEOUT"], env["WORLD_SIZE"]) == ("22", "2")
             assert env["OMP_NUM_THREADS"] != "77"
         assert "Partition=main" in login.slurm("scontrol", "show", "job", job["scheduler_id"])
+    found = login.run("diff", jobs[0]["job"], jobs[1]["job"])
+    assert found.returncode == 1, found.stderr
+    assert "ONLY_B" in found.stdout
+    assert "FROM_FLAG" not in found.stdout
+    login.run("list", "--prometheus", str(login.folder))
+    (written,) = login.folder.glob("*.prom")
+    assert re.search(r'gptctl_jobs\{[^}]*state="COMPLETED"[^}]*\} [2-9]', written.read_text())
 
 
 def test_ten_nodes_are_numbered_as_slurm_counts_them() -> None:

@@ -19,10 +19,12 @@ from tests.integration.slurm.login import TINY, Login, await_true, losses, ran
 from tests.lab import Lab
 from tests.ranks import run as run_ranks
 from tests.reported import Elements
+from tests.tracked import event_curves
 
 STEPS, SAVES = 200, 20
 KEYS = [f"Engine.max_steps={STEPS}", f"Engine.save_load.save_steps={SAVES}", "Engine.save_load.keep_last=2"]
 KEYS += ["Distributed.dp_degree=2", "Launch.max_restarts=1"]
+KEYS += ["Engine.trackers=[tensorboard]"]
 KEYS += ["Launch.env.OMP_NUM_THREADS=1"]  # bit for bit, sums are the same only over as many threads
 
 
@@ -155,6 +157,8 @@ def test_preempted_twice(login: Login, undisturbed: dict[int, float], crashed: F
     training.assert_as(undisturbed)
     steps = [step for attempt in range(3) for step in steps_of_attempt(training, attempt)]
     assert steps == list(range(1, STEPS + 1))
+    curve = event_curves(Path(training.job["run_dir"]) / "output" / "tensorboard")["loss"]
+    assert [step for step, _ in curve] == steps
     assert login.batch_log(training.job).count("requeueing: the scheduler asked the job to stop") == 2
     assert "requeued" in training.said()  # an attempt may be shorter than the time between two queries
     spans = training.assert_ledger()
