@@ -30,13 +30,13 @@ def install() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(kept)
     if not any(kept):
         del os.environ["PYTHONPATH"]
-    has_users = _import_next()
+    is_users = _import_next()
     # Whatever is wrong here, the program must run.
     if "RANK" not in os.environ:
         with suppress(Exception):
             _die_with_parent()
-        # Another sitecustomize may be meant for each rank: then each starts a Python of its own.
-        if os.environ.pop("GPTCTL_FORK_RANKS", None) and not has_users:
+        # A user's sitecustomize may be meant for each rank: then each starts a Python of its own.
+        if os.environ.pop("GPTCTL_FORK_RANKS", None) and not is_users:
             with suppress(Exception):
                 from trainer.forked_rank import fork_ranks
 
