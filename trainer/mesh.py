@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from trainer.config.sections import RunConfig
 from trainer.device import HostCopy, choose_device, group_options
 from trainer.errors import OUT_OF_REACH, UserError
 from trainer.layout import Coordinates, Layout, Machines
+from trainer.node_memory import NodeGroup, Peers, join_node_group
 from trainer.step_times import WAIT, Spans
 
 if TYPE_CHECKING:
@@ -69,6 +71,8 @@ class Mesh:
     cpu_group: dist.ProcessGroup | None = None
     # By axis, only those with more than one rank; and `tied`, see `Layout.tied`.
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    # Those of the groups that exchange tensors in this node's memory.
+    node_groups: Mapping[str, NodeGroup] = field(default_factory=dict)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     disks: int = 1  # > 1: every node has its own disk, with a full copy of everything saved
 
@@ -185,22 +189,28 @@ def timed_waits(spans: Spans) -> Iterator[None]:
     """
     from torch.distributed import Work as TorchWork
 
-    wait, thread = TorchWork.wait, threading.get_ident()
+    thread = threading.get_ident()
 
-    def timed(work: Any, *options: Any, **more: Any) -> Any:
-        if threading.get_ident() != thread:  # a checkpoint is written beside the training
-            return wait(work, *options, **more)
-        began = spans.begin()
-        try:
-            return wait(work, *options, **more)
-        finally:
-            spans.end(WAIT, began)
+    def timed(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_wait(*arguments: Any, **options: Any) -> Any:
+            if threading.get_ident() != thread:  # a checkpoint is written beside the training
+                return wait(*arguments, **options)
+            began = spans.begin()
+            try:
+                return wait(*arguments, **options)
+            finally:
+                spans.end(WAIT, began)
 
-    TorchWork.wait = timed  # type: ignore[method-assign,assignment]
+        return timed_wait
+
+    waits = {kind: kind.wait for kind in (TorchWork, Peers)}
+    for kind, wait in waits.items():
+        kind.wait = timed(wait)  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        TorchWork.wait = wait  # type: ignore[method-assign]
+        for kind, wait in waits.items():
+            kind.wait = wait  # type: ignore[method-assign,assignment]
 
 
 def machines(environ: Mapping[str, str] = os.environ) -> Machines:
@@ -243,7 +253,10 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
         raise UserError(message, hint, OUT_OF_REACH) from None
     finally:
         waiting.cancel()
-    yield connect(layout, rank, local_rank, device, timeout, _disks(layout, environ))
+    mesh = connect(layout, rank, local_rank, device, timeout, _disks(layout, environ))
+    yield mesh
+    for group in mesh.node_groups.values():
+        group.close()
     dist.destroy_process_group()  # not after an error: it could wait for ranks that have exited
 
 
@@ -280,7 +293,24 @@ def connect(
     members = layout.groups(rank)
     groups = {name: _new_group(name, ranks, timeout) for name, ranks in members.items()}
     shared = {name: group for name, group in groups.items() if len(members[name]) > 1}
-    return Mesh(layout, rank, local_rank, device, cpu_group, shared, disks=disks)
+    node_groups = {}
+    if device.type == "cpu" and cpu_backend != "fake":
+        node_groups = _node_groups(shared, timeout)
+    return Mesh(layout, rank, local_rank, device, cpu_group, shared, node_groups, disks=disks)
+
+
+def _node_groups(
+    groups: Mapping[str, dist.ProcessGroup], timeout: timedelta
+) -> dict[str, NodeGroup]:
+    """The groups whose ranks can share memory."""
+    found = {}
+    for name, group in groups.items():
+        size = group.size()
+        gather = partial(gather_json, world=size, group=group)
+        node_group = join_node_group(group.rank(), size, gather, timeout)
+        if node_group:
+            found[name] = node_group
+    return found
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""How gradients travel. Oracle: the all-reduces that the profiler of torch sees in one update."""
+"""How gradients travel over gloo. Oracle: the all-reduces that the profiler of torch sees in one update."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,12 @@ from tests.ranks import Ranks, tiny
 from trainer import train
 from trainer.__main__ import main
 from trainer.data import LocalBatch
+from trainer.layout import Layout
+from trainer.mesh import connect
+from trainer.node_memory import SWITCH
 from trainer.optim import new_weight
 from trainer.parallel.data import Buckets
+from trainer.parallel.messages import Messages
 from trainer.slices import Slice
 from trainer.state import Training
 
@@ -39,7 +45,7 @@ def counting_main(arguments: Sequence[str]) -> int:
 
 def all_reduces(folder: Path, **keys: object) -> int:
     folder.mkdir(exist_ok=True)
-    ended = Ranks(tiny(max_steps=4, hidden=128, layers=4, **keys), 2, folder, {}, counting_main).wait()
+    ended = Ranks(tiny(max_steps=4, hidden=128, layers=4, **keys), 2, folder, {SWITCH: "0"}, counting_main).wait()
     assert ended.ok, ended.text
     return int((folder / "count").read_text())
 
@@ -63,12 +69,14 @@ def averaging_main(_: Sequence[str]) -> int:
     """Four parameters in two buckets, of which a rank has gradients for some only, in two micro-batches."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    mesh = connect(Layout(dp=2), rank, rank, torch.device("cpu"), timedelta(seconds=60))
+    assert ("dp" in mesh.node_groups) == (os.environ[SWITCH] == "1")
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
     weights = [
         new_weight(str(number), parameter, Slice.of((2,)), torch.ones(2), has_master=False)
         for number, parameter in enumerate(parameters)
     ]
-    buckets = Buckets(weights, 9e-6, 2, dist.group.WORLD)
+    buckets = Buckets(weights, 9e-6, 2, Messages.along("dp", mesh))
     assert len(buckets.buckets) == 2
     for _ in range(2):  # updates
         buckets.begin()
@@ -81,9 +89,10 @@ def averaging_main(_: Sequence[str]) -> int:
     return 0
 
 
-def test_a_rank_may_have_no_gradient_for_a_parameter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_shared_memory", ["0", "1"])
+def test_a_rank_may_have_no_gradient_for_a_parameter(tmp_path: Path, in_shared_memory: str) -> None:
     """Such a gradient counts as zero. Oracle: 1 + 2 on the first rank, 11 + 12 on the second one, divided by two."""
-    ended = Ranks([], 2, tmp_path, {}, averaging_main).wait()
+    ended = Ranks([], 2, tmp_path, {SWITCH: in_shared_memory}, averaging_main).wait()
     assert ended.ok, ended.text
     expected = str([1.5, 13.0, 13.0, 11.5])
     assert [(tmp_path / f"averages.{rank}").read_text() for rank in range(2)] == [expected] * 2

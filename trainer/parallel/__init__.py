@@ -17,10 +17,11 @@ from trainer.data import LocalBatch
 from trainer.dropout import Dropout
 from trainer.layout import own_chunks
 from trainer.loss import Factor
-from trainer.mesh import Mesh
+from trainer.mesh import Mesh, wait_for
 from trainer.model import GPT, Components, initial_value
 from trainer.optim import Weight, new_weight
 from trainer.parallel.data import Buckets
+from trainer.parallel.messages import Messages
 from trainer.parallel.tensor import Group, TensorComponents, split_dim
 from trainer.precision import Precision
 from trainer.slices import Holders, Slice
@@ -77,7 +78,8 @@ class Parallel:
         if not weights or axis not in self.mesh.groups:
             return
         gradients = [weight.gradient for weight in weights]
-        sums = self.mesh.summed(torch.cat([gradient.flatten() for gradient in gradients]), axis)
+        sums = torch.cat([gradient.flatten() for gradient in gradients])
+        wait_for(Messages.along(axis, self.mesh).sum(sums))
         for gradient, total in zip(
             gradients, sums.split([gradient.numel() for gradient in gradients])
         ):
@@ -151,7 +153,8 @@ def _buckets(
     if layout.sharding > 1 or not (layout.dp > 1 or precision.has_masters):
         return None
     cap, micro_batches = run.Distributed.bucket_cap_mb, run.Engine.accumulate_steps
-    return Buckets(weights, cap, micro_batches, mesh.groups.get("dp"))
+    messages = Messages.along("dp", mesh) if layout.dp > 1 else None
+    return Buckets(weights, cap, micro_batches, messages)
 
 
 def _components(run: RunConfig, mesh: Mesh) -> Components:

@@ -5,7 +5,7 @@ micro-batch's gradient to it and frees that gradient, so only one gradient is in
 bucket is complete it is averaged over the ranks, while the backward pass continues.
 
 Not torch's DDP, which keeps a second gradient while it accumulates, adds half-precision gradients
-in half precision, and imports torch's compiler. Without a group, the buckets are O2's fp32
+in half precision, and imports torch's compiler. Without messages, the buckets are O2's fp32
 gradients of a single replica.
 """
 
@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.mesh import wait_for
+from trainer.mesh import Work, wait_for
 from trainer.optim import Weight
+from trainer.parallel.messages import Messages, Replicated
 
 MIB = 1 << 20
 
@@ -27,16 +27,16 @@ MIB = 1 << 20
 class Bucket:
     """The gradients of some parameters, one after the other in one buffer."""
 
-    def __init__(self, weights: list[Weight]) -> None:
+    def __init__(self, weights: list[Weight], messages: Messages | None) -> None:
         sizes = [weight.parameter.numel() for weight in weights]
-        self.buffer = torch.zeros(sum(sizes), device=weights[0].parameter.device)
+        self.memory = Replicated(sum(sizes), weights[0].parameter.device, messages)
         self.views = [
             view.view(weight.parameter.shape)
-            for weight, view in zip(weights, self.buffer.split(sizes))
+            for weight, view in zip(weights, self.memory.buffer.split(sizes))
         ]
         self.received = [0] * len(weights)  # micro-batches of this update, by parameter
         self.missing = 0  # gradients of this update that are still to come
-        self.work: dist.Work | None = None
+        self.work: Work | None = None
 
     def begin(self, micro_batches: int) -> None:
         self.received = [0] * len(self.received)
@@ -56,8 +56,8 @@ class Bucket:
             if not received:
                 view.zero_()
 
-    def average(self, group: dist.ProcessGroup) -> None:
-        self.work = dist.all_reduce(self.buffer, dist.ReduceOp.AVG, group, async_op=True)
+    def average(self) -> None:
+        self.work = self.memory.mean()
 
     def wait(self) -> None:
         if self.work is not None:
@@ -73,13 +73,13 @@ class Buckets:
         weights: list[Weight],
         bucket_cap_mb: float,
         micro_batches: int,
-        group: dist.ProcessGroup | None,
+        messages: Messages | None,
     ) -> None:
-        self.micro_batches, self.group, self.num_reduced = micro_batches, group, 0
+        self.micro_batches, self.num_reduced = micro_batches, 0
         self.buckets: list[Bucket] = []
         # Backward passes compute gradients about in the reverse order of the parameters.
         for members in _grouped(reversed(weights), bucket_cap_mb * MIB):
-            bucket = Bucket(members)
+            bucket = Bucket(members, messages)
             self.buckets.append(bucket)
             for index, (weight, view) in enumerate(zip(members, bucket.views)):
                 weight.main_gradient = view
@@ -116,8 +116,7 @@ class Buckets:
     def _reduce(self, bucket: Bucket) -> None:
         self.num_reduced += 1
         bucket.fill()
-        if self.group is not None:
-            bucket.average(self.group)
+        bucket.average()
 
 
 def _grouped(weights: Iterable[Weight], limit: float) -> Iterator[list[Weight]]:

@@ -32,7 +32,7 @@ from trainer.config.sections import Sharding
 from trainer.device import can_pin
 from trainer.mesh import Mesh
 from trainer.model import GPT
-from trainer.parallel.reduce_scatter import ShardReduction
+from trainer.parallel.messages import ShardGather, ShardReduction
 from trainer.precision import Precision
 
 
@@ -41,6 +41,8 @@ def shard(part: GPT, config: Sharding, mesh: Mesh, precision: Precision) -> None
     offload = CPUOffloadPolicy(pin_memory=can_pin()) if config.sharding_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=precision.half, reduce_dtype=torch.float32)
     states, blocks = mesh.states, list(part.layers.values())
+    node = mesh.node_groups.get("sharding")
+    reduction, gather = ShardReduction(node), ShardGather(node) if node else None
     for module in (*blocks, part):  # inner modules first: FSDP leaves out what is already sharded
         fully_shard(
             module,
@@ -50,7 +52,9 @@ def shard(part: GPT, config: Sharding, mesh: Mesh, precision: Precision) -> None
             offload_policy=offload,
         )
         if mesh.device.type == "cpu":
-            module.set_custom_reduce_scatter(ShardReduction())  # type: ignore[operator]
+            module.set_custom_reduce_scatter(reduction)  # type: ignore[operator]
+            if gather:
+                module.set_custom_all_gather(gather)  # type: ignore[operator]
     if config.broadcast_overlap:
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]

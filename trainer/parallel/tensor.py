@@ -13,18 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.dropout import own_stream
 from trainer.loss import Exchange, Factor, chunked_loss
-from trainer.mesh import Mesh
+from trainer.mesh import Mesh, wait_for
 from trainer.model import Compiler, Components, Embedding, Head, Linear
-from trainer.parallel.reduce_scatter import reduce_scatter
-
-# torch 2.13 renames this function, and warns about the old name.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from trainer.parallel.messages import Messages
 
 # The dimension along which a parameter is split. All other parameters are replicated in the group.
 SPLIT = {
@@ -58,6 +54,7 @@ class Group:
         self.parts_product = self.compiler.eager(_PartsProduct.apply)
         self.total = self.compiler.eager(_Sum.apply)
         self.group, self.size, self.rank = mesh.groups["mp"], mesh.layout.mp, mesh.at.mp
+        self.messages = Messages.along("mp", mesh)
         self.device, self.sequence_parallel = mesh.device, sequence_parallel
 
     def whole(self, x: Tensor) -> Exchange:
@@ -65,16 +62,15 @@ class Group:
         if not self.sequence_parallel:
             return Exchange(x)
         parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        work = _ALL_GATHER(parts, x.contiguous(), group=self.group, async_op=True)
-        return Exchange(parts, work)
+        return Exchange(parts, self.messages.gather(parts, x.contiguous()))
 
     def sum(self, x: Tensor) -> Exchange:
         """The sum of all ranks' results, or each rank's part of it. Overwrites `x`."""
         x = x.contiguous()
         if not self.sequence_parallel:
-            return Exchange(x, dist.all_reduce(x, group=self.group, async_op=True))
+            return Exchange(x, self.messages.sum(x))
         own = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        return Exchange(own, reduce_scatter(own, x, self.group))
+        return Exchange(own, self.messages.reduce_scatter(own, x))
 
     def by_parts(self, x: Tensor) -> Tensor:
         """(B, T, …) -> (mp · B, T / mp, …), with sequence parallelism."""
@@ -231,7 +227,7 @@ class VocabHead(Head):
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         own = F.linear(x, weight)
         parts = own.new_empty((self.mp.size * own.shape[0], *own.shape[1:]))
-        _ALL_GATHER(parts, own.contiguous(), group=self.mp.group)
+        wait_for(self.mp.messages.gather(parts, own.contiguous()))
         return parts.unflatten(0, (self.mp.size, -1)).movedim(0, -2).flatten(-2)
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: Factor) -> Tensor:

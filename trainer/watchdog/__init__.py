@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import trainer.mesh
+import trainer.node_memory
 from trainer.config.sections import RunConfig
 from trainer.errors import OUT_OF_REACH, UserError
 from trainer.input_files import open_own
@@ -43,7 +44,7 @@ EXIT_GRACE = 5.0  # seconds that a thread leaves to another one that is already 
 # GPU does what other ranks have a part in until an event of a stream.
 WAITING = re.compile(
     r"/torch/distributed/|/torch/autograd/graph\.py$|/torch/cuda/streams\.py$"
-    rf"|^{re.escape(trainer.mesh.__file__)}$"
+    rf"|^({re.escape(trainer.mesh.__file__)}|{re.escape(trainer.node_memory.__file__)})$"
 )
 NO_RESPONSE, NO_PROGRESS = "not respond", "not make progress"
 

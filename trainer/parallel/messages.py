@@ -1,0 +1,176 @@
+"""Collectives along one axis: in shared memory if all its ranks are on this node, else by torch.
+
+Shared memory is for CPUs only, see `node_memory.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.mesh import Mesh, Work, wait_for
+from trainer.node_memory import NodeGroup, Slot
+
+# torch 2.13 renames these functions, and warns about the old names.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+GATHERED = 3  # buffers for gathered parameters: one more than FSDP uses at a time
+
+
+class Messages:
+    """Starts collectives; all tensors have to be contiguous."""
+
+    def __init__(self, group: dist.ProcessGroup, node: NodeGroup | None) -> None:
+        self.group, self.node = group, node
+
+    @classmethod
+    def along(cls, axis: str, mesh: Mesh) -> Messages:
+        return cls(mesh.groups[axis], mesh.node_groups.get(axis))
+
+    def sum(self, x: Tensor) -> Work:
+        """Sum in place."""
+        if self.node:
+            return self.node.sum(x)
+        work: Work = dist.all_reduce(x, group=self.group, async_op=True)
+        return work
+
+    def gather(self, whole: Tensor, own: Tensor) -> Work:
+        """The tensors of all ranks, one after the other."""
+        if self.node:
+            return self.node.gather(whole, own)
+        work: Work = _ALL_GATHER(whole, own, group=self.group, async_op=True)
+        return work
+
+    def reduce_scatter(self, own: Tensor, message: Tensor) -> Work:
+        """This rank's part of the sum."""
+        if not self.node:
+            return _reduce_scatter(own, message, self.group)
+        slot = self.node.slot(message.nbytes)
+        slot.views(message.dtype, message.numel())[self.node.rank].copy_(message.view(-1))
+        return self.node.reduce_scatter(own, slot, is_mean=False)
+
+
+class Replicated:
+    """A buffer of which all ranks compute the mean, in place."""
+
+    def __init__(self, numel: int, device: torch.device, messages: Messages | None) -> None:
+        self.messages, self.parts = messages, list[Tensor]()
+        if messages and messages.node:
+            self.parts = [part.view(torch.float32) for part in messages.node.shared(4 * numel)]
+            self.buffer = self.parts[messages.node.rank]
+        else:
+            self.buffer = torch.zeros(numel, device=device)
+
+    def mean(self) -> Work | None:
+        if not self.messages:
+            return None
+        if self.messages.node:
+            return self.messages.node.mean_of_parts(self.parts)
+        group = self.messages.group
+        work: Work = dist.all_reduce(self.buffer, dist.ReduceOp.AVG, group, async_op=True)
+        return work
+
+
+class _SumOfParts:
+    """Adds up what the other ranks sent, when all of it has arrived.
+
+    torch has no reduce-scatter for gloo: it copies the message and all-reduces all of it. An
+    all-to-all and a sum on each rank send half of that, as a reduce-scatter should.
+    """
+
+    def __init__(
+        self, output: Tensor, message: Tensor, group: dist.ProcessGroup, op: object
+    ) -> None:
+        self.output, self.is_mean = output, op == dist.ReduceOp.AVG
+        self.parts = message.new_empty((group.size(), *output.shape))
+        self.work = dist.all_to_all_single(
+            self.parts.view_as(message), message, group=group, async_op=True
+        )
+
+    def wait(self) -> None:
+        wait_for(self.work)
+        combine = torch.mean if self.is_mean else torch.sum
+        combine(self.parts, 0, out=self.output)
+
+
+def _reduce_scatter(
+    output: Tensor, message: Tensor, group: dist.ProcessGroup, op: object = dist.ReduceOp.SUM
+) -> Work:
+    """Start it: `output` has this rank's part of the sum, or mean, after `wait`."""
+    if dist.get_backend(group) == "gloo":
+        return _SumOfParts(output, message, group, op)
+    work: Work = _REDUCE_SCATTER(output, message, group=group, op=op, async_op=True)
+    return work
+
+
+class ShardReduction:
+    """For FSDP on CPUs, which has its own reduce-scatter otherwise.
+
+    FSDP asks for the memory of the message first, then for that of the result. It keeps the result.
+    """
+
+    def __init__(self, node: NodeGroup | None) -> None:
+        self.node, self.is_message_next = node, True
+        self.slot: Slot | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        is_message, self.is_message_next = self.is_message_next, not self.is_message_next
+        if not self.node or not is_message:
+            return torch.empty(*size, dtype=dtype, device=device)
+        (numel,) = size
+        self.slot = self.node.slot(numel * dtype.itemsize)
+        return self.slot.views(dtype, numel)[self.node.rank]
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> Work | None:
+        if self.node and self.slot:
+            work: Work = self.node.reduce_scatter(output_tensor, self.slot, op == dist.ReduceOp.AVG)
+        else:
+            work = _reduce_scatter(output_tensor, input_tensor, group, op)
+        if async_op:
+            return work
+        wait_for(work)
+        return None
+
+
+class ShardGather:
+    """For FSDP on CPUs: every rank writes its shards into the same memory, and reads all of it.
+
+    A rank that begins the next gather but one has read this one, as FSDP gathers at most one layer
+    ahead. Since an exchange completes when all ranks have begun it, the memory is free two later.
+    """
+
+    def __init__(self, node: NodeGroup) -> None:
+        self.node, self.buffers, self.num_gathered = node, list[Tensor](), 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        (numel,) = size
+        nbytes, index = numel * dtype.itemsize, self.num_gathered % GATHERED
+        self.num_gathered += 1
+        if index == len(self.buffers):
+            self.buffers.append(self.node.common(nbytes))
+        elif len(self.buffers[index]) < nbytes:
+            self.buffers[index] = self.node.common(nbytes)
+        return self.buffers[index][:nbytes].view(dtype)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
+        work = self.node.begin(lambda: None)
+        if async_op:
+            return work
+        wait_for(work)
+        return None
