@@ -205,12 +205,12 @@ def timed_waits(spans: Spans) -> Iterator[None]:
 
     waits = {kind: kind.wait for kind in (TorchWork, Peers)}
     for kind, wait in waits.items():
-        kind.wait = timed(wait)  # type: ignore[method-assign,assignment]
+        kind.wait = timed(wait)  # type: ignore[method-assign]
     try:
         yield
     finally:
         for kind, wait in waits.items():
-            kind.wait = wait  # type: ignore[method-assign,assignment]
+            kind.wait = wait  # type: ignore[method-assign]
 
 
 def machines(environ: Mapping[str, str] = os.environ) -> Machines:

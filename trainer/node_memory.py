@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import select
 import shutil
 import socket
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 SWITCH = "GPTCTL_SHARED_MEMORY"  # 0: exchange everything with gloo
 MOST_RANKS = 16  # of a group: each rank has a socket to every other
@@ -134,6 +136,7 @@ class Slot:
 class Exchange(NamedTuple):
     """An exchange that has begun: this rank's message is in memory that the others can read."""
 
+    name: str  # in traces
     group: NodeGroup
     number: int
     read: Callable[[], object]  # when all messages are there
@@ -196,6 +199,7 @@ class NodeGroup:
 
     def begin(
         self,
+        name: str,
         read: Callable[[], object],
         slot: Slot | None = None,
         settle: Callable[[], object] | None = None,
@@ -203,7 +207,7 @@ class NodeGroup:
         self.num_begun += 1
         if slot:
             slot.last_use = self.num_begun
-        exchange = Exchange(self, self.num_begun, read, settle)
+        exchange = Exchange(name, self, self.num_begun, read, settle)
         self.begun.append(exchange)
         self.peers.send(READY)
         return exchange
@@ -212,12 +216,16 @@ class NodeGroup:
         """Complete all exchanges up to this one."""
         while self.begun and self.begun[0].number <= number:
             exchange = self.begun.popleft()
-            self.peers.wait(READY, exchange.number)
-            exchange.read()
-            self.peers.send(DONE)
-            if exchange.settle:
-                self.peers.wait(DONE, exchange.number)
-                exchange.settle()
+            with record_function(f"shared:{exchange.name}"):
+                self._complete(exchange)
+
+    def _complete(self, exchange: Exchange) -> None:
+        self.peers.wait(READY, exchange.number)
+        exchange.read()
+        self.peers.send(DONE)
+        if exchange.settle:
+            self.peers.wait(DONE, exchange.number)
+            exchange.settle()
 
     def sum(self, x: Tensor) -> Exchange:
         """Sum a contiguous tensor in place."""
@@ -226,7 +234,7 @@ class NodeGroup:
         parts = slot.views(x.dtype, len(flat))
         parts[self.rank].copy_(flat)
         if self.size == 2:
-            return self.begin(lambda: torch.add(*parts, out=flat), slot)
+            return self.begin("all_reduce", lambda: torch.add(*parts, out=flat), slot)
         return self._sum_parts(parts, False, slot, lambda: flat.copy_(parts[self.rank]))
 
     def mean_of_parts(self, parts: Sequence[Tensor]) -> Exchange:
@@ -253,14 +261,14 @@ class NodeGroup:
                 for other in others:
                     other.copy_(own)
 
-        return self.begin(read, slot, settle)
+        return self.begin("all_reduce", read, slot, settle)
 
     def gather(self, whole: Tensor, own: Tensor) -> Exchange:
         """The tensors of all ranks, one after the other."""
         slot = self.slot(own.nbytes)
         parts = slot.views(own.dtype, own.numel())
         parts[self.rank].copy_(own.view(-1))
-        return self.begin(lambda: torch.cat(parts, out=whole.view(-1)), slot)
+        return self.begin("all_gather", lambda: torch.cat(parts, out=whole.view(-1)), slot)
 
     def reduce_scatter(self, own: Tensor, slot: Slot, is_mean: bool) -> Exchange:
         """This rank's part of the sum of the messages that all ranks have written to a slot."""
@@ -279,7 +287,7 @@ class NodeGroup:
                 if is_mean:
                     total /= self.size
 
-        return self.begin(read, slot)
+        return self.begin("reduce_scatter", read, slot)
 
     def close(self) -> None:
         self.peers.close()
@@ -289,6 +297,11 @@ def _new_memory(nbytes: int) -> int:
     file = os.memfd_create("gptctl-messages")
     os.posix_fallocate(file, 0, nbytes)  # an error now, not a signal at the first access
     return file
+
+
+def _is_limited() -> bool:
+    """Whether the size of files is limited (`ulimit -f`): it holds for this memory, too."""
+    return resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
 
 
 def _mapped(file: int, nbytes: int) -> Tensor:
@@ -317,7 +330,7 @@ def join_node_group(
         return None
     with ExitStack() as stack:
         listener, address = None, None
-        if os.environ.get(SWITCH) != "0":
+        if os.environ.get(SWITCH) != "0" and not _is_limited():
             with suppress(OSError):
                 folder = tempfile.mkdtemp(prefix="gptctl-")  # only its owner can connect
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -34,7 +34,9 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cpu_op", "user_annotation")
 
 _STEP = re.compile(r"ProfilerStep#(\d{1,12})", re.ASCII)
-_COMMUNICATION = re.compile(r"(c10d|_?c10d_functional)::|(gloo|nccl|mpi|ucc):|record_param_comms")
+_COMMUNICATION = re.compile(
+    r"(c10d|_?c10d_functional)::|(gloo|nccl|mpi|ucc|shared):|record_param_comms"
+)
 _ATTENTION = re.compile(
     r"scaled_dot_product|ScaledDotProduct|flash|fmha|attention|sdpa", re.IGNORECASE
 )
@@ -188,7 +190,8 @@ def host_kind(name: str) -> str | None:
     """What an event of the host is; None if it says nothing about the time."""
     if _COMMUNICATION.match(name):
         # `gloo:all_reduce` lasts until it is complete, `c10d::allreduce_` until it is started.
-        return CALL if "::" in name else COMMUNICATION
+        # `shared:all_reduce` contains the sums of an exchange in shared memory.
+        return CALL if "::" in name or name.startswith("shared:") else COMMUNICATION
     if _HOST_MATMUL.fullmatch(name):
         return MATMUL
     if "::" in name and not _CONTAINER.match(name):

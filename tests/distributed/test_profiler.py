@@ -69,7 +69,8 @@ def test_every_rank_writes_a_chrome_trace_of_the_steps(two: Any) -> None:
         }
         assert count(trace, "aten::_scaled_dot_product_flash_attention_for_cpu") == 3 * 2
         assert count(trace, "aten::_fused_adamw_") >= 3
-        assert count(trace, "gloo:all_reduce") >= 3 * 2
+        assert count(trace, "shared:all_reduce") == 3
+        assert count(trace, "gloo:all_reduce") >= 3
     assert not list((two.folder / "output").rglob("*.part*"))
 
 
@@ -90,7 +91,7 @@ def test_the_summary_of_a_real_trace_is_consistent(two: Any) -> None:
         assert list(profile.steps) == [3, 4, 5]
         assert sum(profile.shares().values()) == pytest.approx(1)
         assert all(share > 0 for share in profile.shares().values())
-        assert profile.all_communication >= profile.parts["communication"]
+        assert profile.all_communication >= profile.parts["communication"] - 1e-9
         assert profile.invalid == 0
         assert sum(profile.steps.values()) == pytest.approx(profile.seconds, rel=0.05)
 

@@ -91,6 +91,7 @@ def test_a_trace_without_steps_is_summarised_as_a_whole(tmp_path: Path) -> None:
         ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
         ("c10d::_allgather_base_", "communication call"),
         ("gloo:all_gather", "communication"),
+        ("shared:all_gather", "communication call"),
         ("nccl:all_reduce", "communication"),
         ("ProfilerStep", None),
         ("ScaledDotProductFlashAttentionForCpuBackward0", None),

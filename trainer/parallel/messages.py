@@ -169,7 +169,7 @@ class ShardGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Work | None:
-        work = self.node.begin(lambda: None)
+        work = self.node.begin("all_gather", lambda: None)
         if async_op:
             return work
         wait_for(work)
