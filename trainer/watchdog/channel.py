@@ -23,6 +23,7 @@ from trainer.input_files import parse_object
 T = TypeVar("T")
 Message = dict[str, Any]
 PAUSE = 0.02  # seconds between two checks for answers
+CONNECTING = 10.0  # seconds at least, whatever the timeout: a busy machine can take long
 
 
 class Channel:
@@ -141,6 +142,8 @@ def _connect(timeout: float) -> Any:
     settings: dict[str, Any] = {
         "is_master": False,
         "wait_for_workers": False,
-        "timeout": timedelta(seconds=timeout),
+        "timeout": timedelta(seconds=max(timeout, CONNECTING)),
     }
-    return dist.TCPStore(host, int(port), **settings)  # type: ignore[attr-defined]
+    store = dist.TCPStore(host, int(port), **settings)  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
