@@ -19,6 +19,7 @@ from gptctl.spec.env_names import (
     DEAD_NAMES,
     FILTERS,
     FOR_DEBUGGING,
+    FOR_USERS,
     FUNCTIONS,
     GPU_ONLY,
     HANG_FINDERS,
@@ -182,9 +183,9 @@ def _name(s: Setting) -> Iterator[Finding]:
         message = "the key of checkpoints must not be stored with the job as plain text"
         hint = f"remove it, and set Launch.secrets.{s.name} to {{file: PATH}}"
         yield COMPUTED.found(s.name, None, message, hint)
-    # GPTCTL_… are the variables by which gptctl's own parts talk; GPTCTL_HOME is the user's.
+    # GPTCTL_… are the variables by which gptctl's own parts talk.
     elif s.name in SET_FOR_EACH_PROCESS or (
-        s.name.startswith("GPTCTL_") and s.name != "GPTCTL_HOME"
+        s.name.startswith("GPTCTL_") and s.name not in FOR_USERS
     ):
         yield s.found(
             COMPUTED,

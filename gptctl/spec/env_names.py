@@ -205,6 +205,8 @@ READONLY_IN_BASH = _words(
     "BASHPID BASH_COMMAND BASH_SUBSHELL DIRSTACK EPOCHREALTIME EPOCHSECONDS FUNCNAME GROUPS "
     "HISTCMD LINENO OLDPWD PWD RANDOM SECONDS SHLVL SRANDOM _"
 )
+# All others of this prefix are set by gptctl.
+FOR_USERS = _words("GPTCTL_HOME GPTCTL_SHARED_MEMORY")
 # torchrun or Slurm sets a different value for each process: one value for all breaks the job.
 SET_FOR_EACH_PROCESS = _words(
     """

@@ -263,6 +263,12 @@ def test_name_lists_are_sorted_and_shaped() -> None:
         assert all(re.fullmatch(f"{prefix}[A-Z0-9_]+", name) for name in names)
 
 
+def test_only_some_variables_of_gptctl_are_for_users() -> None:
+    """Oracle: the list in docs/internals.md."""
+    assert not lint({"GPTCTL_SHARED_MEMORY": "0", "GPTCTL_HOME": "/data/records"}, JOB)
+    assert [finding.code for finding in lint({"GPTCTL_NODE": "0"}, JOB)] == ["E002"]
+
+
 def test_the_key_of_checkpoints_is_a_secret() -> None:
     """It is refused in env, and no part of the finding has its value."""
     (finding,) = lint({"GPTCTL_CHECKPOINT_KEY": "k" * 64}, JOB)
