@@ -302,9 +302,11 @@ def connect(
 def _node_groups(
     groups: Mapping[str, dist.ProcessGroup], timeout: timedelta
 ) -> dict[str, NodeGroup]:
-    """The groups whose ranks can share memory."""
+    """The groups whose ranks can share memory. Pipeline stages only send to their neighbours."""
     found = {}
     for name, group in groups.items():
+        if name == "pp":
+            continue
         size = group.size()
         gather = partial(gather_json, world=size, group=group)
         node_group = join_node_group(group.rank(), size, gather, timeout)
