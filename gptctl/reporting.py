@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
+
+from trainer.named_tuple import NamedTuple
 
 Say = Callable[[str], None]  # shows a line of status
 Progress = Callable[[int], None]  # takes the number of bytes received since the last call

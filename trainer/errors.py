@@ -7,7 +7,9 @@ them to the entry point, which catches it once. This module knows neither YAML n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+from trainer.named_tuple import NamedTuple
 
 Level = Literal["error", "warning", "notice"]
 

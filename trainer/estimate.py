@@ -8,11 +8,10 @@ Sizes: s tokens, b samples per micro-batch, h hidden, a heads, f feed-forward, V
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from trainer.config.sections import Model, RunConfig
 from trainer.layout import UNKNOWN_VOCAB, Coordinates, Layout, segments
 from trainer.memory import peak_memory
+from trainer.named_tuple import NamedTuple
 from trainer.rank_plan import RankPlan, all_matrices, elements, matrices, shard_elements
 from trainer.tape import ElementBytes
 

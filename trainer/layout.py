@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+
+from trainer.named_tuple import NamedTuple
 
 AXES = ("dp", "pp", "sharding", "mp")
 DEGREE_KEYS = {

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer.config.sections import RunConfig
 from trainer.layout import Layout
+from trainer.named_tuple import NamedTuple
 from trainer.rank_plan import (
     BACKWARD,
     FORWARD,

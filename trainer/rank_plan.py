@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
-from typing import NamedTuple
 
 from trainer.config.sections import Model, RunConfig
 from trainer.layout import UNKNOWN_VOCAB, Layout, own_chunks, padded_vocab
 from trainer.logit_chunks import chunk_length
+from trainer.named_tuple import NamedTuple
 
 SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"

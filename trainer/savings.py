@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from trainer.config.resolve import batch_of, shape_of
 from trainer.config.rules import value_at
@@ -12,6 +11,7 @@ from trainer.config.sections import RunConfig
 from trainer.estimate import estimate
 from trainer.layout import DEGREE_KEYS, Layout, divisors
 from trainer.layout_rules import check_model
+from trainer.named_tuple import NamedTuple
 
 MOST = 3  # changes that a hint names
 _AXES = [DEGREE_KEYS[axis] for axis in ("sharding", "mp", "pp", "dp")]

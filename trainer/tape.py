@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import NamedTuple
 
 from trainer.config.sections import RunConfig
 from trainer.layout import Layout
 from trainer.logit_chunks import LARGE_VOCAB
+from trainer.named_tuple import NamedTuple
 from trainer.rank_plan import RankPlan, elements, matrices
 
 Tape = list[float]

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from gptctl.deadline import Deadline
 from gptctl.engine.cause import Cause
@@ -23,6 +23,7 @@ from gptctl.jobs.store import JobRecord
 from gptctl.reporting import Fetched, FetchOptions, Say, ShowProgress, Waiting
 from gptctl.spec.cluster_kinds import KINDS
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError
+from trainer.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from gptctl.engine.launch_plan import LaunchPlan

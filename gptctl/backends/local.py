@@ -9,7 +9,6 @@ import errno
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,10 +21,8 @@ from gptctl.engine.atomic_files import private_files
 from gptctl.engine.contract import ENGINE_FILE, READY_VARIABLE
 from gptctl.engine.error_text import one_line
 from gptctl.engine.file_reading import DamagedFile
-from gptctl.engine.first_failure import tail
 from gptctl.engine.job_result import CANCELLED, COMPLETED, FAILED, LOST, PENDING, RUNNING, UNKNOWN
 from gptctl.engine.launch_plan import LaunchPlan
-from gptctl.engine.ports import listen_error
 from gptctl.engine.processes import (
     clean_environment,
     is_alive,
@@ -78,6 +75,9 @@ class LocalBackend(Backend):
         is_chosen = port or plan.master_addr != LOOPBACK
         if not is_chosen or plan.form == "standalone" or is_variable(plan.master_addr):
             return
+        # Imported here: it loads `socket`, which few commands need.
+        from gptctl.engine.ports import listen_error
+
         if fault := listen_error(plan.master_addr, port or 0):
             yield _endpoint_finding(checked.launch.rdzv, plan.master_addr, port, fault)
 
@@ -96,6 +96,8 @@ class LocalBackend(Backend):
         os.close(reading)
         claim = RunFolder(plan.remote_dir).claimed_by()
         if answer != b"1" or not claim:
+            from gptctl.engine.first_failure import tail
+
             # Without the claim it cannot start anything, but it must not take it later either.
             process.kill()
             process.wait()
@@ -169,6 +171,8 @@ class LocalBackend(Backend):
 
 def _endpoint_finding(rdzv: Rendezvous, host: str, port: int | None, fault: OSError) -> Finding:
     """Say what is wrong with the endpoint, and which key it comes from."""
+    import socket
+
     key = "Launch.rdzv.endpoint" if rdzv.endpoint else "Launch.rdzv.port"
     value = rdzv.endpoint or port
     if isinstance(fault, socket.gaierror):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, UserError
+from trainer.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from gptctl.cli.session import Session
@@ -27,6 +28,8 @@ class Dependency(NamedTuple):
 
 def unmet(after: Sequence[str], session: Session) -> list[Dependency]:
     """Read `--after`: the jobs that have not ended yet; raise UserError if one can never do."""
+    if not after:
+        return []
     from gptctl.engine.admission import is_met
     from gptctl.jobs.state import is_final
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
+
+from trainer.named_tuple import NamedTuple
 
 GAP = 2  # between two columns
 EDGES = 2  # one character left and one right of the table

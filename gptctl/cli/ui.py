@@ -14,18 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from gptctl.cli.chart import ChartSize
-from gptctl.cli.styled_lines import STYLES, StyledLine
 from gptctl.cli.table_layout import Column, as_columns, broken_name, fitted, wrapped
-from gptctl.reporting import Progress
 from gptctl.text import CONTROL, clean
 from trainer.errors import Finding, UserError
 
 if TYPE_CHECKING:
+    from gptctl.cli.chart import ChartSize
+    from gptctl.cli.styled_lines import StyledLine
+    from gptctl.reporting import Progress
     from gptctl.spec.check import Checked
 
-Picture = Callable[[int, int], Sequence[StyledLine]]  # of so many columns and lines
-LARGEST_CHART = ChartSize(160, 40)
+    Picture = Callable[[int, int], Sequence[StyledLine]]  # of so many columns and lines
+
+WIDEST_CHART, HIGHEST_CHART = 160, 40
 PAIR_MARGINS = 7  # characters around and between the two columns of `print_pairs`
 SAY_EVERY = 5.0  # seconds between two progress messages in a log
 _COLOURS = {"error": "bold red", "warning": "yellow", "notice": "cyan", "hint": "green"}
@@ -163,6 +164,8 @@ def live_lines() -> Iterator[Callable[[Picture], None]]:
     from rich.live import Live
     from rich.text import Text
 
+    from gptctl.cli.styled_lines import STYLES
+
     console = _console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
 
@@ -186,12 +189,12 @@ def has_colours() -> bool:
 
 def chart_size() -> ChartSize:
     """Return the size of a chart: the window, but for the prompt; a page if there is no window."""
+    from gptctl.cli.chart import ChartSize
+
     lines = _assumed_size().lines
     with suppress(OSError, ValueError):
         lines = os.get_terminal_size(sys.stdout.fileno()).lines or lines
-    return ChartSize(
-        min(terminal_width(), LARGEST_CHART.width), min(lines - 2, LARGEST_CHART.height)
-    )
+    return ChartSize(min(terminal_width(), WIDEST_CHART), min(lines - 2, HIGHEST_CHART))
 
 
 def terminal_width(stream: Any = None) -> int:

@@ -8,9 +8,10 @@ import stat
 from collections.abc import Collection, Iterator
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from gptctl.engine.file_reading import NO_FILE, open_at_once
+from trainer.named_tuple import NamedTuple
 
 MAX_CODE = 200 << 20  # bytes of a user's script and files: more is data by mistake
 MOST_FILES = 50_000  # in all listed folders: more is a data set, or a whole system, by mistake

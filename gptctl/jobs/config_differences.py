@@ -6,12 +6,13 @@ For reruns and resumed jobs, which report these, and for `gptctl diff`, which al
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from gptctl.engine.file_reading import read_json
 from gptctl.jobs.store import JobRecord
 from gptctl.spec.check import Checked
 from gptctl.text import count
+from trainer.named_tuple import NamedTuple
 
 # Differences in these keys are not reported: they change where files go and what is printed.
 NOT_REPORTED = (

@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.error_text import one_line
@@ -25,6 +25,7 @@ from gptctl.jobs.store import LABELS, NOTHING, JobRecord
 from gptctl.spec.resources import home
 from gptctl.text import clean, count
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError
+from trainer.named_tuple import NamedTuple
 
 MOST_TAGS = 50  # of a job
 LONGEST_KEY, LONGEST_VALUE, LONGEST_NOTE = 64, 128, 2000  # characters

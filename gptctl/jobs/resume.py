@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from gptctl.backends import Backends
 from gptctl.engine.file_reading import open_at_once
@@ -22,6 +22,7 @@ from trainer.config import Override
 from trainer.config.continuation import model_differences
 from trainer.config.sections import RunConfig
 from trainer.errors import ANSWER_IS_NO, WRONG_USAGE, Finding, Rule, UserError
+from trainer.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from gptctl.jobs.training_progress import TrainingProgress

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from gptctl.engine.file_reading import load_value, open_at_once
 from gptctl.planning.build import Site
 from gptctl.spec.check import Checked
+from trainer.named_tuple import NamedTuple
 
 SNAPSHOT_PATH = "Engine.save_load.snapshot_path"
 MAX_PICKLE = 64 << 20  # bytes; it has names and shapes, the tensors are other entries

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.file_reading import NO_FILE, DamagedFile, is_time, load_json, open_no_link
@@ -26,6 +26,7 @@ from gptctl.engine.typed_fields import typed
 from gptctl.jobs.submission_order import append_to_order, in_order
 from gptctl.spec.resources import home
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError, closest
+from trainer.named_tuple import NamedTuple
 
 SCHEMA = 1
 PENDING = ".pending"  # marks the record of a job that its backend has not accepted yet

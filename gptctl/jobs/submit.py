@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import trainer
 from gptctl.backends import Backend, Backends
@@ -43,6 +43,7 @@ from gptctl.spec.start_checkpoint import check_start
 from gptctl.spec.trust import Source, require_trust
 from trainer.config import Override
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, Finding, UserError, errors_in
+from trainer.named_tuple import NamedTuple
 
 START_AT_ONCE = StartConditions()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gptctl.engine.file_reading import read_json
 from gptctl.spec.check import NO_PATH
@@ -20,6 +20,7 @@ from trainer.config.read import join
 from trainer.config.sections import RunConfig
 from trainer.config.tree import MAX_DEPTH, List, Map, Node, Scalar
 from trainer.errors import OUT_OF_REACH, Place, UserError
+from trainer.named_tuple import NamedTuple
 
 WRITTEN = "written.json"
 CODE_PATHS = ("Launch.entrypoint", "Launch.files")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from gptctl.engine.launch_plan import LaunchPlan
 from gptctl.planning.container import command_words, srun_options
@@ -20,6 +20,7 @@ from gptctl.spec.cluster import Cluster
 from gptctl.spec.launch import Launch, split_endpoint
 from gptctl.spec.launch_rules import has_private_disks
 from trainer.config import Override
+from trainer.named_tuple import NamedTuple
 
 TASKS = "trainer.tasks."
 # Tasks without a checkpoint, and so without a config.

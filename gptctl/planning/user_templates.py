@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from gptctl.spec.resources import folder
 from gptctl.spec.trust import TEMPLATE, Source
 from trainer.config.tree import MAX_BYTES, ReadFile, read_once
 from trainer.errors import WRONG_USAGE, UserError
+from trainer.named_tuple import NamedTuple
 
 # Subfolders of templates/. File names are unique over all of them: users replace by name alone.
 FOLDERS = ("jobs", "styles", "doctor", "parts")

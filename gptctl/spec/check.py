@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from gptctl.engine.contract import NOTIFY_VARIABLE
 from gptctl.spec.cluster import Cluster, Profile, load_profile, profile_source
@@ -31,6 +31,7 @@ from trainer.config.tree import Map, ReadFile, Scalar
 from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError, errors_in, in_order
 from trainer.estimate import GB, Estimate, estimate
 from trainer.layout import DEGREE_KEYS, Machines
+from trainer.named_tuple import NamedTuple
 from trainer.savings import advice
 
 CLUSTER = Rule("A001", "Launch.cluster must name a valid cluster profile")

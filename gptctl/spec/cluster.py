@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gptctl.engine.file_reading import read_bytes
 from gptctl.spec.cluster_kinds import CONNECTION_KEYS, KINDS, ClusterKind
@@ -36,6 +36,7 @@ from trainer.config.read import Reading, build, read_section
 from trainer.config.record import record
 from trainer.config.tree import Map, Node, ReadFile, Scalar, read_file
 from trainer.errors import OUT_OF_REACH, Finding, Place, Rule, UserError, errors_in, in_order
+from trainer.named_tuple import NamedTuple
 
 HOSTS = Rule("P001", "an ssh cluster must list its hosts, each once", uses=("kind", "hosts"))
 RUN_ROOT = Rule(

@@ -5,7 +5,7 @@ How jobs run on each kind: gptctl/backends/.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from trainer.named_tuple import NamedTuple
 
 
 class ClusterKind(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
 
 from gptctl.engine.contract import CHECKPOINT_KEY_VARIABLE
 from gptctl.spec.env_names import (
@@ -41,6 +40,7 @@ from gptctl.spec.env_names import (
     YES,
 )
 from trainer.errors import Finding, Rule, closest
+from trainer.named_tuple import NamedTuple
 from trainer.secret_names import looks_secret
 
 # Names.

@@ -10,11 +10,11 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from trainer.config import Override
 from trainer.config.flags import PADDLENLP_FLAGS, parse_arguments
 from trainer.errors import WRONG_USAGE, Finding, Rule, UserError
+from trainer.named_tuple import NamedTuple
 
 AS_TRAINER = Rule(
     "S020", "a missing run_pretrain.py with PaddleNLP's flags runs the bundled trainer", "notice"

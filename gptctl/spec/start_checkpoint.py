@@ -16,7 +16,6 @@ from gptctl.engine.run_folder import checkpoint_steps
 from gptctl.spec.check import NO_PATH, Checked
 from gptctl.spec.machine_rules import prepared_with
 from trainer.checkpoint_names import MANIFEST
-from trainer.checksums import LARGEST_MANIFEST
 from trainer.config.continuation import model_differences
 from trainer.errors import Finding, Rule, UserError
 
@@ -65,6 +64,8 @@ def _check_tokenizer(checked: Checked, saved: Any, path: str, folder: str) -> It
 
 def _facts_at(path: Path) -> Mapping[str, Any]:
     """The manifest of a checkpoint, or of the newest one in a folder; empty if there is none."""
+    from trainer.checksums import LARGEST_MANIFEST
+
     try:
         steps = sorted(checkpoint_steps(os.listdir(path)), reverse=True)
     except OSError:

@@ -16,13 +16,13 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from gptctl.engine.atomic_files import private_files, replacing
 from gptctl.engine.file_reading import read_json
 from gptctl.spec.resources import folder, home
 from trainer.config.tree import ReadFile
 from trainer.errors import OUT_OF_REACH, WRONG_USAGE, UserError
+from trainer.named_tuple import NamedTuple
 
 FLAG = "--trust"
 PROFILE, TEMPLATE, CONFIG, SWEEP = "cluster profile", "template", "run config", "sweep file"

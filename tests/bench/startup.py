@@ -43,7 +43,7 @@ COMMANDS = {
     BASE: Budget([sys.executable, "-c", "pass"]),
     "gptctl --help": Budget([GPTCTL, "--help"], 0.15, 5.5),
     "gptctl validate": Budget([GPTCTL, "validate", CONFIG], 0.25, 9),
-    "gptctl submit --dry-run": Budget([GPTCTL, "submit", "--dry-run", DEMO], 0.25, 13),
+    "gptctl submit --dry-run": Budget([GPTCTL, "submit", "--dry-run", DEMO], 0.25, 11),
     f"gptctl list --all of {MANY:,}": Budget([GPTCTL, "list", "--all"], 0.25, 20),
 }
 

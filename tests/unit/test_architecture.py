@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 
 TORCH_FREE = tuple(
     f"trainer.{name}"
-    for name in "errors layout layout_rules config estimate memory tape rank_plan logit_chunks collectives logline durable checksums input_files rank_log cache_folder savings checkpoint_names corpus trace_files secret_names event_names trackers".split()
+    for name in "errors layout layout_rules config estimate memory tape rank_plan logit_chunks collectives logline durable checksums input_files rank_log cache_folder savings checkpoint_names corpus trace_files secret_names event_names trackers named_tuple".split()
 )
 HEAVY = ("torch", "numpy", "rich", "jinja2", "submitit", "paramiko", "yaml", "plotext", "textual")
 ONE_FILE_EACH = ("rich", "jinja2", "submitit", "paramiko", "plotext", "textual")

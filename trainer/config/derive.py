@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer.config.kinds import Section, keys_of
 from trainer.config.presets import (
@@ -24,6 +24,7 @@ from trainer.config.sections import DataPart, RunConfig
 from trainer.errors import Finding, Rule
 from trainer.layout import DEGREE_KEYS, Machines, solve_layout
 from trainer.layout_rules import solve_batch
+from trainer.named_tuple import NamedTuple
 
 MISSING_SIZE = Rule(
     "C017", "model sizes must be given, by a preset or in the config", uses=("Model.name",)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from trainer.config.kinds import BadValue, Boolean
 from trainer.config.presets import PRESETS
 from trainer.config.tree import MAX_DEPTH, TWICE, List, Map, Node, Scalar, is_null, plain
 from trainer.errors import Finding, Place, Rule, closest
+from trainer.named_tuple import NamedTuple
 
 UNKNOWN = Rule("C010", "a key must be known")
 MODEL_FAMILY = Rule("C016", "model_type must be gpt or gpt-cn")

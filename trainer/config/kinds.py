@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from trainer.config.tree import List, Map, Node, Scalar, is_null
 from trainer.errors import Rule, closest, one_of
+from trainer.named_tuple import NamedTuple
 
 WRONG_TYPE = Rule("C011", "a value must have the type of its key")
 OUT_OF_RANGE = Rule("C012", "a number must be within the range of its key")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from trainer.config.dialects import Translated, copied, switch, translate
 from trainer.config.tree import (
@@ -25,6 +24,7 @@ from trainer.config.tree import (
     read_file,
 )
 from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
+from trainer.named_tuple import NamedTuple
 
 MAX_BASES = 50  # files in a chain; limits time if each includes the next
 

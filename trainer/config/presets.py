@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from trainer.named_tuple import NamedTuple
 
 DEFAULT_VOCAB = 50304  # GPT-2's 50257 tokens, padded to a multiple of 128
 DEFAULT_POSITIONS = 1024

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
-from typing import NamedTuple
 
 from trainer.config.derive import DROPOUTS, MISSING_SIZE, Derived, derive
 from trainer.config.kinds import Section, keys_of
@@ -26,6 +25,7 @@ from trainer.layout_rules import (
     check_world,
     propose,
 )
+from trainer.named_tuple import NamedTuple
 
 IGNORED = Rule("N001", "a config should not contain keys that this trainer ignores", "notice")
 ACCURACY = Rule("N003", "check_accuracy should run without dropout", "notice", uses=DROPOUTS)

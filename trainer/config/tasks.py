@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from trainer.config.kinds import BadValue, Boolean
 from trainer.config.tree import Map, Node, Scalar, is_null
 from trainer.errors import Finding, Rule
 from trainer.layout import DEGREE_KEYS
+from trainer.named_tuple import NamedTuple
 
 NOT_SUPPORTED = Rule("C019", "a config must describe the pre-training of a dense GPT")
 AUTO = Rule("N006", "a config should not rely on Paddle's automatic parallelism", "notice")

@@ -10,10 +10,11 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from trainer.config.full_width import with_plain_marks
 from trainer.errors import WRONG_USAGE, Finding, Place, Rule, UserError
+from trainer.named_tuple import NamedTuple
 
 # Far above any real config. They keep a wrong or hostile file from using up time and memory.
 MAX_BYTES = 1 << 20
