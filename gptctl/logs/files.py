@@ -31,8 +31,9 @@ class LogFile(NamedTuple):
 
     def grown(self, size: int, changed: float) -> LogFile:
         # Not _replace, which is slower: this runs for every file that grew, on every scan.
-        attempt, kind, number, name, _, _, identity = self
-        return LogFile(attempt, kind, number, name, size, changed, identity)
+        return LogFile(
+            self.attempt, self.kind, self.number, self.name, size, changed, self.identity
+        )
 
     @property
     def label(self) -> str:

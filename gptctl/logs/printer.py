@@ -80,7 +80,7 @@ class Printer:
         self._held: list[bytes] = []
         self._line_is_open = False  # the last raw line had no newline
         self._names: dict[Origin, str] = {}
-        self._prefixes: dict[Origin, bytes] = {}
+        self._prefixes: dict[Origin, str] = {}
 
     def add_files(self, files: Iterable[LogFile]) -> None:
         """Make the prefixes of these files, all of the same width."""
@@ -93,7 +93,7 @@ class Printer:
         }
         width = max(map(len, names.values()), default=0)
         self._prefixes = {
-            who: self._painted(who, f"{name:<{width}} ").encode() for who, name in names.items()
+            who: self._painted(who, f"{name:<{width}} ") for who, name in names.items()
         }
 
     def _painted(self, who: Origin, name: str) -> str:
@@ -115,9 +115,9 @@ class Printer:
         elif self._style == "json":
             self._held.append(_as_json(line).encode() + b"\n")
         else:
-            # Its origin: calling `_origin` for every line would cost more than the slice.
-            prefix = self._prefixes[line.file[:3]]
-            self._held.append(b"%b%b\n" % (prefix, readable(line.text).encode()))
+            self._held.append(
+                f"{self._prefixes[_origin(line.file)]}{readable(line.text)}\n".encode()
+            )
         if len(self._held) >= WRITE_AT:
             self._write()
 

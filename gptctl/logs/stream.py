@@ -75,7 +75,6 @@ class LogReader:
         self.bar_due = 0.0
         self._files = files
         self._lines = lines
-        self._wants_all = lines.since is None and not (lines.grep or lines.errors)
         self._clock = Clock(file.changed)
         self._errors = Errors()
         self._restart(0)
@@ -119,10 +118,10 @@ class LogReader:
     def read(self, end: int = sys.maxsize, chunk: int = CHUNK) -> Iterator[Line]:
         return chain.from_iterable(map(self.wanted, self.blocks(end, chunk)))
 
-    def rest(self) -> Iterable[Line]:
+    def rest(self) -> Iterator[Line]:
         """The last line, if it has no newline."""
         line = self._assembler.close()
-        return self.wanted(line) if line else ()
+        return self.wanted(line) if line else iter(())
 
     def bar(self) -> Line:
         """The newest state of a progress bar that has not finished its line."""
@@ -135,15 +134,7 @@ class LogReader:
             self._lines.raw or self._lines.grep or self._lines.errors
         )
 
-    def wanted(self, block: bytes) -> Iterable[Line]:
-        # What is read of a followed file is mostly one line, of which most readers want all.
-        end = block.find(b"\n")
-        if self._wants_all and end == len(block) - 1:
-            stamp = self._clock.visit(block, 0, end)
-            return (Line(self._clock.now, self.order, stamp, block[:end], self.file),)
-        return self._wanted(block)
-
-    def _wanted(self, block: bytes) -> Iterator[Line]:
+    def wanted(self, block: bytes) -> Iterator[Line]:
         clock, since = self._clock, self._lines.since
         clock.start(block)
         for start, end in self._matches(block):
