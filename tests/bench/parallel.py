@@ -53,7 +53,7 @@ SHARDING, VIRTUAL = "Distributed.sharding", "Model.virtual_pp_degree"
 
 
 class Case(NamedTuple):
-    """A layout of two processes, its micro-batches per update, and the CPU ratios to compare with: large, small.
+    """A layout, its micro-batches per update, and the CPU ratios to compare with: large, small.
 
     `speed`: its goal for tokens/s of the large model, relative to one process with two threads.
     """
@@ -63,6 +63,8 @@ class Case(NamedTuple):
     large: float | None
     small: float | None
     speed: float | None = None
+    processes: int = 2
+    threads: int = 1
 
     def run(self, size: Size, output: Path) -> RunConfig:
         replicas = 2 if {"Distributed.dp_degree", f"{SHARDING}.sharding_degree"} & set(self.keys) else 1
@@ -74,8 +76,10 @@ def sharded(stage: int) -> dict[str, object]:
     return {f"{SHARDING}.sharding_degree": 2, f"{SHARDING}.sharding_stage": stage}
 
 
-ALONE, THREADS = Case(1, {}, None, None), Case(1, {}, None, None)
+ALONE, THREADS = Case(1, {}, None, None, processes=1), Case(1, {}, None, None, processes=1, threads=2)
 CASES = {
+    # What a pipeline pays for small micro-batches, without a pipeline.
+    "one process, 2 threads, 8 micro-batches": THREADS._replace(micro_batches=8),
     "dp2": Case(1, {"Distributed.dp_degree": 2}, 1.20, 1.08, 0.97),
     "sharding2 stage 1": Case(1, sharded(1), 1.24, 1.27, 0.92),  # those of stage 2, which sends no less
     "sharding2 stage 2": Case(1, sharded(2), 1.24, 1.27, 0.92),
@@ -133,7 +137,7 @@ def step_cost(case: Case, size: Size, steps: int) -> Cost:
     """Seconds of a step of the trainer's own loop; CPU seconds of all ranks added up."""
 
     def measure(folder: Path) -> list[float]:
-        torch.set_num_threads(2 if case is THREADS else 1)
+        torch.set_num_threads(case.threads)
         run = case.run(size, folder / "output")
         with join(run, layout_of(run)) as mesh, output_folder(run, mesh, Log("mingpt", 1), NO_EVENTS) as checkpoints:
             trainer = Ours(run, mesh, checkpoints)
@@ -141,8 +145,7 @@ def step_cost(case: Case, size: Size, steps: int) -> Cost:
             spent = cost(lambda: trainer.steps(steps), steps)
             return [spent.wall, *mesh.total(spent.cpu)]
 
-    world = 1 if case is ALONE or case is THREADS else 2
-    return Cost(*forked(world, measure))
+    return Cost(*forked(case.processes, measure))
 
 
 def step_costs(size: Size, rounds: int, steps: int, cases: dict[str, Case]) -> dict[str, list[Cost]]:
@@ -163,14 +166,14 @@ def report_steps(size: Size, which: str, rounds: int, steps: int) -> None:
         f"{size}: a step of one process takes {milliseconds[0]:.0f} ms with one thread, {milliseconds[1]:.0f} with two"
     )
     print(
-        f"  {'two processes':<34} {'CPU ratio':>9} {'reference':>9} {'wall ratio':>10} {'tokens/s of two threads':>24}"
+        f"  {'two processes':<40} {'CPU ratio':>9} {'reference':>9} {'wall ratio':>10} {'tokens/s of two threads':>24}"
     )
     for name, mine in spent.items():
         cpu, wall, reference = ratio(mine, alone, "cpu"), ratio(mine, alone, "wall"), getattr(CASES[name], which)
         speed, goal = ratio(threads, mine, "wall"), CASES[name].speed if which == "large" else None
         aim = f"{goal:.2f} wanted" if goal else ""
         print(
-            f"  {name:<34} {cpu:>9.2f} {reference or '':>9} {wall:>10.2f} {speed:>9.2f} {aim:>14} {mark(cpu, reference)}",
+            f"  {name:<40} {cpu:>9.2f} {reference or '':>9} {wall:>10.2f} {speed:>9.2f} {aim:>14} {mark(cpu, reference)}",
             flush=True,
         )
         if goal:
