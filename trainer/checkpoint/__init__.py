@@ -26,7 +26,7 @@ from trainer.checkpoint.manifest import (
     write_manifest,
 )
 from trainer.checkpoint.priority import yield_to_training
-from trainer.checkpoint.sharing import Rows, share_out
+from trainer.checkpoint.sharing import Rows, bytes_of, share_out
 from trainer.checkpoint.signing import (
     SIGNATURE_HINT,
     VARIABLE,
@@ -64,6 +64,7 @@ class Checkpoints:
         # The step of the newest checkpoint that this run wrote or resumed from.
         self.saved_step: int | None = None
         self._share: dict[str, Rows] | None = None  # what this rank writes
+        self._size = 0  # bytes that the ranks of this disk write together
         self._buffers: dict[str, Tensor] = {}  # allocated once: pinning memory is slow
         self._thread: threading.Thread | None = None
         self._began = 0.0  # when the newest save began
@@ -240,6 +241,7 @@ class Checkpoints:
         """Copy this rank's share to the buffers. If several ranks hold a piece, they divide it."""
         if self._share is None:
             self._share = share_out(pieces, self.mesh)
+            self._size = sum(self._of_disk(self.mesh.gather(bytes_of(pieces, self._share))))
         mine = {name: pieces[name].rows(rows.begin, rows.end) for name, rows in self._share.items()}
         for name, piece in mine.items():
             if name not in self._buffers:
@@ -260,21 +262,22 @@ class Checkpoints:
             yield_to_training()
         part, name = self.store.part(step), file_name(self.mesh.rank_on_disk)
         written: list[Written] = []
-        are_busy: Sequence[bool] = [True]
+        are_busy = [True]
         try:
             # 1. Check the free space for the whole checkpoint, and create the temporary folder.
-            size = sum(piece.tensor.nbytes for piece in pieces.values())
-            sizes, are_busy = zip(*self._on_disk((size, self.verifier.is_busy)))
-            facts["save_id"] = self.mesh.gather(secrets.token_hex(8))[0]
-            failure = self._agree(lambda: self._prepare(part, int(OVERHEAD * sum(sizes))))
-            # 2. Every rank writes its own file.
-            failure = failure or self._agree(
-                lambda: written.append(write_pieces(part / name, pieces))
-            )
-            everything = [[Written(*file) for file in files] for files in self._on_disk(written)]
+            mine = (self.verifier.is_busy, secrets.token_hex(8))
+            failure, starts = self._agree(lambda: self._prepare(part), mine)
+            are_busy = [is_busy for is_busy, _ in self._of_disk(starts)]
+            facts["save_id"] = starts[0][1]
+            if not failure:  # 2. Every rank writes its own file.
+                failure, files = self._agree(
+                    lambda: written.append(write_pieces(part / name, pieces)), written
+                )
             # 3. Only when all files are on disk, write the manifest and rename the folder: its
             # final name means that it is complete.
-            failure = failure or self._agree(lambda: self._commit(part, facts, everything))
+            if not failure:
+                everything = [Written(*file) for (file,) in self._of_disk(files)]
+                failure, _ = self._agree(lambda: self._commit(part, facts, everything))
         except RuntimeError as error:  # a rank exited; the training loop will notice it too
             failure = reason_of(error)
         self.failure = failure
@@ -305,32 +308,36 @@ class Checkpoints:
         if self.mesh.is_first:
             self.warn(f"cannot save checkpoint of step {step}: {failure}; earlier ones are kept")
 
-    def _on_disk(self, value: Any) -> list[Any]:
-        """The values of the ranks that write to the same disk."""
+    def _of_disk(self, values: list[Any]) -> list[Any]:
+        """Of the values of all ranks, those of the ranks that write to the same disk."""
         first = self.mesh.rank - self.mesh.rank_on_disk
-        return self.mesh.gather(value)[first : first + self.mesh.per_disk]
+        return values[first : first + self.mesh.per_disk]
 
-    def _agree(self, part: Callable[[], None]) -> str:
-        """Run one step on all ranks. Returns the first failure of any rank, or an empty string."""
+    def _agree(self, part: Callable[[], None], mine: Any = None) -> tuple[str, list[Any]]:
+        """Run one step on all ranks, which wait for each other once.
+
+        Returns the first failure of any rank, or an empty string, and the values of all ranks.
+        """
         failure = ""
         try:
             part()
         except Exception as error:
             failure = reason_of(error)
-        return next(filter(None, self.mesh.gather(failure)), "")
+        failures, values = zip(*self.mesh.gather((failure, mine)))
+        return next(filter(None, failures), ""), list(values)
 
-    def _prepare(self, part: Path, wanted: int) -> None:
+    def _prepare(self, part: Path) -> None:
         if self.mesh.rank_on_disk == 0:
             self.store.discard(part)
-            self.store.require_space(wanted)
+            self.store.require_space(int(OVERHEAD * self._size))
             part.mkdir()
 
-    def _commit(self, part: Path, facts: Facts, written: list[list[Written]]) -> None:
+    def _commit(self, part: Path, facts: Facts, written: list[Written]) -> None:
         if self.mesh.rank_on_disk:  # one rank per disk is enough
             return
-        names = [file_name(rank) for rank in range(len(written))]
-        files = {name: file.facts for name, (file,) in zip(names, written)}
-        tensors = tensor_index({name: file.tensors for name, (file,) in zip(names, written)})
+        named = {file_name(rank): file for rank, file in enumerate(written)}
+        tensors = tensor_index({name: file.tensors for name, file in named.items()})
+        files = {name: file.facts for name, file in named.items()}
         write_manifest(part, {**facts, "tensors": tensors}, files)
         self.store.commit(part)
 

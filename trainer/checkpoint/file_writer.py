@@ -2,6 +2,8 @@
 
 The page cache costs more CPU time than the disk, and what is written is not read soon. Direct
 writes need aligned memory, so the bytes are copied to a slot, while the other slot is written.
+Two threads do all the work in turns: while one waits for the disk, the other computes checksums.
+With more of them, a thread that should start the next write would wait for a core.
 """
 
 from __future__ import annotations
@@ -10,17 +12,23 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 
-SLOT = 1 << 22  # bytes to write at once
+SLOT = 1 << 21  # bytes to write at once
 UNIT = 4096  # bytes: direct writes start and end at multiples of it, in memory and in the file
 FLUSH = 1 << 26  # bytes after which the disk starts to write what is in the page cache
 DIRECT = getattr(os, "O_DIRECT", 0)  # not on all systems
+THREADS = 2
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+Data = TypeVar("Data")
+Result = TypeVar("Result")
 
 
 class FileWriter:
@@ -32,7 +40,7 @@ class FileWriter:
         self._set_direct(True)
         self._slots = [np.frombuffer(mmap.mmap(-1, SLOT), np.uint8) for _ in range(2)]
         self._filled = self._written = self._unflushed = 0  # bytes
-        self._threads = ThreadPoolExecutor(2)
+        self._threads, self._flusher = ThreadPoolExecutor(THREADS), ThreadPoolExecutor(1)
         self._writing, self._flushing = _done(), _done()
 
     def __enter__(self) -> FileWriter:
@@ -44,7 +52,9 @@ class FileWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._threads.shutdown()  # before the descriptor's number can belong to another file
+        # Before the descriptor's number can belong to another file.
+        self._threads.shutdown()
+        self._flusher.shutdown()
         os.close(self._descriptor)
 
     def append(self, data: memoryview) -> None:
@@ -56,6 +66,10 @@ class FileWriter:
             data = data[count:]
             if self._filled == SLOT:
                 self._send()
+
+    def run_beside(self, action: Callable[[Data], Result], data: Data) -> Future[Result]:
+        """Run an action while the disk writes what was appended."""
+        return self._threads.submit(action, data)
 
     def finish(self) -> int:
         """Wait until the file is on disk. Returns its size."""
@@ -78,7 +92,7 @@ class FileWriter:
         if self._unflushed >= FLUSH and self._flushing.done():
             self._flushing.result()
             self._unflushed = 0
-            self._flushing = self._threads.submit(os.fdatasync, self._descriptor)
+            self._flushing = self._flusher.submit(os.fdatasync, self._descriptor)
 
     def _write(self, data: memoryview, place: int) -> None:
         """Write all bytes: a system call may write fewer."""

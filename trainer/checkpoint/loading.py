@@ -23,11 +23,12 @@ from torch import Tensor
 
 from trainer.checkpoint.tensor_files import DTYPES, raw_bytes
 from trainer.checksums import Block, FileFacts, opened, read_block, read_table
+from trainer.mesh import machines
 from trainer.slices import Piece, Slice
 
 Shape = tuple[int, ...]
 Range = tuple[int, int]  # the first element, and how many
-READERS = 4  # threads: some wait for the disk while others compute checksums
+READERS = 4  # threads at most: some wait for the disk while others compute checksums
 
 
 class Untrusted(Exception):
@@ -93,7 +94,8 @@ def _load_file(file: Path, facts: FileFacts, needed: list[tuple[Stored, Piece]])
         scratch: SimpleQueue[Tensor] = SimpleQueue()
         largest = max(blocks[number].length for number in numbers)  # not more than the file has
         on_gpu = any(piece.tensor.is_cuda for _, piece in needed)
-        for _ in range(min(READERS, len(numbers))):
+        num_readers = min(_readers(), len(numbers))
+        for _ in range(num_readers):
             scratch.put(torch.empty(largest, dtype=torch.uint8, pin_memory=on_gpu))
 
         def load(number: int) -> None:
@@ -106,13 +108,22 @@ def _load_file(file: Path, facts: FileFacts, needed: list[tuple[Stored, Piece]])
                 scratch.put(memory)
 
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        with ThreadPoolExecutor(READERS) as readers:
+        with ThreadPoolExecutor(num_readers) as readers:
             try:
                 for _ in readers.map(load, numbers):
                     pass
             except BaseException:
                 readers.shutdown(cancel_futures=True)
                 raise
+
+
+def _readers() -> int:
+    """The number of threads that read a file.
+
+    If the ranks of this node have no core to spare, more of them only take turns: the system reads
+    ahead less for each, and the blocks of all do not fit into the caches.
+    """
+    return min(READERS, 1 + len(os.sched_getaffinity(0)) // machines().per_node)
 
 
 def _tasks(blocks: list[Block], needed: list[tuple[Stored, Piece]]) -> Tasks:

@@ -34,9 +34,9 @@ def share_out(pieces: dict[str, Piece], mesh: Mesh) -> dict[str, Rows]:
     tied = Tied(frozenset().union(*mesh.gather(names)))
     if tied.names:
         others = {name: piece for name, piece in pieces.items() if name not in tied.names}
-        own = _bytes_of(others, own_share(others, mesh.disks))
+        own = bytes_of(others, own_share(others, mesh.disks))
         shared = {name: piece for name, piece in pieces.items() if name in tied.names}
-        half = _bytes_of(shared, own_share(_originals(shared), mesh.disks))
+        half = bytes_of(shared, own_share(_originals(shared), mesh.disks))
         tied = tied._replace(first=_balanced(mesh.gather((own, half, bool(names)))))
     return own_share(pieces, mesh.disks, tied)
 
@@ -86,7 +86,7 @@ def _originals(pieces: dict[str, Piece]) -> dict[str, Piece]:
     return {name: piece._replace(is_copy=False) for name, piece in pieces.items()}
 
 
-def _bytes_of(pieces: dict[str, Piece], share: dict[str, Rows]) -> int:
+def bytes_of(pieces: dict[str, Piece], share: dict[str, Rows]) -> int:
     return sum(
         (rows.end - rows.begin) * pieces[name].at.row_numel * pieces[name].tensor.itemsize
         for name, rows in share.items()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from trainer.checksums import ENTRY_BYTES, FileFacts, block_facts, block_table
 from trainer.slices import Piece
 
 BLOCK = 1 << 22  # bytes: small enough to stay in a cache while it is hashed and copied
-HASHERS = 2  # threads
 ALIGNMENT = 64
 CHECKSUMS = "checksums"
 POSITIONS = "positions"
@@ -124,18 +122,14 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def _write_blocks(writer: FileWriter, blocks: list[list[memoryview]]) -> bytes:
-    """Write blocks, and hash them at the same time. Returns their table."""
-    with ThreadPoolExecutor(HASHERS) as hashers:
-        digests = [hashers.submit(_digest, block) for block in blocks]
-        try:
-            for block in blocks:
-                for view in block:
-                    writer.append(view)
-        except BaseException:
-            hashers.shutdown(cancel_futures=True)
-            raise
-        lengths = [sum(map(len, block)) for block in blocks]
-        return block_table(zip(lengths, [digest.result() for digest in digests]))
+    """Write blocks, and hash each while the disk writes. Returns their table."""
+    digests = []
+    for block in blocks:
+        for view in block:
+            writer.append(view)
+        digests.append(writer.run_beside(_digest, block))
+    lengths = [sum(map(len, block)) for block in blocks]
+    return block_table(zip(lengths, [digest.result() for digest in digests]))
 
 
 def _digest(views: list[memoryview]) -> bytes:
