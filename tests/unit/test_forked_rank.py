@@ -30,6 +30,7 @@ if __name__ == "__main__":
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "leads": os.getpgid(0) == os.getpid(), "session": os.getsid(0) == os.getppid(),
         "was forked": "torch" in sys.modules,
+        "imported": [name for name in ("sharding", "pipeline") if f"trainer.parallel.{name}" in sys.modules],
     }))
     sys.exit(93)
 """
@@ -44,6 +45,7 @@ def run(folder: Path, **variables: str) -> tuple[dict[str, Any], str, list[tuple
     shutil.copyfile(ROOT / "trainer/rank_log.py", folder / "rank_log.py")
     shutil.copytree(ROOT / "trainer", folder / "trainer")
     (folder / "trainer/__main__.py").write_text(PROGRAM)
+    (folder / "config.json").write_text('{"layout": {"dp": 1, "pp": 1, "sharding": 2, "mp": 1}}')
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GPTCTL", "OMP"))}
@@ -77,6 +79,7 @@ def test_a_forked_rank_is_like_an_executed_one(tmp_path: Path) -> None:
     forked, forked_rest, forked_ends = run(tmp_path / "forked", GPTCTL_FORK_RANKS="1")
     executed, rest, ends = run(tmp_path / "executed")
     assert (forked.pop("was forked"), executed.pop("was forked")) == (True, False)
+    assert (forked.pop("imported"), executed.pop("imported")) == (["sharding"], [])
     assert forked == executed
     assert forked_rest == rest == "thread\nat exit\n"
     assert forked_ends == ends == [(0, 93, None), (1, None, 9)]
