@@ -26,7 +26,7 @@ _OPERATIONS = {
     "allreduce_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),  # the output
     "_reduce_scatter_base_": ("reduce_scatter", 1),  # the input
-    "alltoall_base_": ("reduce_scatter", 1),  # on CPUs, see `parallel/messages.py`
+    "alltoall_base_": ("reduce_scatter", 1),  # on CPUs, see `parallel/axis_collectives.py`
     "send": ("send", 0),
     "recv_": ("recv", 0),
 }

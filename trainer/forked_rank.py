@@ -2,7 +2,7 @@
 
 An import of torch takes 1.4 CPU seconds: for two ranks on two cores, half of the time until the
 first step. torchrun starts `rank_log.py` in a new Python, and that starts the trainer in another
-one; here both are forks, and all else is as it would be: log, environment, signals, exit codes.
+one; here both are forks; log, environment, signals and exit codes are the same as without.
 Only for jobs on CPUs: a process in which a library has opened a GPU must not be forked.
 """
 
@@ -31,7 +31,7 @@ RANK_LOG = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 COMMAND = (sys.executable, "-u", RANK_LOG, "-m", "trainer")
 
 
-def fork_ranks() -> None:
+def make_torchrun_fork() -> None:
     """Change how this torchrun starts ranks. Call this before it imports torch.
 
     torch has no option for it. Any other command is executed, as always.
@@ -48,7 +48,7 @@ def fork_ranks() -> None:
         import trainer.watchdog  # noqa: F401
 
         with suppress(Exception):  # this only saves time
-            _import_axes()
+            _import_for_layout()
 
     execute = SubprocessHandler._popen
 
@@ -61,7 +61,7 @@ def fork_ranks() -> None:
     SubprocessHandler._popen = start  # type: ignore[method-assign,assignment]
 
 
-def _import_axes() -> None:
+def _import_for_layout() -> None:
     """Import what only some layouts need: 1 to 1.6 CPU seconds, here once for all ranks."""
     with open(os.path.join(os.environ["GPTCTL_RUN_DIR"], "config.json"), "rb") as file:
         layout = json.load(file)["layout"]
@@ -91,6 +91,7 @@ def _become_rank(
     arguments: Sequence[str], environment: Mapping[str, str], blocked: set[int | signal.Signals]
 ) -> NoReturn:
     """Do what Popen and a new Python would do. The stack of torchrun is below: never return."""
+    code = 1
     try:
         os.setsid()
         # Objects of torchrun must never be finalized here: their descriptors are closed, and will
@@ -104,7 +105,6 @@ def _become_rank(
         code = rank_log.main([*arguments], _run_program)
     except BaseException:
         sys.excepthook(*sys.exc_info())
-        code = 1
     finally:
         os._exit(code)
 
@@ -129,13 +129,13 @@ def _run_program(command: list[str]) -> NoReturn:
     """Run `python -u -m trainer ARGS` in this process, and exit as Python does."""
     import ctypes
 
-    ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank {rank_log.rank()}".encode(), 0, 0, 0)
-    register_stacks()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.argv, sys.path[0] = ["-m", *command[4:]], os.getcwd()
     code: object = 0
     try:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank {rank_log.rank()}".encode(), 0, 0, 0)
+        register_stacks()
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sys.argv, sys.path[0] = ["-m", *command[4:]], os.getcwd()
         runpy.run_module(command[3], run_name="__main__", alter_sys=True)
     except SystemExit as exit:
         code = exit.code

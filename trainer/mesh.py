@@ -25,8 +25,7 @@ from trainer.config.sections import RunConfig
 from trainer.device import HostCopy, choose_device, group_options
 from trainer.errors import OUT_OF_REACH, UserError
 from trainer.layout import Coordinates, Layout, Machines
-from trainer.node_memory import NodeGroup, Peers, join_node_group
-from trainer.step_times import WAIT, Spans
+from trainer.shared_memory import SharedMemoryGroup, join_shared_memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,7 +71,7 @@ class Mesh:
     # By axis, only those with more than one rank; and `tied`, see `Layout.tied`.
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     # Those of the groups that exchange tensors in this node's memory.
-    node_groups: Mapping[str, NodeGroup] = field(default_factory=dict)
+    shared_groups: Mapping[str, SharedMemoryGroup] = field(default_factory=dict)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     disks: int = 1  # > 1: every node has its own disk, with a full copy of everything saved
 
@@ -181,38 +180,6 @@ def wait_for(work: Work) -> None:
     work.wait()
 
 
-@contextmanager
-def timed_waits(spans: Spans) -> Iterator[None]:
-    """Measure how long this thread waits for messages, whoever sends them: also FSDP, pipelines.
-
-    Every wait of torch ends here, which is also why the watchdog still recognises a waiting rank.
-    """
-    from torch.distributed import Work as TorchWork
-
-    thread = threading.get_ident()
-
-    def timed(wait: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_wait(*arguments: Any, **options: Any) -> Any:
-            if threading.get_ident() != thread:  # a checkpoint is written beside the training
-                return wait(*arguments, **options)
-            began = spans.begin()
-            try:
-                return wait(*arguments, **options)
-            finally:
-                spans.end(WAIT, began)
-
-        return timed_wait
-
-    waits = {kind: kind.wait for kind in (TorchWork, Peers)}
-    for kind, wait in waits.items():
-        kind.wait = timed(wait)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for kind, wait in waits.items():
-            kind.wait = wait  # type: ignore[method-assign]
-
-
 def machines(environ: Mapping[str, str] = os.environ) -> Machines:
     """The number of nodes and ranks, from the variables that the launcher sets."""
     world = _number(environ, "WORLD_SIZE", 1)
@@ -255,7 +222,7 @@ def join(run: RunConfig, layout: Layout, environ: Mapping[str, str] = os.environ
         waiting.cancel()
     mesh = connect(layout, rank, local_rank, device, timeout, _disks(layout, environ))
     yield mesh
-    for group in mesh.node_groups.values():
+    for group in mesh.shared_groups.values():
         group.close()
     dist.destroy_process_group()  # not after an error: it could wait for ranks that have exited
 
@@ -293,25 +260,25 @@ def connect(
     members = layout.groups(rank)
     groups = {name: _new_group(name, ranks, timeout) for name, ranks in members.items()}
     shared = {name: group for name, group in groups.items() if len(members[name]) > 1}
-    node_groups = {}
+    shared_groups = {}
     if device.type == "cpu" and cpu_backend != "fake":
-        node_groups = _node_groups(shared, timeout)
-    return Mesh(layout, rank, local_rank, device, cpu_group, shared, node_groups, disks=disks)
+        shared_groups = _shared_groups(shared, timeout)
+    return Mesh(layout, rank, local_rank, device, cpu_group, shared, shared_groups, disks=disks)
 
 
-def _node_groups(
+def _shared_groups(
     groups: Mapping[str, dist.ProcessGroup], timeout: timedelta
-) -> dict[str, NodeGroup]:
-    """The groups whose ranks can share memory. Pipeline stages only send to their neighbours."""
+) -> dict[str, SharedMemoryGroup]:
+    """The groups whose ranks can share memory. Not pp: stages only send to their neighbours."""
     found = {}
     for name, group in groups.items():
         if name == "pp":
             continue
         size = group.size()
         gather = partial(gather_json, world=size, group=group)
-        node_group = join_node_group(group.rank(), size, gather, timeout)
-        if node_group:
-            found[name] = node_group
+        shared_group = join_shared_memory(group.rank(), size, gather, timeout)
+        if shared_group:
+            found[name] = shared_group
     return found
 
 

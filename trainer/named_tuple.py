@@ -23,8 +23,11 @@ else:
             if not bases:
                 return super().__new__(cls, name, bases, body)
             fields = body.pop("__annotations__", {})
-            defaults = [body.pop(field) for field in fields if field in body]
-            made = namedtuple(name, fields, defaults=defaults, module=body.pop("__module__"))
+            defaults = {field: body.pop(field) for field in fields if field in body}
+            if list(defaults) != list(fields)[len(fields) - len(defaults) :]:
+                raise TypeError(f"{name}: a field without a default follows one with a default")
+            module = body.pop("__module__")
+            made = namedtuple(name, fields, defaults=[*defaults.values()], module=module)
             # Strings, which `typing.get_type_hints` reads when it is asked.
             made.__annotations__ = fields
             for attribute, value in body.items():
@@ -32,4 +35,4 @@ else:
             return made
 
     class NamedTuple(metaclass=_Definition):
-        """Like `typing.NamedTuple`, for classes without a second base class."""
+        """Like `typing.NamedTuple`, for classes without `super()` and without a second base."""

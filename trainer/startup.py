@@ -38,18 +38,15 @@ def install() -> None:
         # A user's sitecustomize may be meant for each rank: then each starts a Python of its own.
         if os.environ.pop("GPTCTL_FORK_RANKS", None) and not is_users:
             with suppress(Exception):
-                from trainer.forked_rank import fork_ranks
+                from trainer.forked_rank import make_torchrun_fork
 
-                fork_ranks()
+                make_torchrun_fork()
         # Without torch, or with another version of it, torchrun starts as it always does.
         with suppress(Exception):
             _bind_store()
         _exit_after_report()
         return
-    try:
-        register_stacks()
-    except Exception as error:
-        print(f"gptctl stacks will not work for this rank: {error}", file=sys.stderr)
+    register_stacks()
 
 
 def _import_next() -> bool:
@@ -70,6 +67,14 @@ def _import_next() -> bool:
 
 
 def register_stacks() -> None:
+    """Let SIGURG write the stacks of this rank. If that fails, the rank runs without it."""
+    try:
+        _register_stacks()
+    except Exception as error:
+        print(f"gptctl stacks will not work for this rank: {error}", file=sys.stderr)
+
+
+def _register_stacks() -> None:
     import faulthandler
     import signal
 

@@ -7,12 +7,15 @@ next step is logged: by then they have long been complete, and nothing waits for
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+
+from trainer.shared_memory import PeerSockets
 
 STEP, WAIT, OPTIMIZER = "step", "wait", "optimizer"
 
@@ -111,3 +114,35 @@ def measured(spans: Spans, kind: str) -> Iterator[None]:
         yield
     finally:
         spans.end(kind, began)
+
+
+@contextmanager
+def timed_waits(spans: Spans) -> Iterator[None]:
+    """Measure how long this thread waits for messages, whoever sends them: also FSDP, pipelines.
+
+    Every wait of torch ends here: the watchdog recognises a waiting rank by this file, too.
+    """
+    from torch.distributed import Work as TorchWork
+
+    thread = threading.get_ident()
+
+    def timed(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_wait(*arguments: Any, **options: Any) -> Any:
+            if threading.get_ident() != thread:  # a checkpoint is written beside the training
+                return wait(*arguments, **options)
+            began = spans.begin()
+            try:
+                return wait(*arguments, **options)
+            finally:
+                spans.end(WAIT, began)
+
+        return timed_wait
+
+    waits = {kind: kind.wait for kind in (TorchWork, PeerSockets)}
+    for kind, wait in waits.items():
+        kind.wait = timed(wait)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, wait in waits.items():
+            kind.wait = wait  # type: ignore[method-assign]

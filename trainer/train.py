@@ -32,7 +32,7 @@ from trainer.inference.generation import generate
 from trainer.inference.network import network_of
 from trainer.logline import COMPLETE, epoch_line, evaluation_line, sample_title
 from trainer.loss import multiplier
-from trainer.mesh import Mesh, timed_waits
+from trainer.mesh import Mesh
 from trainer.metrics import Log, Metrics
 from trainer.optim import Optimizer
 from trainer.outcomes import Outcome, Outcomes
@@ -50,7 +50,7 @@ from trainer.resume import (
 )
 from trainer.state import Progress, Training
 from trainer.status import status_file
-from trainer.step_times import OPTIMIZER, measured
+from trainer.step_times import OPTIMIZER, measured, timed_waits
 from trainer.stop import StopRequest
 from trainer.tracking import tracking
 

@@ -37,7 +37,8 @@ def shell_environment(
     path = [each for each in base.pop("PYTHONPATH", "").split(os.pathsep) if each != startup]
     if any(path):
         base["PYTHONPATH"] = os.pathsep.join(path)
-    dropped = (*OF_RANKS, RUN_DIR_VARIABLE)
+    # The environment of a forked rank is that of torchrun.
+    dropped = (*OF_RANKS, RUN_DIR_VARIABLE, "GPTCTL_FORK_RANKS")
     return {
         name: value
         for name, value in base.items()

@@ -129,8 +129,7 @@ class Clock:
     def start(self, block: bytes) -> None:
         """Start a block. Lines before the first timestamp of a file get that timestamp."""
         self._seen = 0
-        is_one_line = block.find(b"\n") == len(block) - 1  # `visit` reads its stamp
-        if self.now == NEVER and not is_one_line:
+        if self.now == NEVER:
             position = 0
             for _ in range(MAX_LINES_SEARCHED):
                 if (stamp := self.stamp(block, position)) is not None:

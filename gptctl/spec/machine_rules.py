@@ -178,10 +178,12 @@ def check_apprise_here(checked: Checked) -> Iterator[Finding]:
 
 def check_addresses_here(targets: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     """Warn about references that cannot be read here: a job inherits this environment."""
-    for target in targets:
-        # Imported late: most jobs notify nobody.
-        from gptctl.engine.address_reading import UnusableAddress, read_address
+    targets = list(targets)
+    if not targets:  # as in most jobs, which then need not import this
+        return
+    from gptctl.engine.address_reading import UnusableAddress, read_address
 
+    for target in targets:
         try:
             read_address(target, os.environ)
         except UnusableAddress as problem:

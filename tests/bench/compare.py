@@ -22,9 +22,8 @@ from tests.bench.recorder import load, ratios
 
 TOLERANCE = 0.05  # smaller changes do not matter, and nobody can measure them on a shared machine
 LEAST_ROUNDS = 3  # of fewer nobody knows how they vary
-CONFIDENCE = (
-    0.99  # of the interval: there are dozens of rows, and a false alarm in each comparison would be ignored soon
-)
+# There are dozens of rows, and a false alarm in each comparison would soon be ignored.
+CONFIDENCE = 0.99  # of the interval
 RESAMPLED = 1000  # times
 WORSE, BETTER, SAME, NOISY = "worse", "better", "same", "too noisy"
 
@@ -97,7 +96,7 @@ def main(words: Sequence[str]) -> int:
     try:
         old, new = (load(Path(word)) for word in words)
         found = dict(changes(old, new))
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         print(f"error: cannot compare {' and '.join(words)}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     if old["machine"] != new["machine"]:

@@ -22,7 +22,7 @@ from trainer.counting import Call, Collectives
 from trainer.data import LocalBatch
 from trainer.estimate import state_bytes
 from trainer.layout import Layout
-from trainer.node_memory import SWITCH
+from trainer.shared_memory import SWITCH
 from trainer.state import Training
 
 PROFILED = (Layout(pp=4), Layout(dp=2, sharding=2))  # beside those of two ranks: profiling takes its time

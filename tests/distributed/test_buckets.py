@@ -19,10 +19,10 @@ from trainer.__main__ import main
 from trainer.data import LocalBatch
 from trainer.layout import Layout
 from trainer.mesh import connect
-from trainer.node_memory import SWITCH
 from trainer.optim import new_weight
+from trainer.parallel.axis_collectives import AxisCollectives
 from trainer.parallel.data import Buckets
-from trainer.parallel.messages import Messages
+from trainer.shared_memory import SWITCH
 from trainer.slices import Slice
 from trainer.state import Training
 
@@ -70,13 +70,13 @@ def averaging_main(_: Sequence[str]) -> int:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     mesh = connect(Layout(dp=2), rank, rank, torch.device("cpu"), timedelta(seconds=60))
-    assert ("dp" in mesh.node_groups) == (os.environ[SWITCH] == "1")
+    assert ("dp" in mesh.shared_groups) == (os.environ[SWITCH] == "1")
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
     weights = [
         new_weight(str(number), parameter, Slice.of((2,)), torch.ones(2), has_master=False)
         for number, parameter in enumerate(parameters)
     ]
-    buckets = Buckets(weights, 9e-6, 2, Messages.along("dp", mesh))
+    buckets = Buckets(weights, 9e-6, 2, AxisCollectives.along("dp", mesh))
     assert len(buckets.buckets) == 2
     for _ in range(2):  # updates
         buckets.begin()

@@ -25,7 +25,7 @@ from trainer.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from trainer.checkpoint.priority import yield_to_training
+from trainer.checkpoint.priority import lower_thread_priority
 from trainer.checkpoint.sharing import Rows, bytes_of, share_out
 from trainer.checkpoint.signing import (
     SIGNATURE_HINT,
@@ -259,7 +259,7 @@ class Checkpoints:
         """
         use_in_thread(self.mesh.device)
         if not is_waited_for:
-            yield_to_training()
+            lower_thread_priority()
         part, name = self.store.part(step), file_name(self.mesh.rank_on_disk)
         written: list[Written] = []
         are_busy = [True]
@@ -316,7 +316,8 @@ class Checkpoints:
     def _agree(self, part: Callable[[], None], mine: Any = None) -> tuple[str, list[Any]]:
         """Run one step on all ranks, which wait for each other once.
 
-        Returns the first failure of any rank, or an empty string, and the values of all ranks.
+        `mine` is the value of this rank; it is read after the step, which may fill it. Returns the
+        first failure of any rank, or an empty string, and the values of all ranks.
         """
         failure = ""
         try:

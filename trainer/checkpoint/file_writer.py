@@ -2,8 +2,8 @@
 
 The page cache costs more CPU time than the disk, and what is written is not read soon. Direct
 writes need aligned memory, so the bytes are copied to a slot, while the other slot is written.
-Two threads do all the work in turns: while one waits for the disk, the other computes checksums.
-With more of them, a thread that should start the next write would wait for a core.
+Two threads write, and run the actions of `run_beside`, such as checksums: while one waits for the
+disk, the other computes. With more threads, the next write would wait for a core.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class FileWriter:
     """Appends bytes to a file that must not exist. They are on disk after `finish`."""
 
     def __init__(self, file: Path) -> None:
-        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._is_direct = True
-        self._set_direct(True)
         self._slots = [np.frombuffer(mmap.mmap(-1, SLOT), np.uint8) for _ in range(2)]
         self._filled = self._written = self._unflushed = 0  # bytes
         self._threads, self._flusher = ThreadPoolExecutor(THREADS), ThreadPoolExecutor(1)
+        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._is_direct = True
+        self._set_direct(True)
         self._writing, self._flushing = _done(), _done()
 
     def __enter__(self) -> FileWriter:
@@ -113,7 +113,7 @@ class FileWriter:
         flags = flags | DIRECT if wanted else flags & ~DIRECT
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
-            self._is_direct = wanted
+            self._is_direct = wanted and bool(DIRECT)
         except OSError:
             self._is_direct = False
 

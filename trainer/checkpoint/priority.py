@@ -9,7 +9,7 @@ import threading
 LOWEST = 19
 
 
-def yield_to_training() -> None:
+def lower_thread_priority() -> None:
     """Let this thread, and those that it starts, use only the CPU time that training leaves."""
     with contextlib.suppress(OSError):  # some containers forbid it
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)  # Linux: of one thread

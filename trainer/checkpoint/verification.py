@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.checkpoint.manifest import record
-from trainer.checkpoint.priority import yield_to_training
+from trainer.checkpoint.priority import lower_thread_priority
 from trainer.checkpoint_names import is_damaged, is_verified
 from trainer.checksums import Damaged, FileFacts, verify_file
 from trainer.input_files import open_regular
@@ -75,7 +75,7 @@ class Verifier:
             return job
 
     def _run(self) -> None:
-        yield_to_training()
+        lower_thread_priority()
         while job := self._take():
             # A full disk or memory, or a folder that was deleted meanwhile: it stays unverified.
             with contextlib.suppress(OSError, MemoryError):

@@ -20,8 +20,8 @@ from trainer.loss import Factor
 from trainer.mesh import Mesh, wait_for
 from trainer.model import GPT, Components, initial_value
 from trainer.optim import Weight, new_weight
+from trainer.parallel.axis_collectives import AxisCollectives
 from trainer.parallel.data import Buckets
-from trainer.parallel.messages import Messages
 from trainer.parallel.tensor import Group, TensorComponents, split_dim
 from trainer.precision import Precision
 from trainer.slices import Holders, Slice
@@ -79,7 +79,7 @@ class Parallel:
             return
         gradients = [weight.gradient for weight in weights]
         sums = torch.cat([gradient.flatten() for gradient in gradients])
-        wait_for(Messages.along(axis, self.mesh).sum(sums))
+        wait_for(AxisCollectives.along(axis, self.mesh).sum(sums))
         for gradient, total in zip(
             gradients, sums.split([gradient.numel() for gradient in gradients])
         ):
@@ -153,8 +153,8 @@ def _buckets(
     if layout.sharding > 1 or not (layout.dp > 1 or precision.has_masters):
         return None
     cap, micro_batches = run.Distributed.bucket_cap_mb, run.Engine.accumulate_steps
-    messages = Messages.along("dp", mesh) if layout.dp > 1 else None
-    return Buckets(weights, cap, micro_batches, messages)
+    collectives = AxisCollectives.along("dp", mesh) if layout.dp > 1 else None
+    return Buckets(weights, cap, micro_batches, collectives)
 
 
 def _components(run: RunConfig, mesh: Mesh) -> Components:

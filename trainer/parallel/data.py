@@ -5,7 +5,7 @@ micro-batch's gradient to it and frees that gradient, so only one gradient is in
 bucket is complete it is averaged over the ranks, while the backward pass continues.
 
 Not torch's DDP, which keeps a second gradient while it accumulates, adds half-precision gradients
-in half precision, and imports torch's compiler. Without messages, the buckets are O2's fp32
+in half precision, and imports torch's compiler. Without collectives, the buckets are O2's fp32
 gradients of a single replica.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainer.mesh import Work, wait_for
 from trainer.optim import Weight
-from trainer.parallel.messages import Messages, Replicated
+from trainer.parallel.axis_collectives import AveragedBuffer, AxisCollectives
 
 MIB = 1 << 20
 
@@ -27,9 +27,9 @@ MIB = 1 << 20
 class Bucket:
     """The gradients of some parameters, one after the other in one buffer."""
 
-    def __init__(self, weights: list[Weight], messages: Messages | None) -> None:
+    def __init__(self, weights: list[Weight], collectives: AxisCollectives | None) -> None:
         sizes = [weight.parameter.numel() for weight in weights]
-        self.memory = Replicated(sum(sizes), weights[0].parameter.device, messages)
+        self.memory = AveragedBuffer(sum(sizes), weights[0].parameter.device, collectives)
         self.views = [
             view.view(weight.parameter.shape)
             for weight, view in zip(weights, self.memory.buffer.split(sizes))
@@ -57,7 +57,7 @@ class Bucket:
                 view.zero_()
 
     def average(self) -> None:
-        self.work = self.memory.mean()
+        self.work = self.memory.average()
 
     def wait(self) -> None:
         if self.work is not None:
@@ -73,13 +73,13 @@ class Buckets:
         weights: list[Weight],
         bucket_cap_mb: float,
         micro_batches: int,
-        messages: Messages | None,
+        collectives: AxisCollectives | None,
     ) -> None:
         self.micro_batches, self.num_reduced = micro_batches, 0
         self.buckets: list[Bucket] = []
         # Backward passes compute gradients about in the reverse order of the parameters.
         for members in _grouped(reversed(weights), bucket_cap_mb * MIB):
-            bucket = Bucket(members, messages)
+            bucket = Bucket(members, collectives)
             self.buckets.append(bucket)
             for index, (weight, view) in enumerate(zip(members, bucket.views)):
                 weight.main_gradient = view

@@ -32,7 +32,7 @@ from trainer.config.sections import Sharding
 from trainer.device import can_pin
 from trainer.mesh import Mesh
 from trainer.model import GPT
-from trainer.parallel.messages import ShardGather, ShardReduction
+from trainer.parallel.axis_collectives import ShardGather, ShardReduction
 from trainer.precision import Precision
 
 
@@ -41,8 +41,8 @@ def shard(part: GPT, config: Sharding, mesh: Mesh, precision: Precision) -> None
     offload = CPUOffloadPolicy(pin_memory=can_pin()) if config.sharding_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=precision.half, reduce_dtype=torch.float32)
     states, blocks = mesh.states, list(part.layers.values())
-    node = mesh.node_groups.get("sharding")
-    reduction, gather = ShardReduction(node), ShardGather(node) if node else None
+    shared = mesh.shared_groups.get("sharding")
+    reduction, gather = ShardReduction(shared), ShardGather(shared) if shared else None
     for module in (*blocks, part):  # inner modules first: FSDP leaves out what is already sharded
         fully_shard(
             module,

@@ -20,7 +20,7 @@ from trainer.dropout import own_stream
 from trainer.loss import Exchange, Factor, chunked_loss
 from trainer.mesh import Mesh, wait_for
 from trainer.model import Compiler, Components, Embedding, Head, Linear
-from trainer.parallel.messages import Messages
+from trainer.parallel.axis_collectives import AxisCollectives
 
 # The dimension along which a parameter is split. All other parameters are replicated in the group.
 SPLIT = {
@@ -54,7 +54,7 @@ class Group:
         self.parts_product = self.compiler.eager(_PartsProduct.apply)
         self.total = self.compiler.eager(_Sum.apply)
         self.group, self.size, self.rank = mesh.groups["mp"], mesh.layout.mp, mesh.at.mp
-        self.messages = Messages.along("mp", mesh)
+        self.collectives = AxisCollectives.along("mp", mesh)
         self.device, self.sequence_parallel = mesh.device, sequence_parallel
 
     def whole(self, x: Tensor) -> Exchange:
@@ -62,15 +62,15 @@ class Group:
         if not self.sequence_parallel:
             return Exchange(x)
         parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        return Exchange(parts, self.messages.gather(parts, x.contiguous()))
+        return Exchange(parts, self.collectives.gather(parts, x.contiguous()))
 
     def sum(self, x: Tensor) -> Exchange:
         """The sum of all ranks' results, or each rank's part of it. Overwrites `x`."""
         x = x.contiguous()
         if not self.sequence_parallel:
-            return Exchange(x, self.messages.sum(x))
+            return Exchange(x, self.collectives.sum(x))
         own = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        return Exchange(own, self.messages.reduce_scatter(own, x))
+        return Exchange(own, self.collectives.reduce_scatter(own, x))
 
     def by_parts(self, x: Tensor) -> Tensor:
         """(B, T, …) -> (mp · B, T / mp, …), with sequence parallelism."""
@@ -227,7 +227,7 @@ class VocabHead(Head):
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         own = F.linear(x, weight)
         parts = own.new_empty((self.mp.size * own.shape[0], *own.shape[1:]))
-        wait_for(self.mp.messages.gather(parts, own.contiguous()))
+        wait_for(self.mp.collectives.gather(parts, own.contiguous()))
         return parts.unflatten(0, (self.mp.size, -1)).movedim(0, -2).flatten(-2)
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None, factor: Factor) -> Tensor:

@@ -22,8 +22,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-import trainer.mesh
-import trainer.node_memory
 from trainer.config.sections import RunConfig
 from trainer.errors import OUT_OF_REACH, UserError
 from trainer.input_files import open_own
@@ -36,7 +34,7 @@ from trainer.watchdog.network_errors import LOST, TIMED_OUT, nccl_error, network
 from trainer.watchdog.peer import Peer
 from trainer.watchdog.verdicts import Answer, Verdict, answer_in, verdict_in
 
-# Seconds that other ranks leave to the one that fails: for its report, and then for its exit.
+# Seconds that other ranks wait for the one that fails: first for its report, then for its exit.
 EXIT_DELAY = 1.1
 DELIVERY = 0.5  # seconds that others get to receive a verdict; less than EXIT_DELAY
 EXIT_GRACE = 5.0  # seconds that a thread leaves to another one that is already exiting
@@ -44,7 +42,7 @@ EXIT_GRACE = 5.0  # seconds that a thread leaves to another one that is already 
 # GPU does what other ranks have a part in until an event of a stream.
 WAITING = re.compile(
     r"/torch/distributed/|/torch/autograd/graph\.py$|/torch/cuda/streams\.py$"
-    rf"|^({re.escape(trainer.mesh.__file__)}|{re.escape(trainer.node_memory.__file__)})$"
+    r"|/trainer/(mesh|shared_memory|step_times)\.py$"
 )
 NO_RESPONSE, NO_PROGRESS = "not respond", "not make progress"
 
@@ -216,7 +214,7 @@ class Watchdog:
         found = [answer_in(answer, self.mesh.world) for answer in answers]
         told = {answer.rank: answer for answer in found if answer}
         # This rank surely runs, even if its own answer came too late.
-        told.setdefault(self.mesh.rank, self._here())
+        told.setdefault(self.mesh.rank, self._sharing_scope())
         missing = [rank for rank in range(self.mesh.world) if rank not in told]
         return list(told.values()), [rank for rank in missing if not self.channel.has_left(rank)]
 
@@ -249,14 +247,14 @@ class Watchdog:
                 if type(question) is int:
                     self.rounds, self.last_check = question + 1, time.monotonic()
                     self.must_stop |= message.get("is_late") is True
-                    self.channel.answer(question, self._here()._asdict())
+                    self.channel.answer(question, self._sharing_scope()._asdict())
                     self._dump_stacks()
                 elif "continue" in message and not self.must_stop:  # nothing is wrong after all
                     self._delete_stacks()
                 elif verdict := verdict_in(message, self.mesh.world):
                     self._stop(verdict)
 
-    def _here(self) -> Answer:
+    def _sharing_scope(self) -> Answer:
         heartbeat = self.mesh.heartbeat
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         waits = bool(self.trace) or (
@@ -311,6 +309,7 @@ class Watchdog:
         """Let the failing ranks exit first: torchrun and Slurm react to the first exit.
 
         Ranks on their host see when their launcher knows of it, and tell those on other hosts.
+        Without culprits there is nobody to wait for: `_verdict_on_loss` has waited already.
         """
         failing = [self.peers[rank] for rank in verdict.culprits]
         if self.mesh.rank in verdict.culprits:

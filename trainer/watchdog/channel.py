@@ -23,7 +23,7 @@ from trainer.input_files import parse_object
 T = TypeVar("T")
 Message = dict[str, Any]
 PAUSE = 0.02  # seconds between two checks for answers
-CONNECTING = 10.0  # seconds at least, whatever the timeout: a busy machine can take long
+LEAST_CONNECT_SECONDS = 10.0  # seconds at least, whatever the timeout: a busy machine can take long
 
 
 class Channel:
@@ -142,7 +142,7 @@ def _connect(timeout: float) -> Any:
     settings: dict[str, Any] = {
         "is_master": False,
         "wait_for_workers": False,
-        "timeout": timedelta(seconds=max(timeout, CONNECTING)),
+        "timeout": timedelta(seconds=max(timeout, LEAST_CONNECT_SECONDS)),
     }
     store = dist.TCPStore(host, int(port), **settings)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=timeout))

@@ -1,9 +1,9 @@
-"""Exchanges tensors between ranks of one node in memory that they share, on CPUs.
+"""Collectives between ranks of one node in shared memory, on CPUs. Knows nothing of layouts.
 
-gloo sends them over TCP, even within a node: between two ranks that copies each byte four times,
-on the cores that train. Here a rank writes its message into memory that the others have mapped.
-Over sockets they send only signals, and the files of that memory. A rank that exits closes its
-sockets, so the others fail at once, as with gloo.
+gloo sends over TCP, even within a node: between two ranks that copies each byte four times, on the
+cores that train. Here a rank writes its message to memory that the others have mapped; sockets
+carry only notices, and the descriptors of that memory. If a rank exits, its sockets close, and the
+others fail at once, as with gloo.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-SWITCH = "GPTCTL_SHARED_MEMORY"  # 0: exchange everything with gloo
+SWITCH = "GPTCTL_SHARED_MEMORY"  # 0: use gloo for everything
 MOST_RANKS = 16  # of a group: each rank has a socket to every other
-CONNECTING = 10.0  # seconds
+CONNECT_SECONDS = 10.0
 SPIN = 50e-6  # seconds before a waiting rank sleeps: as long as it takes to be woken up
 PIECE = 1 << 18  # elements that are summed at once, and so stay in the processor's cache
 READY, DONE, MEMORY = b"r", b"d", b"m"
-FILE_BYTES = 4  # of the number of an open file, one of which may come with a signal
+FILE_BYTES = 4  # of the number of an open file, one of which may come with a notice
 
 
-class Peers:
+class PeerSockets:
     """The sockets to the other ranks of a group, by their rank in it."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], timeout: timedelta) -> None:
@@ -46,28 +46,28 @@ class Peers:
         for each in sockets.values():
             each.setblocking(False)
 
-    def send(self, signal: bytes, file: int | None = None) -> None:
+    def send(self, notice: bytes, file: int | None = None) -> None:
         for rank in self.sockets:
             with suppress(BrokenPipeError, ConnectionResetError):  # the next wait tells
-                while not self._sent(rank, signal, file):
+                while not self._sent(rank, notice, file):
                     self._receive(rank)  # it may be unable to send, too
                     self._poll(rank, select.POLLIN | select.POLLOUT, self.timeout.total_seconds())
 
-    def _sent(self, rank: int, signal: bytes, file: int | None) -> bool:
+    def _sent(self, rank: int, notice: bytes, file: int | None) -> bool:
         more = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _bytes(file))]
         try:
-            self.sockets[rank].sendmsg([signal], more)
+            self.sockets[rank].sendmsg([notice], more)
         except BlockingIOError:
             return False
         return True
 
-    def wait(self, signal: bytes, count: int) -> None:
-        """Wait until every other rank has sent a signal `count` times since the start."""
+    def wait(self, notice: bytes, count: int) -> None:
+        """Wait until every other rank has sent a notice `count` times since the start."""
         for rank in self.sockets:
-            self.wait_for(rank, signal, count)
+            self.wait_for(rank, notice, count)
 
-    def wait_for(self, rank: int, signal: bytes, count: int) -> None:
-        received, (kind,) = self.received[rank], signal
+    def wait_for(self, rank: int, notice: bytes, count: int) -> None:
+        received, (kind,) = self.received[rank], notice
         if received[kind] >= count:
             return
         began = time.monotonic()
@@ -78,16 +78,18 @@ class Peers:
     def _receive(self, rank: int) -> bool:
         """Take what has arrived from a rank; False if that is nothing."""
         try:
-            signals, more, *_ = self.sockets[rank].recvmsg(
+            notices, more, flags, _ = self.sockets[rank].recvmsg(
                 64, socket.CMSG_SPACE(FILE_BYTES), socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return False
         except OSError as error:
             raise _lost(rank, error.strerror) from error
-        if not signals:
+        if not notices:
             raise _lost(rank, "Connection closed by peer")
-        self.received[rank].update(signals)
+        if flags & socket.MSG_CTRUNC:
+            raise RuntimeError("too many open files to share memory: raise `ulimit -n`")
+        self.received[rank].update(notices)
         self.files[rank].extend(_number(file) for *_, file in more)
         return True
 
@@ -122,8 +124,8 @@ def _lost(rank: int, reason: str | None) -> RuntimeError:
     return RuntimeError(f"rank {rank} of the group: {reason}")
 
 
-class Slot:
-    """Memory for one message of every rank, and the last exchange that used it."""
+class MessageMemory:
+    """Memory for one message of every rank, and the last collective that used it."""
 
     def __init__(self) -> None:
         self.parts: list[Tensor] = []  # bytes, by rank in the group
@@ -133,44 +135,43 @@ class Slot:
         return [part[: numel * dtype.itemsize].view(dtype) for part in self.parts]
 
 
-class Exchange(NamedTuple):
-    """An exchange that has begun: this rank's message is in memory that the others can read."""
+class SharedCollective(NamedTuple):
+    """A collective that has begun: this rank's message is in memory that the others can read."""
 
     name: str  # in traces
-    group: NodeGroup
+    group: SharedMemoryGroup
     number: int
     read: Callable[[], object]  # when all messages are there
-    settle: Callable[[], object] | None  # when all ranks have read
+    after_all_read: Callable[[], object] | None  # when all ranks have read
 
     def wait(self) -> None:
         self.group.finish(self.number)
 
 
-class NodeGroup:
-    """The exchanges of a group whose ranks are all on this node. All ranks call them in the same
-    order.
+class SharedMemoryGroup:
+    """The collectives of a group whose ranks are all on this node, and call them in the same order.
 
-    Rings: memory is used again when all ranks have read the message before. Of two slots, one can
-    be written while slower ranks still read the other.
+    Each message goes to one of two memories. A memory is written again only when all ranks have
+    read its last message, so slower ranks can still read the other one.
     """
 
-    def __init__(self, rank: int, peers: Peers) -> None:
+    def __init__(self, rank: int, peers: PeerSockets) -> None:
         self.rank, self.size, self.peers = rank, len(peers.sockets) + 1, peers
-        self.slots = [Slot(), Slot()]
-        self.num_begun = self.num_slots_used = 0
+        self.memories = [MessageMemory(), MessageMemory()]
+        self.num_begun = self.num_memories_used = 0
         self.num_shared: Counter[int] = Counter()  # files received, by rank
-        self.begun: deque[Exchange] = deque()
+        self.begun: deque[SharedCollective] = deque()
 
     # Memory
 
-    def shared(self, nbytes: int) -> list[Tensor]:
+    def memory_of_each(self, nbytes: int) -> list[Tensor]:
         """New memory of every rank, as bytes; all ranks can write all of it."""
         own = _new_memory(nbytes)
         self.peers.send(MEMORY, own)
         files = [own if rank == self.rank else self._file(rank) for rank in range(self.size)]
         return [_mapped(file, nbytes) for file in files]
 
-    def common(self, nbytes: int) -> Tensor:
+    def memory_of_all(self, nbytes: int) -> Tensor:
         """New memory, the same on all ranks."""
         if self.rank == 0:
             file = _new_memory(nbytes)
@@ -184,60 +185,60 @@ class NodeGroup:
         self.peers.wait_for(rank, MEMORY, self.num_shared[rank])
         return self.peers.files[rank].popleft()
 
-    def slot(self, nbytes: int) -> Slot:
-        """A slot that no other rank reads any more, to write the next message to."""
-        slot = self.slots[self.num_slots_used % len(self.slots)]
-        self.num_slots_used += 1
-        self.finish(slot.last_use)
-        self.peers.wait(DONE, slot.last_use)
-        if not slot.parts or len(slot.parts[0]) < nbytes:
-            slot.parts = []  # before there is more: the old memory is free by then
-            slot.parts = self.shared(nbytes)
-        return slot
+    def next_memory(self, nbytes: int) -> MessageMemory:
+        """The memory for the next message: no other rank reads its last one any more."""
+        memory = self.memories[self.num_memories_used % len(self.memories)]
+        self.num_memories_used += 1
+        self.finish(memory.last_use)
+        self.peers.wait(DONE, memory.last_use)
+        if not memory.parts or len(memory.parts[0]) < nbytes:
+            memory.parts = []  # free the old memory first
+            memory.parts = self.memory_of_each(nbytes)
+        return memory
 
-    # Exchanges
+    # Collectives
 
     def begin(
         self,
         name: str,
         read: Callable[[], object],
-        slot: Slot | None = None,
-        settle: Callable[[], object] | None = None,
-    ) -> Exchange:
+        memory: MessageMemory | None = None,
+        after_all_read: Callable[[], object] | None = None,
+    ) -> SharedCollective:
         self.num_begun += 1
-        if slot:
-            slot.last_use = self.num_begun
-        exchange = Exchange(name, self, self.num_begun, read, settle)
-        self.begun.append(exchange)
+        if memory:
+            memory.last_use = self.num_begun
+        collective = SharedCollective(name, self, self.num_begun, read, after_all_read)
+        self.begun.append(collective)
         self.peers.send(READY)
-        return exchange
+        return collective
 
     def finish(self, number: int) -> None:
-        """Complete all exchanges up to this one."""
+        """Complete all collectives up to this one."""
         while self.begun and self.begun[0].number <= number:
-            exchange = self.begun.popleft()
-            with record_function(f"shared:{exchange.name}"):
-                self._complete(exchange)
+            collective = self.begun.popleft()
+            with record_function(f"shared:{collective.name}"):
+                self._complete(collective)
 
-    def _complete(self, exchange: Exchange) -> None:
-        self.peers.wait(READY, exchange.number)
-        exchange.read()
+    def _complete(self, collective: SharedCollective) -> None:
+        self.peers.wait(READY, collective.number)
+        collective.read()
         self.peers.send(DONE)
-        if exchange.settle:
-            self.peers.wait(DONE, exchange.number)
-            exchange.settle()
+        if collective.after_all_read:
+            self.peers.wait(DONE, collective.number)
+            collective.after_all_read()
 
-    def sum(self, x: Tensor) -> Exchange:
+    def sum(self, x: Tensor) -> SharedCollective:
         """Sum a contiguous tensor in place."""
         flat = x.view(-1)
-        slot = self.slot(x.nbytes)
-        parts = slot.views(x.dtype, len(flat))
+        memory = self.next_memory(x.nbytes)
+        parts = memory.views(x.dtype, len(flat))
         parts[self.rank].copy_(flat)
         if self.size == 2:
-            return self.begin("all_reduce", lambda: torch.add(*parts, out=flat), slot)
-        return self._sum_parts(parts, False, slot, lambda: flat.copy_(parts[self.rank]))
+            return self.begin("all_reduce", lambda: torch.add(*parts, out=flat), memory)
+        return self._sum_parts(parts, False, memory, lambda: flat.copy_(parts[self.rank]))
 
-    def mean_of_parts(self, parts: Sequence[Tensor]) -> Exchange:
+    def mean_of_parts(self, parts: Sequence[Tensor]) -> SharedCollective:
         """Average shared memory in place."""
         return self._sum_parts(parts, True, None, lambda: None)
 
@@ -245,9 +246,9 @@ class NodeGroup:
         self,
         parts: Sequence[Tensor],
         is_mean: bool,
-        slot: Slot | None,
-        settle: Callable[[], object],
-    ) -> Exchange:
+        memory: MessageMemory | None,
+        after_all_read: Callable[[], object],
+    ) -> SharedCollective:
         """Each rank computes an equal share of the sum, for all ranks."""
         begin, end = (len(parts[0]) * (self.rank + i) // self.size for i in (0, 1))
 
@@ -261,21 +262,22 @@ class NodeGroup:
                 for other in others:
                     other.copy_(own)
 
-        return self.begin("all_reduce", read, slot, settle)
+        return self.begin("all_reduce", read, memory, after_all_read)
 
-    def gather(self, whole: Tensor, own: Tensor) -> Exchange:
+    def gather(self, whole: Tensor, own: Tensor) -> SharedCollective:
         """The tensors of all ranks, one after the other."""
-        slot = self.slot(own.nbytes)
-        parts = slot.views(own.dtype, own.numel())
+        memory = self.next_memory(own.nbytes)
+        parts = memory.views(own.dtype, own.numel())
         parts[self.rank].copy_(own.view(-1))
-        return self.begin("all_gather", lambda: torch.cat(parts, out=whole.view(-1)), slot)
+        return self.begin("all_gather", lambda: torch.cat(parts, out=whole.view(-1)), memory)
 
-    def reduce_scatter(self, own: Tensor, slot: Slot, is_mean: bool) -> Exchange:
-        """This rank's part of the sum of the messages that all ranks have written to a slot."""
+    def reduce_scatter(self, own: Tensor, memory: MessageMemory, is_mean: bool) -> SharedCollective:
+        """This rank's part of the sum of the messages that all ranks have written to a memory."""
         flat = own.view(-1)
         first = self.rank * len(flat)
         parts = [
-            part[first : first + len(flat)] for part in slot.views(own.dtype, len(flat) * self.size)
+            part[first : first + len(flat)]
+            for part in memory.views(own.dtype, len(flat) * self.size)
         ]
 
         def read() -> None:
@@ -287,7 +289,7 @@ class NodeGroup:
                 if is_mean:
                     total /= self.size
 
-        return self.begin("reduce_scatter", read, slot)
+        return self.begin("reduce_scatter", read, memory)
 
     def close(self) -> None:
         self.peers.close()
@@ -295,7 +297,7 @@ class NodeGroup:
 
 def _new_memory(nbytes: int) -> int:
     file = os.memfd_create("gptctl-messages")
-    os.posix_fallocate(file, 0, nbytes)  # an error now, not a signal at the first access
+    os.posix_fallocate(file, 0, nbytes)  # an error now, not a SIGBUS at the first access
     return file
 
 
@@ -312,16 +314,16 @@ def _mapped(file: int, nbytes: int) -> Tensor:
         os.close(file)
 
 
-def _here() -> str:
-    """Only processes for which this is the same can share memory, and only some of them may."""
+def _sharing_scope() -> str:
+    """The machine, mount namespace and user: ranks that differ in them cannot share memory."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     return f"{boot} {os.readlink('/proc/self/ns/mnt')} {os.geteuid()}"
 
 
-def join_node_group(
+def join_shared_memory(
     rank: int, size: int, gather: Callable[[Any], list[Any]], timeout: timedelta
-) -> NodeGroup | None:
+) -> SharedMemoryGroup | None:
     """Connect the ranks of a group, or None on all of them if gloo has to do it.
 
     `gather` collects a value from all of them.
@@ -337,7 +339,7 @@ def join_node_group(
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX))
                 listener.bind(f"{folder}/{rank}")
                 listener.listen(size)
-                address = [_here(), listener.getsockname()]
+                address = [_sharing_scope(), listener.getsockname()]
         addresses = gather(address)
         if None in addresses or len({place for place, _ in addresses}) > 1:
             return None
@@ -346,9 +348,9 @@ def join_node_group(
         with suppress(OSError):
             _connect(rank, [path for _, path in addresses], listener, sockets)
         is_complete = all(gather(len(sockets) == size - 1))
-        peers = Peers(sockets, timeout)
+        peers = PeerSockets(sockets, timeout)
         if is_complete:
-            return NodeGroup(rank, peers)
+            return SharedMemoryGroup(rank, peers)
         peers.close()
         return None
 
@@ -359,12 +361,14 @@ def _connect(
     """Connect to the ranks before this one, and wait for those after it."""
     for other in range(rank):
         new = socket.socket(socket.AF_UNIX)
-        new.settimeout(CONNECTING)
+        new.settimeout(CONNECT_SECONDS)
         new.connect(paths[other])
         new.sendall(bytes([rank]))
         sockets[other] = new
-    listener.settimeout(CONNECTING)
+    listener.settimeout(CONNECT_SECONDS)
     for _ in range(rank + 1, len(paths)):
         new, _ = listener.accept()
-        new.settimeout(CONNECTING)
-        sockets[new.recv(1)[0]] = new
+        new.settimeout(CONNECT_SECONDS)
+        if not (number := new.recv(1)):
+            raise ConnectionError("closed before it told its rank")
+        sockets[number[0]] = new

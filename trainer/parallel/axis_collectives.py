@@ -1,6 +1,6 @@
 """Collectives along one axis: in shared memory if all its ranks are on this node, else by torch.
 
-Shared memory is for CPUs only, see `node_memory.py`.
+Shared memory is for CPUs only, see `shared_memory.py`.
 """
 
 from __future__ import annotations
@@ -12,65 +12,69 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.mesh import Mesh, Work, wait_for
-from trainer.node_memory import NodeGroup, Slot
+from trainer.shared_memory import MessageMemory, SharedMemoryGroup
 
 # torch 2.13 renames these functions, and warns about the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-GATHERED = 3  # buffers for gathered parameters: one more than FSDP uses at a time
+GATHERED = 3  # buffers for gathered parameters, see `ShardGather`
 
 
-class Messages:
+class AxisCollectives:
     """Starts collectives; all tensors have to be contiguous."""
 
-    def __init__(self, group: dist.ProcessGroup, node: NodeGroup | None) -> None:
-        self.group, self.node = group, node
+    def __init__(self, group: dist.ProcessGroup, shared: SharedMemoryGroup | None) -> None:
+        self.group, self.shared = group, shared
 
     @classmethod
-    def along(cls, axis: str, mesh: Mesh) -> Messages:
-        return cls(mesh.groups[axis], mesh.node_groups.get(axis))
+    def along(cls, axis: str, mesh: Mesh) -> AxisCollectives:
+        return cls(mesh.groups[axis], mesh.shared_groups.get(axis))
 
     def sum(self, x: Tensor) -> Work:
         """Sum in place."""
-        if self.node:
-            return self.node.sum(x)
+        if self.shared:
+            return self.shared.sum(x)
         work: Work = dist.all_reduce(x, group=self.group, async_op=True)
         return work
 
     def gather(self, whole: Tensor, own: Tensor) -> Work:
         """The tensors of all ranks, one after the other."""
-        if self.node:
-            return self.node.gather(whole, own)
+        if self.shared:
+            return self.shared.gather(whole, own)
         work: Work = _ALL_GATHER(whole, own, group=self.group, async_op=True)
         return work
 
     def reduce_scatter(self, own: Tensor, message: Tensor) -> Work:
         """This rank's part of the sum."""
-        if not self.node:
+        if not self.shared:
             return _reduce_scatter(own, message, self.group)
-        slot = self.node.slot(message.nbytes)
-        slot.views(message.dtype, message.numel())[self.node.rank].copy_(message.view(-1))
-        return self.node.reduce_scatter(own, slot, is_mean=False)
+        memory = self.shared.next_memory(message.nbytes)
+        memory.views(message.dtype, message.numel())[self.shared.rank].copy_(message.view(-1))
+        return self.shared.reduce_scatter(own, memory, is_mean=False)
 
 
-class Replicated:
+class AveragedBuffer:
     """A buffer of which all ranks compute the mean, in place."""
 
-    def __init__(self, numel: int, device: torch.device, messages: Messages | None) -> None:
-        self.messages, self.parts = messages, list[Tensor]()
-        if messages and messages.node:
-            self.parts = [part.view(torch.float32) for part in messages.node.shared(4 * numel)]
-            self.buffer = self.parts[messages.node.rank]
+    def __init__(
+        self, numel: int, device: torch.device, collectives: AxisCollectives | None
+    ) -> None:
+        self.group = collectives.group if collectives else None
+        self.shared = collectives.shared if collectives else None
+        if self.shared:
+            parts = self.shared.memory_of_each(numel * torch.float32.itemsize)
+            self.parts = [part.view(torch.float32) for part in parts]
+            self.buffer = self.parts[self.shared.rank]
         else:
             self.buffer = torch.zeros(numel, device=device)
 
-    def mean(self) -> Work | None:
-        if not self.messages:
+    def average(self) -> Work | None:
+        """None without other ranks."""
+        if self.shared:
+            return self.shared.mean_of_parts(self.parts)
+        if self.group is None:
             return None
-        if self.messages.node:
-            return self.messages.node.mean_of_parts(self.parts)
-        group = self.messages.group
-        work: Work = dist.all_reduce(self.buffer, dist.ReduceOp.AVG, group, async_op=True)
+        work: Work = dist.all_reduce(self.buffer, dist.ReduceOp.AVG, self.group, async_op=True)
         return work
 
 
@@ -112,17 +116,17 @@ class ShardReduction:
     FSDP asks for the memory of the message first, then for that of the result. It keeps the result.
     """
 
-    def __init__(self, node: NodeGroup | None) -> None:
-        self.node, self.is_message_next = node, True
-        self.slot: Slot | None = None
+    def __init__(self, shared: SharedMemoryGroup | None) -> None:
+        self.shared, self.is_message_next = shared, True
+        self.memory: MessageMemory | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         is_message, self.is_message_next = self.is_message_next, not self.is_message_next
-        if not self.node or not is_message:
+        if not self.shared or not is_message:
             return torch.empty(*size, dtype=dtype, device=device)
         (numel,) = size
-        self.slot = self.node.slot(numel * dtype.itemsize)
-        return self.slot.views(dtype, numel)[self.node.rank]
+        self.memory = self.shared.next_memory(numel * dtype.itemsize)
+        return self.memory.views(dtype, numel)[self.shared.rank]
 
     def __call__(
         self,
@@ -132,8 +136,10 @@ class ShardReduction:
         op: object,
         async_op: bool = False,
     ) -> Work | None:
-        if self.node and self.slot:
-            work: Work = self.node.reduce_scatter(output_tensor, self.slot, op == dist.ReduceOp.AVG)
+        if self.shared and self.memory:
+            work: Work = self.shared.reduce_scatter(
+                output_tensor, self.memory, op == dist.ReduceOp.AVG
+            )
         else:
             work = _reduce_scatter(output_tensor, input_tensor, group, op)
         if async_op:
@@ -145,21 +151,22 @@ class ShardReduction:
 class ShardGather:
     """For FSDP on CPUs: every rank writes its shards into the same memory, and reads all of it.
 
-    A rank that begins the next gather but one has read this one, as FSDP gathers at most one layer
-    ahead. Since an exchange completes when all ranks have begun it, the memory is free two later.
+    FSDP reads gather n before it begins n + 1. A collective completes only when all ranks have
+    begun it, so a rank that has completed n + 1 knows that all have read n: it may write the memory
+    of n for n + 2. One more buffer leaves room for a gather further ahead.
     """
 
-    def __init__(self, node: NodeGroup) -> None:
-        self.node, self.buffers, self.num_gathered = node, list[Tensor](), 0
+    def __init__(self, shared: SharedMemoryGroup) -> None:
+        self.shared, self.buffers, self.num_gathered = shared, list[Tensor](), 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         (numel,) = size
         nbytes, index = numel * dtype.itemsize, self.num_gathered % GATHERED
         self.num_gathered += 1
         if index == len(self.buffers):
-            self.buffers.append(self.node.common(nbytes))
+            self.buffers.append(self.shared.memory_of_all(nbytes))
         elif len(self.buffers[index]) < nbytes:
-            self.buffers[index] = self.node.common(nbytes)
+            self.buffers[index] = self.shared.memory_of_all(nbytes)
         return self.buffers[index][:nbytes].view(dtype)
 
     def __call__(
@@ -169,7 +176,7 @@ class ShardGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Work | None:
-        work = self.node.begin("all_gather", lambda: None)
+        work = self.shared.begin("all_gather", lambda: None)
         if async_op:
             return work
         wait_for(work)
