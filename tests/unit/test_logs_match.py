@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gptctl.logs import match
 from gptctl.logs.files import FileFilter
+from gptctl.logs.lines import parse_since
 from gptctl.logs.local_files import LocalFile
 from gptctl.logs.match import Errors, Grep
 from gptctl.logs.needles import Needles
@@ -240,3 +241,13 @@ def test_matches_are_merged_by_the_time_of_the_lines_before_them(tmp_path: Path)
         [file] = FileFilter().now(files)
         sources.append(LogReader(files, file, LineFilter(grep=Grep("needle"))))
     assert [line.text for line in merged(sources, close=True)] == [b"needle b", b"needle a"]
+
+
+def test_a_line_has_the_time_of_a_line_before_it_that_did_not_match(tmp_path: Path) -> None:
+    """Oracle: the time by hand. The two lines are read one after the other, as of a file that grows."""
+    (tmp_path / "log").write_text(first := "[2026-11-16 04:00:01,000] x\n")
+    files = LocalFile(tmp_path / "log")
+    [file] = FileFilter().now(files)
+    reader = LogReader(files, file, LineFilter(grep=Grep("needle")))
+    lines = [*reader.wanted(first.encode()), *reader.wanted(b"needle\n")]
+    assert [line.key for line in lines] == [parse_since("2026-11-16T04:00:01")]

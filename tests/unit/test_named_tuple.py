@@ -45,3 +45,8 @@ def test_a_cheap_named_tuple_is_like_one_of_typing() -> None:
         Cheap()
     with pytest.raises(AttributeError):
         point.x = 3
+    with pytest.raises(TypeError, match="without a default"):
+
+        class Wrong(NamedTuple):
+            x: int = 0
+            y: int  # type: ignore[misc]
