@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainer.config.sections import RunConfig
 from trainer.errors import UserError
+from trainer.malloc import keep_memory
 from trainer.matrix_products import use_onednn
-from trainer.program import keep_memory
 
 # Steps that may be under way on a device while the host reads the numbers of an earlier one.
 READ_LAG = {"cpu": 0, "cuda": 1}

@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -21,9 +21,6 @@ from trainer.stop import StopRequest
 
 if TYPE_CHECKING:
     from trainer.metrics import Log
-
-# From glibc's malloc.h.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 
 Program = Callable[[Sequence[str], StopRequest], None]
 
@@ -140,23 +137,6 @@ def configure_threads() -> None:
     given_by_torchrun = os.environ.get("OMP_NUM_THREADS") == "1" and by_torchrun
     if "OMP_NUM_THREADS" not in os.environ or given_by_torchrun:
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-
-
-def keep_memory() -> None:
-    """Let the C library keep freed memory, unless the user has configured it otherwise.
-
-    By default it returns large blocks to the kernel, which clears every page before its next use:
-    a step of 8 layers × 512 would take 1.13 times as long.
-    """
-    if any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    with suppress(AttributeError, ImportError, OSError):  # not glibc
-        import ctypes
-
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
-        mallopt(M_TOP_PAD, 64 << 20)
 
 
 def tell(findings: Iterable[Finding], log: Log) -> None:

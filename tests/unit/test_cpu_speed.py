@@ -136,7 +136,7 @@ def test_freed_memory_is_used_again_unless_the_user_configured_the_c_library(
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from resource import RUSAGE_SELF, getrusage
-from trainer.program import keep_memory
+from trainer.malloc import keep_memory
 keep_memory()
 for _ in range(10):
     before = getrusage(RUSAGE_SELF).ru_minflt
