@@ -28,6 +28,8 @@ def announce(
     # Log viewers recognise this record by its title, and can fold or hide its hundred lines.
     log.info_block(CONFIG_TITLE, _config_lines(run))
     _announce_layout(run, mesh, log, weights)
+    if mesh.shared_groups:
+        log.info(f"Ranks share memory along: {', '.join(mesh.shared_groups)}")
     if splits.characters:
         log.info(_characters(splits))
     _warn_of_empty_splits(run, mesh, log, splits)

@@ -55,7 +55,7 @@ VARIABLES = (
         "HSA_",
         "ROCR_",
     ),
-    *("MALLOC_", "LD_", "PYTHON"),
+    *("MALLOC_", "GLIBC_TUNABLES", "LD_", "PYTHON", "GPTCTL_SHARED_MEMORY"),
 )
 # torchrun sets these anew for every attempt.
 OF_ATTEMPT = ("TORCHELASTIC_",)

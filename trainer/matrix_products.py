@@ -77,11 +77,18 @@ def _suits_onednn(
         and a.shape[1] == b.shape[0]
         and a.numel() * b.shape[1] >= SMALL
         and all(tensor.dtype == torch.float32 for tensor in operands)
+        and not (_overlaps(a) or _overlaps(b))
         # oneDNN ignores the strides of a bias.
         and all(row.shape == b.shape[1:] and row.is_contiguous() for row in bias)
         and beta == alpha == 1
         and (out is None or (out.dtype == a.dtype and out.shape == (len(a), b.shape[1])))
     )
+
+
+def _overlaps(matrix: Tensor) -> bool:
+    """Whether elements share memory, as in sliding windows: oneDNN refuses such a matrix."""
+    (rows, columns), (down, across) = matrix.shape, matrix.stride()
+    return 0 not in (down, across) and down < columns * across and across < rows * down
 
 
 def _product(*operands: Tensor) -> Tensor:

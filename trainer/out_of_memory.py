@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -87,11 +88,21 @@ def facts(error: BaseException, device: torch.device) -> Found:
     found = _WANTED.search(str(error))
     wanted = int(float(found[1]) * _UNITS[found[2]]) if found else None
     if device.type != "cuda":
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return Found("the host", wanted, None, pages)
+        where, capacity = _host_memory()
+        return Found(where, wanted, None, capacity)
     allocated = torch.cuda.memory_stats(device).get("allocated_bytes.all.peak")
     capacity = torch.cuda.get_device_properties(device).total_memory
     return Found(f"GPU {device.index}", wanted, allocated, capacity)
+
+
+def _host_memory() -> tuple[str, int]:
+    """What this process may use: all of the host's, or less."""
+    found = [("the host", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
+    for limit, option in ((resource.RLIMIT_AS, "-v"), (resource.RLIMIT_DATA, "-d")):
+        size = resource.getrlimit(limit)[0]
+        if size != resource.RLIM_INFINITY:
+            found.append((f"the process, by `ulimit {option}`,", size))
+    return min(found, key=lambda each: each[1])
 
 
 def _explanation(run: RunConfig, mesh: Mesh, found: Found) -> UserError:

@@ -30,6 +30,7 @@ from torch.profiler import record_function
 SWITCH = "GPTCTL_SHARED_MEMORY"  # 0: use gloo for everything
 MOST_RANKS = 16  # of a group: each rank has a socket to every other
 CONNECT_SECONDS = 10.0
+LONGEST_PLACE = 80  # characters: names of sockets have 107 at most
 SPIN = 50e-6  # seconds before a waiting rank sleeps: as long as it takes to be woken up
 PIECE = 1 << 18  # elements that are summed at once, and so stay in the processor's cache
 READY, DONE, MEMORY = b"r", b"d", b"m"
@@ -43,6 +44,7 @@ class PeerSockets:
         self.sockets, self.timeout = sockets, timeout
         self.received = {rank: Counter[int]() for rank in sockets}
         self.files: dict[int, deque[int]] = {rank: deque() for rank in sockets}
+        self.closed: set[int] = set()  # by ranks that nobody waits for: they may be done
         for each in sockets.values():
             each.setblocking(False)
 
@@ -50,8 +52,7 @@ class PeerSockets:
         for rank in self.sockets:
             with suppress(BrokenPipeError, ConnectionResetError):  # the next wait tells
                 while not self._sent(rank, notice, file):
-                    self._receive(rank)  # it may be unable to send, too
-                    self._poll(rank, select.POLLIN | select.POLLOUT, self.timeout.total_seconds())
+                    self._poll(rank, select.POLLOUT, self.timeout.total_seconds())
 
     def _sent(self, rank: int, notice: bytes, file: int | None) -> bool:
         more = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _bytes(file))]
@@ -99,10 +100,24 @@ class PeerSockets:
             self._poll(rank, select.POLLIN, self.timeout.total_seconds() - waited)
 
     def _poll(self, rank: int, events: int, seconds: float) -> None:
-        poll = select.poll()
-        poll.register(self.sockets[rank], events)
-        if not poll.poll(max(0.0, seconds) * 1000):
+        """Wait for a rank, and take what arrives from all: their buffers may be full, too.
+
+        Otherwise three ranks could wait for each other: each to send to the next one.
+        """
+        poll, others = select.poll(), self.sockets.keys() - self.closed
+        ranks = {self.sockets[other].fileno(): other for other in {rank, *others}}
+        for descriptor, other in ranks.items():
+            poll.register(descriptor, events | select.POLLIN if other == rank else select.POLLIN)
+        ready = poll.poll(max(0.0, seconds) * 1000)
+        if not ready:
             raise RuntimeError(f"Timed out waiting for rank {rank} of the group")
+        for other in {ranks[descriptor] for descriptor, _ in ready}:
+            try:
+                self._receive(other)
+            except RuntimeError:
+                if other == rank:
+                    raise
+                self.closed.add(other)
 
     def close(self) -> None:
         for each in self.sockets.values():
@@ -297,7 +312,7 @@ class SharedMemoryGroup:
 
 def _new_memory(nbytes: int) -> int:
     file = os.memfd_create("gptctl-messages")
-    os.posix_fallocate(file, 0, nbytes)  # an error now, not a SIGBUS at the first access
+    os.posix_fallocate(file, 0, max(1, nbytes))  # an error now, not a SIGBUS at the first access
     return file
 
 
@@ -309,7 +324,7 @@ def _is_limited() -> bool:
 def _mapped(file: int, nbytes: int) -> Tensor:
     """The memory of a file as bytes; closes the file."""
     try:
-        return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(file, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
     finally:
         os.close(file)
 
@@ -334,7 +349,7 @@ def join_shared_memory(
         listener, address = None, None
         if os.environ.get(SWITCH) != "0" and not _is_limited():
             with suppress(OSError):
-                folder = tempfile.mkdtemp(prefix="gptctl-")  # only its owner can connect
+                folder = _private_folder()
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX))
                 listener.bind(f"{folder}/{rank}")
@@ -353,6 +368,12 @@ def join_shared_memory(
             return SharedMemoryGroup(rank, peers)
         peers.close()
         return None
+
+
+def _private_folder() -> str:
+    """A folder in which only this user can connect to sockets, with a name short enough for one."""
+    place = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="gptctl-", dir=place if len(place) < LONGEST_PLACE else "/tmp")
 
 
 def _connect(

@@ -95,6 +95,8 @@ def main(words: Sequence[str]) -> int:
         return 2
     try:
         old, new = (load(Path(word)) for word in words)
+        if not (isinstance(old, dict) and isinstance(new, dict)):
+            raise ValueError("not written by `make bench`")
         found = dict(changes(old, new))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         print(f"error: cannot compare {' and '.join(words)}: {type(error).__name__}: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import tempfile
 import time
@@ -22,7 +23,7 @@ from trainer.parallel.axis_collectives import AveragedBuffer, AxisCollectives, S
 from trainer.shared_memory import MOST_RANKS, PIECE, SWITCH, join_shared_memory
 from trainer.watchdog.network_errors import LOST, TIMED_OUT
 
-LENGTHS = (1, 7, 1000, 16 * PIECE // 5)  # the last one is summed in pieces
+LENGTHS = (0, 1, 7, 1000, 16 * PIECE // 5)  # the last one is summed in pieces
 CPU = torch.device("cpu")
 
 
@@ -200,19 +201,24 @@ def expect_gloo(mesh: Mesh) -> None:
     assert x.tolist() == [2, 2, 2]
 
 
+def expect_shared_memory(mesh: Mesh) -> None:
+    assert [*mesh.shared_groups] == ["dp"]
+
+
 def test_the_switch_leaves_everything_to_gloo(tmp_path: Path) -> None:
     ranks(tmp_path, 2, expect_gloo, **{SWITCH: "0"})
 
 
-def test_all_use_gloo_if_one_rank_cannot_make_sockets(tmp_path: Path) -> None:
-    """As with a TMPDIR that does not exist, or whose name is too long for a socket."""
+@pytest.mark.parametrize("is_limited", [True, False])
+def test_all_use_gloo_if_one_rank_has_a_limit(tmp_path: Path, is_limited: bool) -> None:
+    """`ulimit -f` holds for this memory, too. The name of a TMPDIR may be too long for a socket."""
 
     def act(arguments: Sequence[str]) -> int:
-        if os.environ["RANK"] == "1":
-            os.environ["TMPDIR"] = str(tmp_path / ("x" * 100))
-            os.mkdir(os.environ["TMPDIR"])
-            tempfile.tempdir = None  # found again
-        return with_mesh(expect_gloo)(arguments)
+        if is_limited and os.environ["RANK"] == "1":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, resource.RLIM_INFINITY))
+        os.mkdir(folder := tmp_path / (os.environ["RANK"] + "x" * 100))
+        tempfile.tempdir = str(folder)
+        return with_mesh(expect_gloo if is_limited else expect_shared_memory)(arguments)
 
     ended = Ranks([], 2, tmp_path, {}, act).wait()
     assert ended.ok, ended.text
@@ -238,6 +244,41 @@ def test_a_layout_of_all_axes_trains_alike_with_and_without(tmp_path: Path) -> N
         assert ended.ok, ended.text
         losses.append(ended.metrics())
     assert losses[0] == pytest.approx(losses[1], abs=5e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_layers_that_a_pipeline_gathers_all_at_once(tmp_path: Path, stage: int) -> None:
+    """Of two chunks with three layers each. Oracle: gloo."""
+    keys = {
+        "Distributed.pp_degree": 2,
+        "Model.virtual_pp_degree": 2,
+        "Distributed.sharding.sharding_degree": 2,
+        "Distributed.sharding.sharding_stage": stage,
+    }
+    losses = []
+    for switch in ("0", "1"):
+        arguments = tiny(max_steps=4, layers=12, global_batch=8, micro_batch=1, **keys)
+        ended = run(tmp_path / switch, *arguments, world=4, **{SWITCH: switch})
+        assert ended.ok, ended.text
+        losses.append(ended.metrics())
+    assert losses[0] == pytest.approx(losses[1], abs=5e-6)
+
+
+def average_many_buffers(mesh: Mesh) -> None:
+    collectives, _ = both(mesh)
+    buffers = [AveragedBuffer(3, CPU, collectives) for _ in range(400)]
+    for buffer in buffers:
+        buffer.buffer.fill_(float(mesh.rank))
+    works = [buffer.average() for buffer in buffers]
+    for work in works:
+        assert work
+        work.wait()
+    assert all((buffer.buffer == 1.0).all() for buffer in buffers)
+
+
+def test_ranks_take_what_arrives_while_they_send(tmp_path: Path) -> None:
+    """A socket holds some 280 notices: with three ranks, all of them would wait to send. Oracle: the mean of 0, 1 and 2."""
+    ranks(tmp_path, 3, average_many_buffers)
 
 
 def test_nothing_is_left_in_the_folder_of_temporary_files(tmp_path: Path) -> None:

@@ -113,6 +113,18 @@ def assert_same_gradients(layer: Callable[..., Tensor], *inputs: Tensor) -> None
         torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-5, atol=1e-3)
 
 
+def overlapping() -> None:
+    use_onednn_for_everything()
+    windows, b = torch.randn(600).unfold(0, 64, 1), torch.randn(64, 32)
+    torch.testing.assert_close(windows @ b, windows.clone() @ b)
+    torch.testing.assert_close(b.t() @ windows[:64], b.t() @ windows[:64].clone())
+
+
+def test_windows_that_overlap_in_memory_are_left_to_torch(tmp_path: Path) -> None:
+    """Oracle: the product of a copy."""
+    in_a_process(overlapping, tmp_path)
+
+
 @pytest.mark.skipif(
     not (hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.library, "get_kernel")),
     reason="this torch has no oneDNN, or keeps its kernels",

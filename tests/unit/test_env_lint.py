@@ -248,7 +248,13 @@ def test_every_name_in_the_tables_is_known() -> None:
         *environ_names.RENAMED.values(),
         *environ_names.CASE_SENSITIVE,
     }
-    others = {"CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "LOGLEVEL"}
+    others = {
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "OMP_NUM_THREADS",
+        "LOGLEVEL",
+        "GPTCTL_SHARED_MEMORY",
+    }
     assert named - {*environ_names.NCCL, *environ_names.TORCH} == others
 
 

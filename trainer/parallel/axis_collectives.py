@@ -135,17 +135,15 @@ class ShardReduction:
         group: dist.ProcessGroup,
         op: object,
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> None:
+        assert not async_op, "FSDP would not wait for it"
         if self.shared and self.memory:
             work: Work = self.shared.reduce_scatter(
                 output_tensor, self.memory, op == dist.ReduceOp.AVG
             )
         else:
             work = _reduce_scatter(output_tensor, input_tensor, group, op)
-        if async_op:
-            return work
         wait_for(work)
-        return None
 
 
 class ShardGather:
@@ -175,9 +173,6 @@ class ShardGather:
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> Work | None:
-        work = self.shared.begin("all_gather", lambda: None)
-        if async_op:
-            return work
-        wait_for(work)
-        return None
+    ) -> None:
+        assert not async_op, "its memory could be written again before it is read"
+        wait_for(self.shared.begin("all_gather", lambda: None))

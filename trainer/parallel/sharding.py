@@ -42,7 +42,9 @@ def shard(part: GPT, config: Sharding, mesh: Mesh, precision: Precision) -> None
     policy = MixedPrecisionPolicy(param_dtype=precision.half, reduce_dtype=torch.float32)
     states, blocks = mesh.states, list(part.layers.values())
     shared = mesh.shared_groups.get("sharding")
-    reduction, gather = ShardReduction(shared), ShardGather(shared) if shared else None
+    reduction = ShardReduction(shared)
+    # Pipelines gather all layers of a stage before they use the first one.
+    gather = ShardGather(shared) if shared and mesh.layout.pp == 1 else None
     for module in (*blocks, part):  # inner modules first: FSDP leaves out what is already sharded
         fully_shard(
             module,

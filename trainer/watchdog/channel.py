@@ -123,7 +123,10 @@ def with_timeout(seconds: float, act: Callable[[], T]) -> T | None:
 
     # A daemon: if it never returns, it must not keep the process from exiting.
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no memory for its stack
+        return None
     thread.join(seconds)
     return results[0] if results else None
 
