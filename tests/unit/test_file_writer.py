@@ -18,7 +18,7 @@ import torch
 import trainer.checkpoint
 from trainer.checkpoint import Checkpoints, file_writer
 from trainer.checkpoint.file_writer import UNIT, FileWriter
-from trainer.checkpoint.priority import LOWEST
+from trainer.checkpoint.priority import NICE
 from trainer.checkpoint.tensor_files import Written, write_pieces
 from trainer.layout import Layout
 from trainer.mesh import Mesh
@@ -120,7 +120,7 @@ def test_only_threads_that_write_beside_training_have_a_low_priority(
         checkpoints.save(step, whole({"model.weight": torch.ones(4, 4)}), {}, is_waited_for)
         assert not checkpoints.wait()
     checkpoints.close()
-    assert found == [LOWEST, before]
+    assert found == [NICE, before]
     assert priority() == before
 
 
