@@ -30,13 +30,13 @@ def install() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(kept)
     if not any(kept):
         del os.environ["PYTHONPATH"]
-    is_users = _import_next()
+    is_of_user = _import_next()
     # Whatever is wrong here, the program must run.
     if "RANK" not in os.environ:
         with suppress(Exception):
             _die_with_parent()
         # A user's sitecustomize may be meant for each rank: then each starts a Python of its own.
-        if os.environ.pop("GPTCTL_FORK_RANKS", None) and not is_users:
+        if os.environ.pop("GPTCTL_FORK_RANKS", None) and not is_of_user:
             with suppress(Exception):
                 from trainer.forked_rank import make_torchrun_fork
 

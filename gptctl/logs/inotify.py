@@ -26,7 +26,7 @@ Name = tuple[int, str]  # number of the folder, and name; empty for the folder i
 
 
 class FolderReports:
-    """Reports about numbered folders. Raises OSError if the system has no more of them."""
+    """Reports about numbered folders. Raises OSError if the system has no watches left."""
 
     def __init__(self) -> None:
         self.written: set[Name] = set()

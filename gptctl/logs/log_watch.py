@@ -1,8 +1,8 @@
-"""Which log files grew: as the kernel reports it, as long as that agrees with what scans find.
+"""Which log files grew, by inotify where it can be trusted, otherwise by scans.
 
-A network file system reports what this host writes, but not what others write, and no test by its
-name or with a file of our own would show that. So each scan tests it on the log files: a file that
-grew without a report ends the use of reports, and every file is looked at again on every tick.
+inotify reports what this host writes. On a network file system it misses what other hosts write,
+and neither the name of the file system nor a test file would show that. So every scan checks it:
+if a log file grew without a report, inotify is no longer used, and every tick scans all files.
 """
 
 from __future__ import annotations

@@ -142,6 +142,7 @@ def main() -> int:
         print(f"{name:<34} {wall:>7.2f} {cpu:>7.2f} {walls[name]:>6.2f} {ratio:>6.2f}")
         for what in Sample._fields:
             mine, peers = ([getattr(each, what) for each in samples[of]] for of in (name, bare))
+            peers = [] if name == bare else peers
             record(f"{name} until step 1, {what}", ours=mine, peer=peers, goal=1.0 if name == ours else None)
     load = os.getloadavg()[0]
     print(f"{rounds} rounds; load average {load:.1f}")

@@ -226,7 +226,7 @@ def test_a_mistake_that_one_rank_finds_ends_all_for_good(tmp_path: Path) -> None
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    """It reports nothing. The rank on its host finds out, and tells the one that believes to be on another host."""
+    """Oracle: exit codes, and the order of exits. Rank 0 sees the process exit, and tells rank 1, which has another host name."""
     elsewhere = partial(setattr, socket, "gethostname", lambda: "elsewhere")
     ranks = begin(tmp_path, 3, patches={1: elsewhere}, global_batch=12)
     ranks.wait_for(f"global step {STEP},")
