@@ -373,7 +373,9 @@ def join_shared_memory(
 def _private_folder() -> str:
     """A folder in which only this user can connect to sockets, with a name short enough for one."""
     place = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="gptctl-", dir=place if len(place) < LONGEST_PLACE else "/tmp")
+    if len(place) >= LONGEST_PLACE:
+        place = "/tmp"  # nosec B108: the folder in it is new and private
+    return tempfile.mkdtemp(prefix="gptctl-", dir=place)
 
 
 def _connect(
