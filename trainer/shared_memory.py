@@ -374,7 +374,7 @@ def _private_folder() -> str:
     """A folder in which only this user can connect to sockets, with a name short enough for one."""
     place = tempfile.gettempdir()
     if len(place) >= LONGEST_PLACE:
-        place = "/tmp"  # nosec B108: the folder in it is new and private
+        place = "/tmp"  # nosec B108  # the folder in it is new and private
     return tempfile.mkdtemp(prefix="gptctl-", dir=place)
 
 
