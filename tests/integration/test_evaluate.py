@@ -124,7 +124,8 @@ def test_too_little_memory_is_explained(tmp_path: Path, output: Path) -> None:
     ended = Ranks(words, 1, tmp_path, {}, evaluate_with_little_memory).wait()
     assert ended.codes == [93], ended.text
     assert re.search(
-        r"error: out of memory evaluating batch 1: the host has .* tried to allocate .* more\n", ended.err[0]
+        r"error: out of memory evaluating batch 1: the process, by `ulimit -[vd]`, has .* tried to allocate .* more\n",
+        ended.err[0],
     )
     assert "hint: reduce Offline_Eval.batch_size, or use more ranks: " in ended.err[0]
     assert "Traceback" not in ended.text

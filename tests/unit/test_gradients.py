@@ -61,7 +61,7 @@ def test_parameters_without_gradients_have_zeros() -> None:
 def test_buckets_are_filled_from_the_last_parameter_on(cap: float, expected: list[list[int]]) -> None:
     buckets = Buckets(half_weights([1, 2, 3, 4]), cap, 1, None).buckets
     assert [[view.numel() for view in bucket.views] for bucket in buckets] == expected
-    assert [bucket.buffer.numel() for bucket in buckets] == [sum(sizes) for sizes in expected]
+    assert [bucket.memory.buffer.numel() for bucket in buckets] == [sum(sizes) for sizes in expected]
 
 
 VOCABULARY, HIDDEN, TOKENS = 40, 8, 6
@@ -121,12 +121,13 @@ import sys, torch, torch.distributed as dist
 from torch import nn
 from trainer.optim import new_weight
 from trainer.parallel import parallelize
+from trainer.parallel.axis_collectives import AxisCollectives
 from trainer.parallel.data import Buckets
 from trainer.slices import Slice
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 parameter = nn.Parameter(torch.ones(3))
 weight = new_weight("w", parameter, Slice.of((3,)), torch.ones(3), has_master=False)
-buckets = Buckets([weight], 25, 1, dist.group.WORLD)
+buckets = Buckets([weight], 25, 1, AxisCollectives(dist.group.WORLD, None))
 buckets.begin(); parameter.sum().backward(); buckets.finish()
 assert weight.gradient.tolist() == [1, 1, 1]
 print(*(name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules))
