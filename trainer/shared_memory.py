@@ -37,6 +37,10 @@ READY, DONE, MEMORY = b"r", b"d", b"m"
 FILE_BYTES = 4  # of the number of an open file, one of which may come with a notice
 
 
+class ConnectionLost(RuntimeError):
+    """Another rank has closed its socket; a RuntimeError, as gloo raises it."""
+
+
 class PeerSockets:
     """The sockets to the other ranks of a group, by their rank in it."""
 
@@ -114,7 +118,7 @@ class PeerSockets:
         for other in {ranks[descriptor] for descriptor, _ in ready}:
             try:
                 self._receive(other)
-            except RuntimeError:
+            except ConnectionLost:
                 if other == rank:
                     raise
                 self.closed.add(other)
@@ -135,8 +139,8 @@ def _number(file: bytes) -> int:
     return int.from_bytes(file[:FILE_BYTES], sys.byteorder)
 
 
-def _lost(rank: int, reason: str | None) -> RuntimeError:
-    return RuntimeError(f"rank {rank} of the group: {reason}")
+def _lost(rank: int, reason: str | None) -> ConnectionLost:
+    return ConnectionLost(f"rank {rank} of the group: {reason}")
 
 
 class MessageMemory:

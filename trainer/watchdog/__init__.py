@@ -214,7 +214,7 @@ class Watchdog:
         found = [answer_in(answer, self.mesh.world) for answer in answers]
         told = {answer.rank: answer for answer in found if answer}
         # This rank surely runs, even if its own answer came too late.
-        told.setdefault(self.mesh.rank, self._sharing_scope())
+        told.setdefault(self.mesh.rank, self._here())
         missing = [rank for rank in range(self.mesh.world) if rank not in told]
         return list(told.values()), [rank for rank in missing if not self.channel.has_left(rank)]
 
@@ -247,14 +247,14 @@ class Watchdog:
                 if type(question) is int:
                     self.rounds, self.last_check = question + 1, time.monotonic()
                     self.must_stop |= message.get("is_late") is True
-                    self.channel.answer(question, self._sharing_scope()._asdict())
+                    self.channel.answer(question, self._here()._asdict())
                     self._dump_stacks()
                 elif "continue" in message and not self.must_stop:  # nothing is wrong after all
                     self._delete_stacks()
                 elif verdict := verdict_in(message, self.mesh.world):
                     self._stop(verdict)
 
-    def _sharing_scope(self) -> Answer:
+    def _here(self) -> Answer:
         heartbeat = self.mesh.heartbeat
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         waits = bool(self.trace) or (

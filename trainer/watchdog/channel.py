@@ -23,7 +23,7 @@ from trainer.input_files import parse_object
 T = TypeVar("T")
 Message = dict[str, Any]
 PAUSE = 0.02  # seconds between two checks for answers
-LEAST_CONNECT_SECONDS = 10.0  # seconds at least, whatever the timeout: a busy machine can take long
+LEAST_CONNECT_SECONDS = 10.0  # whatever the timeout: a busy machine can take long
 
 
 class Channel:
